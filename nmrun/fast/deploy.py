@@ -23,15 +23,13 @@ from nmrun.fast.acceleration import Choice
 from nmrun.fast.dense_cpu import FASTER, NAME, OneDNNLinear, available
 from nmrun.fast.kernels import cpu_int8, cpu_products
 from nmrun.fast.packed_convolution import PackedConvolution, packed
-from nmrun.fast.packed_int8 import Int8Linear
+from nmrun.fast.packed_int8 import INT8, TOLERANCE, int8_layer
 from nmrun.fast.packed_linear import Linear24, PackedLinear
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
-INT8 = "int8"
-TOLERANCE = 0.05  # int8 of normal operands is 0.01 off; outliers among the inputs make it more
 NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
@@ -81,8 +79,12 @@ def deploy(
         watch(model, found, sample)
         for site in held:
             reason, pattern = _try(site)
-            note = _try_int8(site, tolerance) if precision and pattern else ""
-            notes[site.name] = f"; {note}" if note else ""
+            notes[site.name] = ""
+            if precision and pattern and site.seen is not None:
+                layer, note = int8_layer(site, tolerance)
+                notes[site.name] = f"; {note}"
+                if layer is not None:
+                    site.candidates[INT8] = layer
             choices[site.name] = Choice(site.name, None, reason)
             if site.candidates:
                 alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
@@ -200,25 +202,6 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
         else:
             site.candidates[name] = layer
     return "; ".join(wrong), pattern
-
-
-def _try_int8(site: Site, tolerance: float) -> str:
-    """Make int8 a candidate of a linear layer where it is near enough; how far off it is, or why
-    there is none."""
-    if isinstance(site, ConvolutionSite) or site.seen is None or site.dtype is None:
-        return ""
-    x = site.seen.to(site.dtype)
-    try:
-        layer = Int8Linear.of(site.weight, site.bias)
-        bias = None if site.bias is None else site.bias.float()
-        exact = site.product(x.float(), site.weight.float(), bias)
-        off = float((layer(x).float() - exact).norm() / exact.norm())
-    except (*backends24.ERRORS, MemoryError) as error:
-        return backends24.first_line(error)
-    if not off <= tolerance:  # NaN
-        return f"{INT8}: outputs {off:.2g} off, more than {tolerance:g}"
-    site.candidates[INT8] = layer
-    return f"{INT8} outputs {off:.2g} off"
 
 
 def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:

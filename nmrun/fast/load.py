@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.fast import packed, packed_convolution
-from nmrun.fast.kernels import cpu_products, cpu_tiles
-from nmrun.fast.kernels.cpu_tiles import TiledMatrix
+from nmrun.fast.kernels import cpu_int8, cpu_products, cpu_tiles
 from nmrun.fast.packed import Line
 from nmrun.fast.packed_convolution import PackedConvolution
+from nmrun.fast.packed_int8 import Int8Linear
 from nmrun.fast.packed_linear import PackedLinear
 from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
 
@@ -46,19 +46,26 @@ def load_packed(path: Path | str, model: Model) -> Model:
         tensors, lines = packed.read(path)
         dense = {name: list(t.shape) for name, t in tensors.items()}
         for line in lines:
-            del dense[f"{line.name}.values"], dense[f"{line.name}.places"]
+            for part in packed.PARTS:
+                dense.pop(f"{line.name}.{part}", None)
             dense[line.name] = line.shape
         _same_model(model, dense)
         if not cpu_products.available():
             raise ValueError(
                 "packed layers need a C compiler (cc, gcc, clang or $CC); nmrun.fast.packed.load reads dense weights"
             )
+        if any(line.scales(tensors) is not None for line in lines) and (why := cpu_int8.obstacle()):
+            raise ValueError(
+                f"the file is of int8: {why}; nmrun.fast.packed.load reads dense weights"
+            )
         layers = _layers(model, tensors, lines)
         taken = {_stored(name) for name in layers}
         for line in lines:
-            parts = line.parts(tensors)
-            if line.name not in taken:
-                tensors[line.name] = packed.unpack(*parts, line.pattern, line.dim, line.shape)
+            weight = None if line.name in taken else line.dense(tensors)
+            for part in packed.PARTS:
+                tensors.pop(f"{line.name}.{part}", None)
+            if weight is not None:
+                tensors[line.name] = weight
     except ValueError as error:
         raise ConfigError(str(error)) from None
     on_meta = any(p.is_meta for p in model.parameters())
@@ -110,7 +117,7 @@ def _layers(
             if line is None:
                 continue
             if not isinstance(site, ConvolutionSite):
-                found[site.name] = partial(PackedLinear, _matrix(site, line, tensors))
+                found[site.name] = _linear(site, line, tensors)
             elif (weight := _convolution(site, line, tensors)).dtype == torch.float32:
                 matrix = packed_convolution.packed(weight)
                 found[site.name] = partial(PackedConvolution, matrix, site.window)
@@ -118,8 +125,7 @@ def _layers(
 
 
 def _convolution(site: Site, line: Line, tensors: dict[str, Tensor]) -> Tensor:
-    values, places = (tensors[f"{line.name}.{part}"] for part in ("values", "places"))
-    weight = packed.unpack(values, places, line.pattern, line.dim, line.shape)
+    weight = packed.unpack(*line.parts(tensors), line.pattern, line.dim, line.shape)
     return weight if site.weight.is_meta else weight.to(site.weight.dtype)
 
 
@@ -128,8 +134,11 @@ def _stored(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _matrix(site: Site, line: Line, tensors: dict[str, Tensor]) -> TiledMatrix:
-    values, places = (tensors[f"{line.name}.{part}"] for part in ("values", "places"))
+def _linear(
+    site: Site, line: Line, tensors: dict[str, Tensor]
+) -> Callable[[Tensor | None], nn.Module]:
+    values, places = line.parts(tensors)
+    scales = line.scales(tensors)
     rows, columns = site.weight.shape
     per_row = -(-columns // line.pattern.m)
     first = line.shape[0] - rows if site.name.endswith(KEY_VALUE) else 0
@@ -137,9 +146,13 @@ def _matrix(site: Site, line: Line, tensors: dict[str, Tensor]) -> TiledMatrix:
     where = packed.positions(places, len(values), line.pattern)[group, slot]
     row, column = group // per_row - first, group % per_row * line.pattern.m + where
     here = (row >= 0) & (row < rows)
-    value = values[group, slot][here].to(values.dtype if site.weight.is_meta else site.weight.dtype)
+    value, row, column = values[group, slot][here], row[here], column[here]
     if bool((column >= columns).any()):
         raise ValueError(f"{line.name}: a value behind the last column")
+    if scales is not None:
+        own = scales[first : first + rows]
+        return partial(Int8Linear, cpu_int8.pack(row, column, value, own, rows, columns))
+    value = value if site.weight.is_meta else value.to(site.weight.dtype)
     if value.dtype not in cpu_products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
-    return cpu_tiles.pack(row[here], column[here], value, rows, columns)
+    return partial(PackedLinear, cpu_tiles.pack(row, column, value, rows, columns))

@@ -5,7 +5,9 @@ One .safetensors file. A sparse weight ``w`` is two tensors: ``w.values``, (grou
 weight's dtype, in ascending position, and ``w.places``, bytes filled from the lowest bit on, with
 either N positions of ceil(log2 M) bits a group, or a mask of M bits where that is less (3:4, 4:8).
 The groups are those of the weight with its dimension ``dim`` moved to the end and filled up with
-zeros to a multiple of M. All other tensors stay as they are. The file's metadata has ``packed``,
+zeros to a multiple of M. A weight of int8 has ``w.values`` of int8 and a third tensor,
+``w.scales``, (rows,), float32, that its rows (of the weight so moved) are multiplied with; such a
+file has version 2, others have version 1. All other tensors stay as they are. The file's metadata has ``packed``,
 JSON with the layers and the SHA-256 of every stored tensor, and ``sha256``, that of this JSON.
 """
 
@@ -26,7 +28,9 @@ from torch.nn import functional
 from nmrun.patterns import Pattern
 
 FILE = "model.packed.safetensors"
-VERSION = 1
+PARTS = ("values", "places", "scales")
+VERSION, VERSION_INT8 = 1, 2
+INT8 = torch.int8
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
@@ -44,7 +48,7 @@ def load(path: Path | str) -> dict[str, Tensor]:
     """
     tensors, layers = read(path)
     for line in layers:
-        tensors[line.name] = unpack(*line.parts(tensors), line.pattern, line.dim, line.shape)
+        tensors[line.name] = line.dense(tensors)
     return dict(sorted(tensors.items()))
 
 
@@ -58,8 +62,21 @@ class Line:
     shape: list[int]
 
     def parts(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Its values and places, taken out of the file's tensors."""
-        return tensors.pop(f"{self.name}.values"), tensors.pop(f"{self.name}.places")
+        """Its values and places among the file's tensors."""
+        return tensors[f"{self.name}.values"], tensors[f"{self.name}.places"]
+
+    def scales(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        """What the rows of an int8 weight are multiplied with; None for any other."""
+        return tensors.get(f"{self.name}.scales")
+
+    def dense(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Its weight with the zeros, out of the file's tensors, which lose its parts."""
+        weight = unpack(*self.parts(tensors), self.pattern, self.dim, self.shape)
+        if (scales := self.scales(tensors)) is not None:
+            weight = scaled(weight, scales, self.dim)
+        for part in PARTS:
+            tensors.pop(f"{self.name}.{part}", None)
+        return weight
 
 
 def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
@@ -89,8 +106,8 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
         raise ValueError(f"{path} was changed: the SHA-256 of its header is another")
     try:
         header = json.loads(text)
-        if header["version"] != VERSION:
-            raise ValueError(f"version {header['version']}; this is {VERSION}")
+        if header["version"] not in (VERSION, VERSION_INT8):
+            raise ValueError(f"version {header['version']}; this is {VERSION_INT8}")
         if header["sha256"].keys() != tensors.keys():
             raise ValueError(
                 f"its tensors are not those of its header: {min(header['sha256'].keys() ^ tensors.keys())}"
@@ -105,6 +122,11 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
             values, places = (tensors[f"{line['name']}.{part}"] for part in ("values", "places"))
             if values.shape != _stored(lines[-1]):
                 raise ValueError(f"{line['name']}.values is {list(values.shape)}")
+            scales, rows = lines[-1].scales(tensors), _rows(lines[-1])
+            if (scales is not None) != (values.dtype == INT8) or (
+                scales is not None and (scales.shape != (rows,) or scales.dtype != torch.float32)
+            ):
+                raise ValueError(f"{line['name']}: {values.dtype} values with other scales")
             positions(places, len(values), pattern)
     except (
         ValueError,
@@ -118,9 +140,18 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
     return tensors, lines
 
 
+def _rows(line: Line) -> int:
+    return math.prod(line.shape) // line.shape[line.dim]
+
+
+def scaled(weight: Tensor, scales: Tensor, dim: int) -> Tensor:
+    """An int8 weight, whose groups run along ``dim``, times the scales of its rows: float32."""
+    last = weight.movedim(dim, -1)
+    return (last * scales.view(*last.shape[:-1], 1)).movedim(-1, dim).contiguous()
+
+
 def _stored(line: Line) -> tuple[int, int]:
-    others = math.prod(line.shape) // line.shape[line.dim]
-    return others * -(-line.shape[line.dim] // line.pattern.m), line.pattern.n
+    return _rows(line) * -(-line.shape[line.dim] // line.pattern.m), line.pattern.n
 
 
 def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:

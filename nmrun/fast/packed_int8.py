@@ -12,10 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.fast import backends24
 from nmrun.fast.kernels import cpu_int8
 from nmrun.fast.kernels.cpu_int8 import Int8Matrix
 from nmrun.fast.packed_linear import PackedLinear
+from nmrun.fast.sites import Site
 from nmrun.products.simulated import compute_dtype
+
+INT8 = "int8"
+TOLERANCE = 0.05  # normal operands are 0.01 off; outliers among the inputs make it more
 
 
 class Int8Linear(PackedLinear):
@@ -70,6 +75,27 @@ class Int8Linear(PackedLinear):
         """The weight with its zeros, as it was rounded, float32."""
         parts = (self.values, self.index, self.counts, self.scales, self.start, self.sums)
         return unpacked_int8(*parts, self.out_features, self.in_features)
+
+
+def int8_layer(site: Site, tolerance: float) -> tuple[Int8Linear | None, str]:
+    """The int8 layer of a linear site, if its outputs for the tokens seen there are near enough, and
+    how far off they are.
+
+    Args:
+        site: one that has seen an input.
+        tolerance: the error's share of the outputs' norm.
+    """
+    assert site.seen is not None
+    bias = None if site.bias is None else site.bias.float()
+    try:
+        layer = Int8Linear.of(site.weight, site.bias)
+        exact = site.product(site.seen.float(), site.weight.float(), bias)
+        off = float((layer(site.seen).float() - exact).norm() / exact.norm())
+    except (*backends24.ERRORS, MemoryError) as error:
+        return None, backends24.first_line(error)
+    if not off <= tolerance:  # NaN is not
+        return None, f"{INT8}: outputs {off:.2g} off, more than {tolerance:g}"
+    return layer, f"{INT8} outputs {off:.2g} off"
 
 
 def _product(

@@ -74,7 +74,7 @@ class Site:
             self.dtype = compute_dtype(x)
             if self.seen is None:
                 flat = x.detach().reshape(-1, x.shape[-1])
-                self.seen = flat[:: -(-len(flat) // SEEN)].clone()
+                self.seen = flat[:: -(-len(flat) // SEEN)].clone().to(self.dtype)
 
     def about(self, shape: tuple[int, ...]) -> str:
         """An input of this shape in words."""

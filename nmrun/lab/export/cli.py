@@ -8,6 +8,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,15 @@ def main(argv: list[str]) -> int:
         default="safetensors",
         help="default: safetensors, zeros and all",
     )
+    parser.add_argument(
+        "--precision",
+        choices=["int8"],
+        help="with --format packed: linear layers in int8 where that changes their outputs little",
+    )
     consent.option(parser)
     options = parser.parse_args(argv)
+    if options.precision and options.format != "packed":
+        raise ConfigError(f"--precision {options.precision} is for --format packed alone")
     if not (options.run / RESULT).is_file():
         raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
     from nmrun.lab.export import finished  # torch
@@ -69,7 +77,10 @@ def main(argv: list[str]) -> int:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
         run = finished.load(options.run, options.yes)
-        lines = _whole(run, options.to, importlib.import_module(FORMATS[options.format]).write)
+        write = importlib.import_module(FORMATS[options.format]).write
+        if options.precision:
+            write = partial(write, precision=options.precision)
+        lines = _whole(run, options.to, write)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:

@@ -5,6 +5,7 @@ another model changes nothing.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.fast import packed
-from nmrun.fast.kernels import cpu_products
+from nmrun.fast.kernels import cpu_int8, cpu_products
 from nmrun.fast.packed_convolution import PackedConvolution
+from nmrun.fast.packed_int8 import Int8Linear
 from nmrun.fast.packed_linear import PackedLinear
 from nmrun.kernels import compiled
-from nmrun.lab.export import cli
+from nmrun.lab.export import cli, finished
 
 PACKED = (PackedLinear, PackedConvolution)
 pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
@@ -169,3 +171,92 @@ def test_another_model_and_no_compiler(tmp_path: Path, monkeypatch: pytest.Monke
             nmrun.load_packed(path, images())
     finally:
         cpu_products._library.cache_clear()
+
+
+# --- int8 -----------------------------------------------------------------------------------------
+
+needs_int8 = pytest.mark.skipif(bool(cpu_int8.obstacle()), reason=cpu_int8.obstacle())
+
+
+@needs_int8
+@pytest.mark.slow
+def test_a_run_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exported and loaded: the metric that the export told is the loaded model's own."""
+    words = ["dataset=digits", "model=mlp", "recipe=ste", "sparsity=1:4", "trainer.epochs=2"]
+    result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
+    plain, low = tmp_path / "plain", tmp_path / "low"
+    run = str(result.folder)
+    assert cli.main([run, "--to", str(plain), "--format", "packed"]) == 0
+    capsys.readouterr()
+    words = [run, "--to", str(low), "--format", "packed", "--precision", "int8"]
+    assert cli.main(words) == 0
+    first, told, *more = capsys.readouterr().out.splitlines()
+    assert "1:4 in 1 layers, 1 of them in int8, " in first
+    assert not more
+    exact, rounded = packed.load(plain), packed.load(low)
+    assert exact.keys() == rounded.keys()
+    changed = [name for name in exact if not torch.equal(exact[name], rounded[name])]
+    assert len(changed) == 1
+    (name,) = changed
+    step = exact[name].abs().amax(1, True) / 127
+    assert bool(((exact[name] - rounded[name]).abs() <= 0.501 * step).all())
+    assert (low / packed.FILE).stat().st_size < (plain / packed.FILE).stat().st_size
+    model = nmrun.load_packed(low, result.model())
+    layer = model.get_submodule(name.removesuffix(".weight"))
+    assert isinstance(layer, Int8Linear)
+    assert torch.equal(layer.dense(), rounded[name])
+    finished_run = finished.load(Path(run))
+    _, task = finished.network(finished_run)
+    after = task.evaluate(model, "val")[task.metric]
+    before = result.metrics[f"eval/{task.metric}"]
+    assert told == f"  eval/{task.metric}: {before:.6g} before, {after:.6g} in int8"
+
+
+@needs_int8
+def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
+    """A file made by hand: rows and scales of a part are its own."""
+    place, dense = exported(tmp_path, encoder(), pad=True)
+    tensors, lines = packed.read(place)
+    header = {"version": packed.VERSION_INT8, "layers": []}
+    for line in lines:
+        values = tensors[f"{line.name}.values"]
+        rows = values.view(line.shape[0], -1)
+        scales = rows.abs().amax(1) / 127
+        low = (rows / scales[:, None]).round().to(torch.int8)
+        tensors[f"{line.name}.values"] = low.view_as(values)
+        tensors[f"{line.name}.scales"] = scales
+        about = {"name": line.name, "pattern": str(line.pattern), "dim": 1, "shape": line.shape}
+        header["layers"].append(about)
+    header["sha256"] = {name: packed.sha256_of(t) for name, t in tensors.items()}
+    text = json.dumps(header)
+    file = tmp_path / "low.safetensors"
+    marks = {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    save_file(tensors, file, marks)
+    dense.load_state_dict(packed.load(file))
+    model, x = nmrun.load_packed(file, encoder()), torch.randn(3, 7, 18)
+    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 7
+    with torch.no_grad():
+        found, wanted = model(x), dense(x)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.03
+    del tensors[f"{lines[0].name}.scales"]
+    header["sha256"].pop(f"{lines[0].name}.scales")
+    text = json.dumps(header)
+    save_file(tensors, file, {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    with pytest.raises(ConfigError, match="int8 values with other scales"):
+        nmrun.load_packed(file, encoder())
+
+
+def test_precision_is_for_packed_files_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--precision int8 is for --format packed alone$"):
+        cli.main([str(tmp_path), "--to", str(tmp_path / "to"), "--precision", "int8"])
+
+
+def test_int8_without_its_products_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported(tmp_path, encoder(), pad=True)
+    monkeypatch.setattr(cpu_int8, "obstacle", lambda: "no such instructions")
+    words = [str(tmp_path / "run"), "--to", str(tmp_path / "low"), "--format", "packed"]
+    with pytest.raises(RunError, match=r"^--precision int8: no such instructions$"):
+        cli.main([*words, "--precision", "int8"])
+    assert not (tmp_path / "low").exists()

@@ -1,0 +1,126 @@
+"""Products of int8 with an N:M weight on a CPU against oneDNN's dense int8.
+
+    python benchmarks/int8_products.py [--rounds 15] [--out benchmarks/results/int8_products.md]
+
+Three dense arms of torch's oneDNN: "dynamic" is the dynamically quantised linear layer, which
+quantises its input in the call as nmrun's product does; "alone" is given a quantised input, so the
+product alone is timed; "float32" multiplies in float32. Results are checked against float32. CPU time
+of one thread; a sample of one token is the mean of 50 calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nmrun.fast.packed_int8 import Int8Linear
+from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+# tokens, inputs, outputs
+SIZES = ((1024, 768, 3072), (1024, 3072, 768), (512, 512, 2048), (1, 768, 3072))
+PATTERNS = ("2:4", "1:4", "1:8", "1:16")
+DENSE = ("dynamic", "alone", "float32")
+
+
+def dense_arms(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The dense arms."""
+    scales = weight.abs().amax(1) / 127
+    zeros = torch.zeros(len(weight), dtype=torch.long)
+    quantised = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
+    torch.backends.quantized.engine = "onednn"
+    held = torch.ops.quantized.linear_prepack(quantised, bias)
+    step = float(x.max() - x.min()) / 255
+    zero = round(-float(x.min()) / step)
+    bytes_ = (x / step).round().add(zero).clamp(0, 255).to(torch.uint8)
+    reordered = torch.ops.onednn.qlinear_prepack(quantised.int_repr(), list(x.shape))
+    own = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
+
+    def alone() -> Tensor:
+        return torch.ops.onednn.qlinear_pointwise(
+            bytes_, step, zero, reordered, scales, zeros.int(), bias, 1.0, 0, torch.float32,
+            "none", [], "",
+        )  # fmt: skip
+
+    return {
+        "dynamic": lambda: torch.ops.quantized.linear_dynamic(x, held),
+        "alone": alone,
+        "float32": lambda: torch.ops.mkldnn._linear_pointwise(x, own, bias, "none", [], ""),
+    }
+
+
+def lines(tokens: int, inputs: int, outputs: int, count: int) -> list[str]:
+    """The lines of one size."""
+    torch.manual_seed(0)
+    x, full, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    arms = dense_arms(x, full, bias)
+    expected = dict.fromkeys(arms, full)
+    for pattern in PATTERNS:
+        weight = hard_threshold(full, Pattern.parse(pattern), 1).contiguous()
+        expected[pattern], arms[pattern] = weight, partial(Int8Linear.of(weight, bias), x)
+    off = {}
+    for name, call in arms.items():
+        exact = x @ expected[name].t() + bias
+        off[name] = float((call() - exact).norm() / exact.norm())
+    calls = 50 if tokens == 1 else 1
+
+    def repeated(call: Callable[[], Tensor]) -> None:
+        for _ in range(calls):
+            call()
+
+    times = rounds(
+        {name: partial(repeated, call) for name, call in arms.items()}, count, cpu_clock()
+    )
+    found = []
+    for name in arms:
+        cells = [f"{tokens} x {inputs} x {outputs}", name]
+        cells.append(f"{statistics.median(times[name]) / calls:.3g} ms")
+        for base in DENSE:
+            over = [b / t for b, t in zip(times[base], times[name], strict=True)]
+            row = quartiles("x", over)
+            cells.append(f"{row['x']:.2f} [{row['x_q1']:.2f}, {row['x_q3']:.2f}]")
+        found.append(f"| {' | '.join([*cells, f'{off[name]:.2g}'])} |")
+    return found
+
+
+def main() -> None:
+    """Print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="a .md file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        table = [line for size in SIZES for line in lines(*size, options.rounds)]
+    text = "\n".join(
+        [
+            "# Products of int8 on a CPU",
+            "",
+            "N:M by nmrun, quantising included, and dense by oneDNN: in int8 with quantising (dynamic), in int8 without it",
+            "(alone), in float32. Milliseconds (median), and how many times as fast as each dense arm: median [quartiles] of",
+            f"paired rounds, n = {options.rounds}, CPU time of one thread. Off: the error's share of the output's norm.",
+            "",
+            "Other work ran beside, so caches and memory were shared.",
+            "",
+            f"{machine_line(hardware())}. `python benchmarks/int8_products.py`",
+            "",
+            "| tokens x inputs x outputs | arm | ms | over dynamic | over alone | over float32 | off |",
+            "|---|---|---|---|---|---|---|",
+            *table,
+            "",
+        ]
+    )
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
