@@ -101,7 +101,7 @@ def test_refresh_returns_to_the_optimizer_s_weights() -> None:
     assert torch.equal(model[0].weight, wanted[0])
 
 
-@pytest.mark.parametrize("recipe", [n for n in SPARSE if n not in ("lbc", "maskllm")])
+@pytest.mark.parametrize("recipe", SPARSE)
 def test_the_optimizer_forgets_all_but_its_own(recipe: str) -> None:
     model, optimizer, handle = start(recipe)
     train(model, optimizer, range(TOTAL), handle)
@@ -111,6 +111,8 @@ def test_the_optimizer_forgets_all_but_its_own(recipe: str) -> None:
     assert all("nmrun" not in group for group in optimizer.param_groups)
     stock = nmrun.optim.AdamW(net().parameters(), lr=0.02)
     assert optimizer.param_groups[0].keys() == stock.param_groups[0].keys()
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert owned == {id(p) for p in model.parameters()}
     assert not any(value.signbit().logical_and(value == 0).any() for value in model.parameters())
     handle.finalize()  # a second time nothing is left to do
 

@@ -58,6 +58,7 @@ FAILURES: dict[str, dict[str, Any]] = {
     },
     "t_i=0.6 must be below t_f=0.5": {"recipe": "lbc", "t_i": 0.6, "t_f": 0.5},
     "decay=-1.0 must be": {"decay": -1.0},
+    "mvue and fp8 are for sparse linear": {"recipe": "sqft", "mvue": "2:4", "include": "conv"},
 }
 
 
@@ -112,6 +113,94 @@ def test_a_failure_after_a_loaded_state_leaves_that_too() -> None:
     train(model, optimizer, range(3, 6))
     train(other, second, range(3, 6))
     assert bits(other.state_dict()) == bits(model.state_dict())
+
+
+class ByGroup(torch.optim.Optimizer):
+    """As Muon's authors and nanochat have it: keys in each group, and no defaults."""
+
+    def __init__(self, params: Any, defaults: Any = None, **group: Any) -> None:
+        super().__init__([{"params": list(params), "use_muon": False, **group}], defaults or {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign() if group["use_muon"] else p.grad, alpha=group["lr"])
+
+
+ADDING = ("lbc", "maskllm", "sqft", "proxsparse")
+
+
+@pytest.mark.parametrize("recipe", ADDING)
+def test_an_optimizer_without_a_learning_rate_by_default_is_refused(recipe: str) -> None:
+    model = net()
+    optimizer = ByGroup(model.parameters(), lr=0.02)
+    before = all_of(model, optimizer)
+    with pytest.raises(ConfigError, match=f"{recipe} freezes weights or adds parameters, and ByGr"):
+        attach(model, optimizer, recipe)
+    assert all_of(model, optimizer) == before
+    attach(model, optimizer, "sr_ste")
+    train(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize("recipe", ADDING)
+def test_keys_that_all_groups_share_count_for_added_parameters_too(recipe: str) -> None:
+    model, plain = net(), net()
+    optimizer = ByGroup(model.parameters(), {"lr": 0.02})
+    stock = torch.optim.SGD(plain.parameters(), lr=0.02)
+    for trained, by in ((model, optimizer), (plain, stock)):
+        torch.manual_seed(1)
+        handle = attach(trained, by, recipe)
+        train(trained, by, range(TOTAL), handle)
+    assert bits(model.state_dict()) == bits(plain.state_dict())
+
+
+def test_groups_of_two_kinds_are_refused_by_recipes_that_add_one() -> None:
+    model = net()
+    optimizer = ByGroup(model[0].parameters(), {"lr": 0.02})
+    optimizer.add_param_group({"params": list(model[2].parameters()), "use_muon": True})
+    before = all_of(model, optimizer)
+    with pytest.raises(ConfigError, match="those of ByGroup differ in use_muon"):
+        attach(model, optimizer, "lbc")
+    assert all_of(model, optimizer) == before
+
+
+@pytest.mark.parametrize("recipe", ADDING)
+def test_an_optimizer_of_named_parameters_serves(recipe: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.02)
+    handle = attach(model, optimizer, recipe)
+    train(model, optimizer, range(TOTAL), handle)
+    handle.finalize()
+
+
+@pytest.mark.parametrize("end", ["abandon", "finalize"])
+@pytest.mark.parametrize("recipe", ADDING)
+def test_a_second_training_finds_the_groups_of_the_first(recipe: str, end: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    groups = len(optimizer.param_groups)
+    handle = attach(model, optimizer, recipe)
+    during = len(optimizer.param_groups)
+    train(model, optimizer, range(TOTAL), handle)
+    getattr(handle, end)()
+    assert len(optimizer.param_groups) == groups
+    assert set(optimizer.state) <= set(model.parameters())
+    attach(model, optimizer, recipe)
+    assert len(optimizer.param_groups) == during
+
+
+def test_a_layer_that_modelopt_masks_is_refused() -> None:
+    kind: Any = type("SparseLinear", (nn.Linear,), {"__module__": "modelopt.torch.opt.dynamic"})
+    model = nn.Sequential(kind(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nmrun.sparsify(model, optimizer).abandon()  # not masked yet
+    model[0].register_buffer("_weight_mask", torch.ones(8, 8, dtype=torch.bool), persistent=False)
+    before = all_of(model, optimizer)
+    with pytest.raises(ConfigError, match="0 has a mask of ModelOpt's"):
+        nmrun.sparsify(model, optimizer)
+    assert all_of(model, optimizer) == before
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from nmrun.oneshot.method import Method, Scored
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern
 from nmrun.sparsity.check import layer_report, weights_report
-from nmrun.sparsity.select import LeftDense, select
+from nmrun.sparsity.select import LeftDense, by_reason, select
 from nmrun.sparsity.weight import LIVE
 
 NOT_REACHED = "no calibration input reached it"
@@ -156,8 +156,7 @@ def _chosen(
     ]
     layers = [Layer(c) for c in found if not unseen(c.module)]
     if not layers:
-        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
-        reasons = reasons or "it has no such layer"
+        reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be pruned to {pattern} ({reasons})")
     return layers, left_dense
 

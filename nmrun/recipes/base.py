@@ -97,6 +97,9 @@ class Recipe:
             ValueError: for an optimizer or a weight that the recipe cannot work with.
         """
 
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called once, at the end: take from the optimizer what :meth:`attach` gave it."""
+
     def rule(self, weight: SparseWeight) -> Rule:
         """What a step does to this weight, at the clock ``self.step``. Default: STE."""
         return Rule()

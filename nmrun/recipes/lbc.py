@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, number
-from nmrun.recipes.mask_scores import MaskScores
+from nmrun.recipes.parameters import MaskScores
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.candidates import candidates

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
 from nmrun.recipes import draws, first_masks
-from nmrun.recipes.learned_masks import LearnedMasks
-from nmrun.recipes.mask_scores import MaskScores
+from nmrun.recipes.parameters import FrozenWeights, MaskScores
 from nmrun.sparsity.candidates import candidates, gumbel_softmax, softmax_gradient
 from nmrun.sparsity.weight import SparseWeight
 
@@ -29,7 +28,7 @@ Span = Sequence[float]
 
 
 @dataclass
-class MaskLLM(MaskScores, LearnedMasks):
+class MaskLLM(MaskScores, FrozenWeights):
     """Learnable masks over frozen weights.
 
     Args:

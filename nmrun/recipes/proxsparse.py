@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, log, number
-from nmrun.recipes.learned_masks import LearnedMasks
+from nmrun.recipes.parameters import FrozenWeights, check_groups
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.proximal import MOST, proximal
@@ -30,7 +30,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 
 @dataclass
-class ProxSparse(LearnedMasks):
+class ProxSparse(FrozenWeights):
     """Masks by proximal steps; the weights stay those of before.
 
     Args:
@@ -48,6 +48,7 @@ class ProxSparse(LearnedMasks):
         return "" if pattern.m <= MOST else f"proximal steps are for groups of {MOST} at most"
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        check_groups(optimizer, self.name)
         self.after_step(weights, optimizer)  # with dense=0 it is time
 
     def before_step(

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from nmrun.ranges import among, number, whole
 from nmrun.recipes import draws
-from nmrun.recipes.own_parameters import OwnParameters
+from nmrun.recipes.parameters import AddedParameters
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 
 
 @dataclass
-class SQFT(OwnParameters):
+class SQFT(AddedParameters):
     """Masked low-rank adapters over weights that stay.
 
     Args:
@@ -57,7 +57,7 @@ class SQFT(OwnParameters):
             up = weight.dense.new_zeros(outputs, self.rank)
             return {"up": up, "down": (down * inputs**-0.5).to(up)}
 
-        self.own(weights, optimizer, first)
+        self.add(weights, optimizer, first)
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)

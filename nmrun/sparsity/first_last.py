@@ -11,7 +11,7 @@ from nmrun.sparsity.layers import axes, is_embedding
 
 # children of the model whose last layer writes the model's output
 CHILDREN = re.compile(
-    r"fc|cls|score|logits|qa_outputs|proj_out|aux.*|(text|visual|image|audio)_projection"
+    r"fc|cls|score|logits|qa_outputs|proj_out|conv_out|aux.*|(text|visual|image|audio)_projection"
     r"|(.*_)?(head|heads|classifier|predictor|output_projection)(_.*)?",
     re.IGNORECASE,
 )

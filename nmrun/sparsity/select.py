@@ -61,6 +61,19 @@ class LeftDense:
     reason: str
 
 
+def by_reason(left: Sequence[LeftDense]) -> str:
+    """Name the first parameter for each reason, and how many more there are; eight at most."""
+    groups: dict[str, list[LeftDense]] = {}
+    for each in left:
+        groups.setdefault(each.reason, []).append(each)
+    return "; ".join(
+        f"{some[0].name} {list(some[0].shape)}"
+        + (f" and {len(some) - 1} more" if len(some) > 1 else "")
+        + f": {reason}"
+        for reason, some in list(groups.items())[:8]
+    )
+
+
 def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Iterator[Candidate]:
     """List every weight that multiplies an input.
 

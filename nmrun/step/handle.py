@@ -295,6 +295,8 @@ class Handle(Steps):
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
         layer.restore_forward(self.by_onednn)
+        if self.sparse:
+            self.recipe.detach(self.optimizer)
         for hook in self._hooks:
             hook.remove()
         self.optimizer.param_groups[0].pop(KEY, None)

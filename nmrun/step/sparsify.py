@@ -14,7 +14,7 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
+from nmrun.sparsity.select import Candidate, LeftDense, by_reason, candidates, select
 from nmrun.sparsity.shards import check_shards
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
@@ -116,6 +116,7 @@ def sparsify(
             "FullyShardedDataParallel (FSDP1) flattens the weights: use fully_shard (FSDP2)"
         )
     _refuse_second(model, optimizer)
+    _refuse_masked(model)
     if rule.name == "dense":
         found = candidates(model, dims)
         left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in found]
@@ -127,8 +128,7 @@ def sparsify(
         model, pattern, include, exclude, owned, overrides, rule.refuses, pad, dims
     )
     if not chosen:
-        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
-        reasons = reasons or "it has no such layer"
+        reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
     saved = saved_settings(optimizer.param_groups)
     sparse = [_weight(c, pattern) for c in chosen]
@@ -249,6 +249,17 @@ def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if live or any(hasattr(hook, "nmrun") for hook in hooks):
         which = f"{live[0]} of this model" if live else "a model of this optimizer"
         raise ConfigError(f"{which} is sparse already: call finalize() on its handle first")
+
+
+def _refuse_masked(model: nn.Module) -> None:
+    """Refuse layers of ModelOpt's, which multiply their weight by a mask whenever it is read."""
+    for name, module in model.named_modules():
+        by = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+        if "modelopt" in by and getattr(module, "_weight_mask", None) is not None:
+            raise ConfigError(
+                f"{name or 'the model'} has a mask of ModelOpt's: make it a plain layer first "
+                "(modelopt.torch.sparsity.export)"
+            )
 
 
 def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:

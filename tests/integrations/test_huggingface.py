@@ -234,6 +234,7 @@ def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 6])
 def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_path: Path) -> None:
     """As the page recommends. By the Trainer's own AdamW another recipe trains the same groups."""
@@ -322,6 +323,7 @@ def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path
     nmrun.sparsity.check_nm(trainer.model, "2:4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
 @pytest.mark.parametrize("from_checkpoint", [3, 6])
 def test_after_ctrl_c_a_training_goes_on_in_the_same_process(

@@ -49,6 +49,8 @@ def test_adapters_of_peft_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"no weight of this model .*adapter") as e:
         nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
     assert "\n" not in str(e.value)
+    assert str(e.value).count("frozen") == str(e.value).count("an adapter") == 1
+    assert "and 2 more: frozen" in str(e.value)  # each reason once, however many weights it has
 
 
 def test_peft_on_a_finished_model_leaves_its_base_nm() -> None:

@@ -39,6 +39,17 @@ def test_a_head_is_known_by_its_name_among_the_children(head: str) -> None:
     assert auto(model) == {"stem.weight": FIRST, f"{head}.weight": HEAD}
 
 
+def test_a_unet_writes_by_its_last_convolution() -> None:
+    model = nn.Sequential()
+    for name, inputs in (("conv_in", 4), ("middle", 16), ("conv_out", 16)):
+        model.add_module(name, nn.Conv2d(inputs, 16, 3))
+    _, dense = select(model, Pattern(2, 4), exclude="auto")
+    assert {each.name: each.reason for each in dense} == {
+        "conv_in.weight": "first layer (exclude=auto)",
+        "conv_out.weight": "head (exclude=auto)",
+    }
+
+
 def test_the_last_layer_of_a_head_counts() -> None:
     model = chain(stem=nn.Linear(8, 8), classifier=body())
     assert auto(model) == {"stem.weight": FIRST, "classifier.2.weight": HEAD}

@@ -1,0 +1,210 @@
+"""Parameters that a recipe adds to the optimizer (scores of masks, adapters, scales), and weights
+that it freezes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
+from nmrun.sparsity.weight import SparseWeight
+
+# keys of a group that are not the optimizer's own: torch's, its schedules', nmrun's
+COMMON = ("params", "param_names", "initial_lr", "nmrun")
+
+
+class AddedParameters(Recipe):
+    """They have a parameter group to themselves, so the optimizer moves them by the gradients that
+    the recipe computes.
+
+    Their values are kept with the weights' tensors too, in the same memory, so that they are saved
+    with the optimizer.
+    """
+
+    @property
+    def looks_across_rows(self) -> bool:
+        return True  # they are no part of the model, whose parameters are sharded
+
+    def add(
+        self,
+        weights: Sequence[SparseWeight],
+        optimizer: torch.optim.Optimizer,
+        first: Callable[[SparseWeight], Mapping[str, Tensor]],
+        **options: Any,
+    ) -> None:
+        """Give every weight its parameters.
+
+        Args:
+            weights: all sparse weights.
+            optimizer: gets a parameter group with them.
+            first: ``first(weight)`` makes their first values, by name.
+            options: those of the parameter group; others are the optimizer's defaults.
+
+        Raises:
+            ConfigError: where nobody can say what the optimizer would do with such a group.
+        """
+        common = _common_keys(optimizer, self.name)
+        self.parameters: dict[tuple[str, str], nn.Parameter] = {}
+        for weight in weights:
+            for key, value in first(weight).items():
+                parameter = nn.Parameter(value)
+                self.parameters[weight.name, key] = parameter
+                weight[key] = parameter.detach()
+        params: list[Any] = list(self.parameters.values())
+        if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
+            params = [(".".join(key), p) for key, p in self.parameters.items()]
+        optimizer.add_param_group({**common, "params": params, **options})
+
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        added = {id(parameter) for parameter in self.parameters.values()}
+        optimizer.param_groups[:] = [
+            group for group in optimizer.param_groups if added.isdisjoint(map(id, group["params"]))
+        ]
+        for parameter in self.parameters.values():
+            optimizer.state.pop(parameter, None)
+
+    def parameter(self, weight: SparseWeight, key: str) -> nn.Parameter:
+        """A parameter of a weight; saved values that were loaded count."""
+        parameter = self.parameters[weight.name, key]
+        if weight[key].data_ptr() != parameter.data_ptr():
+            parameter.data.copy_(weight[key])
+            weight[key] = parameter.detach()
+        return parameter
+
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
+        named = {weight.name: weight for weight in weights}
+        for name, key in self.parameters:
+            self.parameter(named[name], key)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
+    """Check that an optimizer passes over parameters without a gradient, as torch's do.
+
+    One without a learning rate by default reads keys of its own from each group. Such optimizers
+    (nanochat's, Muon's with an Adam beside it) take missing gradients for 0 or do not expect them.
+
+    Raises:
+        ConfigError: for such an optimizer.
+    """
+    if "lr" not in optimizer.defaults:
+        raise ConfigError(
+            f"{recipe} freezes weights or adds parameters, and {type(optimizer).__name__} has no "
+            "learning rate of its own but what each of its groups says: use one such as AdamW or SGD"
+        )
+
+
+def _common_keys(optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any]:
+    """Return what all groups of an optimizer say besides its defaults."""
+    check_groups(optimizer, recipe)
+    first, *others = optimizer.param_groups
+    common = {}
+    for key, value in first.items():
+        if key in optimizer.defaults or key in COMMON:
+            continue
+        if all(key in group and _is_same(group[key], value) for group in others):
+            common[key] = value
+        elif isinstance(value, bool):  # such as use_muon; names and factors may differ
+            raise ConfigError(
+                f"{recipe} adds a parameter group, and those of {type(optimizer).__name__} differ "
+                f"in {key}: use an optimizer that moves all parameters alike, such as AdamW"
+            )
+    return common
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    plain = (bool, int, float, str, tuple, type(None))
+    return one is other or (isinstance(one, plain) and type(one) is type(other) and one == other)
+
+
+@dataclass
+class MaskScores(AddedParameters):
+    """A score for every possible mask of a group: parameters (groups, C), C = (M over N)."""
+
+    def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
+        return too_many(pattern)
+
+    def score(
+        self,
+        weights: Sequence[SparseWeight],
+        optimizer: torch.optim.Optimizer,
+        first: Callable[[SparseWeight, tuple[int, ...]], Tensor],
+        **options: Any,
+    ) -> None:
+        """Give every weight its scores, ``first(weight, shape)``; else as :meth:`add`."""
+
+        def made(weight: SparseWeight) -> dict[str, Tensor]:
+            groups = by_group(weight.dense, weight.pattern, weight.dim).shape[:-1]
+            count = len(candidates(weight.pattern, weight.dense))
+            return {"scores": first(weight, (*groups, count))}
+
+        self.add(weights, optimizer, made, **options)
+
+    def scores(self, weight: SparseWeight) -> nn.Parameter:
+        """The scores of a weight's masks."""
+        return self.parameter(weight, "scores")
+
+    @staticmethod
+    def mask(weight: SparseWeight, rows: Tensor) -> Tensor:
+        """The mask of a weight from one row of M for each group."""
+        return from_groups(rows, weight.dense.shape, weight.dim)
+
+    def keep(self, weight: SparseWeight, out: Tensor, chosen: Tensor) -> None:
+        """Write the weight under one candidate for each group, by its number."""
+        rows = candidates(weight.pattern, weight.dense)[chosen]
+        torch.mul(weight.dense, self.mask(weight, rows), out=out)
+
+    @staticmethod
+    def of_candidates(weight: SparseWeight, of_weights: Tensor) -> Tensor:
+        """For every candidate the sum of a quantity over the weights it keeps, (groups, C)."""
+        members = by_group(of_weights, weight.pattern, weight.dim)
+        return members @ candidates(weight.pattern, members).T
+
+    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
+        self.project_final(weight, out)
+
+
+class FrozenWeights(Recipe):
+    """Dense training first, then masks alone are learned, until the last step.
+
+    The forward pass is N:M from the last step on, and dense in the fraction ``dense`` of the steps;
+    between the two a final weight is what the masks would leave now.
+    """
+
+    dense: float
+
+    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
+        super().begin(pattern, total_steps)
+        assert total_steps is not None
+        self.begins, self.ends = round(self.dense * total_steps), total_steps
+        self.dense_forward, self.dense_steps = True, total_steps
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.step >= self.ends
+
+    @property
+    def evaluates_final(self) -> bool:
+        return not self.dense_forward and not self.is_sparse
+
+    @staticmethod
+    def freeze(optimizer: torch.optim.Optimizer, but: Iterable[nn.Parameter] = ()) -> None:
+        """Take all gradients away, so that the optimizer passes over the parameters.
+
+        Args:
+            optimizer: of the parameters.
+            but: those that keep theirs.
+        """
+        moved = {id(parameter) for parameter in but}
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            if id(parameter) not in moved:
+                parameter.grad = None
