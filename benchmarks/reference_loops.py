@@ -35,7 +35,7 @@ from torchvision.datasets import ImageFolder
 
 from nmrun.lab import models
 from nmrun.lab.bench.harness import hardware
-from nmrun.lab.data.local import data_folder
+from nmrun.lab.tasks.storage import data_folder
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop

@@ -29,7 +29,7 @@ from nmrun.lab import cli
 MODULES = [
     "hydra.main",
     "nmrun.lab.cli",
-    "nmrun.lab.data.digits",
+    "nmrun.lab.tasks.vision.digits",
     "nmrun.lab.models.mlp",
     "nmrun.lab.models.small_conv",
     "nmrun.lab.compare.tables",

@@ -21,11 +21,11 @@ from nmrun import ranks
 from nmrun.errors import RunError
 from nmrun.lab import models
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.tasks.image_stream import _Files
-from nmrun.lab.tasks.language import LanguageModelling
-from nmrun.lab.tasks.pairs import Words
-from nmrun.lab.tasks.text_classification import TextClassification
+from nmrun.lab.tasks.text.language import LanguageModelling
+from nmrun.lab.tasks.text_classification.task import TextClassification
+from nmrun.lab.tasks.text_classification.tokens import Words
 from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.tasks.vision.stream import _Files
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation.copy_reverse import Vocabulary

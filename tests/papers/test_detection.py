@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("pycocotools")
 from nmrun.lab import tasks
-from nmrun.lab.tasks.streamed import Split
+from nmrun.lab.tasks.items import Split
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder

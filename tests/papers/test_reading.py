@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.tasks.pairs import Words
+from nmrun.lab.tasks.text_classification.tokens import Words
 from nmrun.lab.train import flops, runner
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.reading import generated_questions, squad
@@ -168,7 +168,7 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from nmrun.lab.tasks.pairs import Pretrained
+    from nmrun.lab.tasks.text_classification.tokens import Pretrained
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -15,7 +15,7 @@ from runs import config
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.data import glue
+from nmrun.lab.tasks.text_classification import glue
 from nmrun.lab.train import build, flops, runner, start
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.text_to_text import glue_text
@@ -127,7 +127,7 @@ def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Pat
 
 
 def test_the_nearest_score_is_the_answer() -> None:
-    from nmrun.lab.tasks.pairs import Words
+    from nmrun.lab.tasks.text_classification.tokens import Words
 
     task = TextToText(
         {"train": ([("a",)] * 4, [0.0, 2.37, 3.15, 5.0])},

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if not (options.run / RESULT).is_file():
         raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
     from nmrun.lab.export import finished  # torch
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
     try:
         run = finished.read(options.run, options.yes)

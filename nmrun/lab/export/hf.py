@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nmrun.lab.data.corpus import LEVELS
 from nmrun.lab.export.finished import Finished, Layer, refuse_pruned_activations, write_about
 from nmrun.lab.models import MODELS, hf_gpt2
 from nmrun.lab.models.gpt import GPT
 from nmrun.lab.models.hf_encoder import EncoderClassifier
-from nmrun.lab.tasks.pretrained import fetch
+from nmrun.lab.tasks.hugging_face import fetch
+from nmrun.lab.tasks.text.corpus import LEVELS
 from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")

@@ -65,7 +65,7 @@ class Subset(Seeded):
     test_size: Annotated[int | None, whole(1, optional=True)]
 
     def sizes(self) -> dict[str, Any]:
-        """The arguments of ``nmrun.lab.data.images.split``."""
+        """The arguments of ``nmrun.lab.tasks.vision.images.split``."""
         return {
             "split_seed": self.split_seed,
             "train_size": self.train_size,
@@ -76,7 +76,7 @@ class Subset(Seeded):
 
 @dataclass(frozen=True)
 class Augmented(Group):
-    """How training images are augmented; see ``nmrun.lab.tasks.augment.Augment``."""
+    """How training images are augmented; see ``nmrun.lab.tasks.vision.augmentation.Augment``."""
 
     flip: Annotated[bool, FLAG]
     randaugment: Annotated[int, whole(0)]

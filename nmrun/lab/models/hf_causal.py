@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.pretrained import check_vocabulary, fetch, fetch_whole
+from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
 
 
 class CausalLM(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.pretrained import fetch
+from nmrun.lab.tasks.hugging_face import fetch
 
 
 class EncoderClassifier(nn.Module):

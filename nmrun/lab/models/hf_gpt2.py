@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nmrun.errors import ConfigError
 from nmrun.lab.models.gpt import GPT
-from nmrun.lab.tasks.pretrained import fetch, fetch_whole
+from nmrun.lab.tasks.hugging_face import fetch, fetch_whole
 
 # the only values that are supported, by the names of Hugging Face's config
 FIXED = {

@@ -5,31 +5,33 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import installed
 from nmrun.lab.keys.data_groups import OwnDataset
-from nmrun.lab.tasks.base import Adopted, Task
 from nmrun.registry import find
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what a mistake needs of this room is found without torch
+    import torch
+
     from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.base import Task
 
 DATASETS = {
-    "digits": "nmrun.lab.data.digits.build",
-    **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.data.images.build"),
-    "image_folder": "nmrun.lab.data.image_folder.build",
-    "imagenet": "nmrun.lab.data.imagenet.build",
-    "generated_text": "nmrun.lab.data.generated_text.build",
-    "glue": "nmrun.lab.data.glue.build",
-    "stdlib_text": "nmrun.lab.data.stdlib_text.build",
-    "text": "nmrun.lab.data.text.build",
-    "hub_text": "nmrun.lab.data.hub_text.build",
-    "shakespeare": "nmrun.lab.data.shakespeare.build",
-    "wikitext2": "nmrun.lab.data.wikitext.build",
-    "wikitext103": "nmrun.lab.data.wikitext.build",
-    "token_bin": "nmrun.lab.data.token_bin.build",
+    "digits": "nmrun.lab.tasks.vision.digits.build",
+    **dict.fromkeys(
+        ("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.tasks.vision.images.build"
+    ),
+    "image_folder": "nmrun.lab.tasks.vision.folders.build",
+    "imagenet": "nmrun.lab.tasks.vision.folders.imagenet",
+    "generated_text": "nmrun.lab.tasks.text_classification.generated.build",
+    "glue": "nmrun.lab.tasks.text_classification.glue.build",
+    "stdlib_text": "nmrun.lab.tasks.text.stdlib.build",
+    "text": "nmrun.lab.tasks.text.files.build",
+    "hub_text": "nmrun.lab.tasks.text.hub.build",
+    "shakespeare": "nmrun.lab.tasks.text.files.shakespeare",
+    "wikitext2": "nmrun.lab.tasks.text.files.wikitext",
+    "wikitext103": "nmrun.lab.tasks.text.files.wikitext",
+    "token_bin": "nmrun.lab.tasks.text.token_bin.build",
 }
 
 
@@ -57,6 +59,8 @@ def build(config: Config, device: torch.device) -> Task:
 
 
 def _own(target: str, config: Config, device: torch.device) -> Task:
+    from nmrun.lab.tasks.base import Adopted, Task
+
     builder = find("dataset._target_", target, {})
     try:
         own: Any = builder(config, device)

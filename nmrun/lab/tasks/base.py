@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -149,6 +150,34 @@ class Task(ABC):
         """A small batch of training items (two, so that batch normalisation accepts it), for
         counting FLOPs.
         """
+
+
+class Categorical(Task):
+    """A task whose loss is one of logits over classes, so that a teacher can say them too."""
+
+    @abstractmethod
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        """What a model says of a batch.
+
+        Args:
+            model: the module or its compiled form.
+            batch: a micro-batch.
+
+        Returns:
+            Numbers before the softmax, (..., classes), of as many items as :meth:`Task.size`.
+        """
+
+    @abstractmethod
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The mean training loss of a batch, a scalar with gradient.
+
+        Args:
+            logits: as of :meth:`logits`.
+            batch: a micro-batch.
+        """
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        return self.loss_of(self.logits(model, batch), batch)
 
 
 class Adopted(Task):
@@ -291,3 +320,12 @@ def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
     """
     numbers = range(rank, -(-count // world) * world, world)
     return [(min(number, count - 1), number < count) for number in numbers]
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Make a generator of random numbers for some whole numbers, such as seed, epoch and index.
+
+    It gives the same numbers whatever was drawn before.
+    """
+    # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

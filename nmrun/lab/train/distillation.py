@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.tasks.base import Batch, Loss, Task
-from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.tasks.base import Batch, Categorical, Loss, Task
 from nmrun.lab.train import start
 
 START = "start"

@@ -147,12 +147,12 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
         if dataset[key] is not None and not Path(dataset[key]).expanduser().exists():
             yield f"dataset.{key}={dataset[key]}: there is no such file or folder"
     if kind.within:
-        from nmrun.lab.data import local  # numpy
+        from nmrun.lab.tasks import storage
 
-        if not any(place.exists() for place in local.places(dataset["path"])):
+        if not any(place.exists() for place in storage.places(dataset["path"])):
             yield (
                 f"dataset.path={dataset['path']}: there is no such folder, neither in "
-                f"{local.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
+                f"{storage.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
             )
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import local
-from nmrun.lab.tasks.streamed import Split
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.items import Split
 from nmrun.papers.detection.instances import api, learned, quiet
 from nmrun.papers.detection.keys import Coco
 
@@ -60,7 +60,7 @@ def load(options: Coco) -> dict[str, Split]:
         ConfigError: for files that are missing or not as they should be.
     """
     api("coco")
-    place = local.find("coco", [options.path], HOW)
+    place = storage.find("coco", [options.path], HOW)
     pool, test = (read(place, name) for name in (options.train, options.test))
     if pool.coco.cats.keys() != test.coco.cats.keys():
         odd = sorted(pool.coco.cats.keys() ^ test.coco.cats.keys())[0]

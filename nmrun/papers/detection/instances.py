@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.streamed import Split
+from nmrun.lab.tasks.items import Split
 
 Found = dict[str, Any]
 """A detected instance, as COCO's result files have them, plain data: ``image_id``, ``category_id``,

@@ -12,10 +12,8 @@ from torch.utils.data import Dataset
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.ahead import Key
-from nmrun.lab.tasks.augment import generator
-from nmrun.lab.tasks.base import Batch, Tally
-from nmrun.lab.tasks.streamed import Place, Split, Streamed
+from nmrun.lab.tasks.base import Batch, Tally, generator
+from nmrun.lab.tasks.items import ItemTask, Key, Place, Split
 from nmrun.papers.detection.instances import found, images_of, precision, targets
 from nmrun.papers.detection.keys import Pictured
 
@@ -46,7 +44,7 @@ def collated(items: list[Item]) -> tuple[Any, ...]:
     return images, sizes, boxes, labels, masks, ""
 
 
-class Detection(Streamed):
+class Detection(ItemTask):
     """The sum of a detector's own losses; see :class:`nmrun.lab.tasks.base.Task`.
 
     A model gives a dictionary of losses for ``model(images, targets)`` and a list of detections for
@@ -57,7 +55,7 @@ class Detection(Streamed):
     (seed, epoch, row).
 
     Args:
-        config, splits, device, about, workers: as of :class:`Streamed`; the splits' sources are
+        config, splits, device, about, workers: as of :class:`ItemTask`; the splits' sources are
             :class:`Pictures`, whose categories are the same.
 
     Raises:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import local
-from nmrun.lab.tasks.streamed import Split
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.items import Split
 from nmrun.papers.flow.keys import FlyingChairs, Sintel
 from nmrun.papers.flow.task import Flow
 
@@ -81,7 +81,7 @@ def _read(dataset: str, folder: str, path: str | None, **options: Any) -> Any:
     from torchvision import datasets
 
     asked = folder if path is None else str(Path(path) / folder)
-    place = local.find(dataset, [asked], HOW[folder])
+    place = storage.find(dataset, [asked], HOW[folder])
     try:
         frames = getattr(datasets, folder)(str(place.parent), **options)
     except (OSError, IndexError, ValueError) as error:

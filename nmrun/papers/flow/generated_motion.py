@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.lab.tasks.streamed import Split, in_order
+from nmrun.lab.tasks.items import Split, in_order
 from nmrun.papers.flow.keys import GeneratedMotion
 from nmrun.papers.flow.task import Flow
 

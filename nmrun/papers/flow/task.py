@@ -12,10 +12,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from nmrun import ranks
-from nmrun.lab.tasks.ahead import Key
-from nmrun.lab.tasks.augment import generator
-from nmrun.lab.tasks.base import Batch, Tally
-from nmrun.lab.tasks.streamed import Place, Streamed
+from nmrun.lab.tasks.base import Batch, Tally, generator
+from nmrun.lab.tasks.items import ItemTask, Key, Place
 from nmrun.papers.flow.keys import Moving
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def collated(items: list[Item]) -> tuple[Any, ...]:
     return *(torch.from_numpy(np.stack(parts)) for parts in list(zip(*items, strict=True))[:3]), ""
 
 
-class Flow(Streamed):
+class Flow(ItemTask):
     """RAFT's sequence loss (Teed and Deng 2020, arXiv 2003.12039, equation 7); see
     :class:`nmrun.lab.tasks.base.Task`.
 
@@ -57,7 +55,7 @@ class Flow(Streamed):
     row).
 
     Args:
-        config, splits, device, about, workers: as of :class:`Streamed`; the splits' sources are
+        config, splits, device, about, workers: as of :class:`ItemTask`; the splits' sources are
             :class:`Frames`.
     """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import local
+from nmrun.lab.tasks import storage
 from nmrun.papers.reading.answers import Question
 from nmrun.papers.reading.keys import Squad
 
@@ -46,7 +46,7 @@ def load(
         ConfigError: for files that are missing or not as they should be.
     """
     train, dev = (
-        read(local.find("squad", [f"squad/{name}-{version}.json"], HOW))
+        read(storage.find("squad", [f"squad/{name}-{version}.json"], HOW))
         for name in ("train", "dev")
     )
     random.Random(split_seed).shuffle(train)

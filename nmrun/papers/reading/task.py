@@ -14,7 +14,7 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.data_groups import Encoded
 from nmrun.lab.tasks.base import Batch, Tally, Task, chunks, drawn, limited, turns, watched
-from nmrun.lab.tasks.pairs import Tokenizer, tokenizer
+from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer
 from nmrun.papers.reading.answers import Question, scores
 from nmrun.papers.reading.keys import Windowed
 from nmrun.papers.reading.windows import NOWHERE, Window, windows

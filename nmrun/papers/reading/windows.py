@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.pairs import Pretrained, Tokenizer, Words
+from nmrun.lab.tasks.text_classification.tokens import Pretrained, Tokenizer, Words
 from nmrun.papers.reading.answers import Question
 
 NOWHERE = -1  # where a token of the question stands in the text
@@ -57,7 +57,7 @@ def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) ->
 
     Args:
         questions: what is asked.
-        tokenizer: of :func:`nmrun.lab.tasks.pairs.tokenizer`; a window has its ``max_length`` tokens at
+        tokenizer: of :func:`nmrun.lab.tasks.text_classification.tokens.tokenizer`; a window has its ``max_length`` tokens at
             most.
         stride: tokens of the text that neighbouring windows share.
 

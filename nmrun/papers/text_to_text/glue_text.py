@@ -1,19 +1,19 @@
 """GLUE as text to text, in the words of T5 (Raffel et al. 2020, arXiv 1910.10683, appendix D): its
-files, splits and metrics are those of ``nmrun.lab.data.glue``.
+files, splits and metrics are those of ``nmrun.lab.tasks.text_classification.glue``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nmrun.lab.data import glue
 from nmrun.lab.keys.datasets import Glue
+from nmrun.lab.tasks.text_classification import glue
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.pairs import Text
+    from nmrun.lab.tasks.text_classification.tokens import Text
     from nmrun.papers.text_to_text.task import TextToText
 
 # the names of a task's texts, and its answers in the order of classes

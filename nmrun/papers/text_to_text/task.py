@@ -15,8 +15,8 @@ from torch.nn import functional
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.data_groups import Encoded
 from nmrun.lab.tasks.base import Batch, drawn, limited, thinned
-from nmrun.lab.tasks.pairs import Text, Tokenizer, tokenizer
-from nmrun.lab.tasks.text_classification import TextClassification
+from nmrun.lab.tasks.text_classification.task import TextClassification
+from nmrun.lab.tasks.text_classification.tokens import Text, Tokenizer, tokenizer
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -40,7 +40,7 @@ class TextToText(TextClassification):
         answers: all there are.
         values: for scores, what each answer is worth; a score's answer is the nearest one.
         metrics, batch_size, seed, limit_batches, device: as of
-            :class:`nmrun.lab.tasks.text_classification.TextClassification`.
+            :class:`nmrun.lab.tasks.text_classification.task.TextClassification`.
     """
 
     def __init__(

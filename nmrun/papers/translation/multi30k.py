@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data.local import cache_folder, data_folder
+from nmrun.lab.tasks.storage import cache_folder, data_folder
 from nmrun.papers.translation.fairseq_folder import load
 from nmrun.papers.translation.keys import Multi30k
 from nmrun.papers.translation.prepare import Files, beside, prepare

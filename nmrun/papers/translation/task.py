@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.base import Batch, Tally, limited, picked, turns, watched
-from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, turns, watched
 from nmrun.papers.translation.fairseq_import import fairseq
 from nmrun.papers.translation.keys import Translated
 from nmrun.papers.translation.sentences import (

@@ -16,7 +16,7 @@ from verbs import verb
 
 from nmrun.lab import models
 from nmrun.lab.api.sample import continued
-from nmrun.lab.data import corpus
+from nmrun.lab.tasks.text import corpus
 
 TEXTS = {"train": "ab cab\nb <unk> é\n".encode(), "val": b"cab b\n", "test": b"b\n"}
 

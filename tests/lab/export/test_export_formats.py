@@ -26,9 +26,9 @@ import nmrun
 from nmrun.errors import RunError
 from nmrun.fast import packed
 from nmrun.lab import models, tasks
-from nmrun.lab.data import digits
 from nmrun.lab.export import cli
 from nmrun.lab.export import packed as export_packed
+from nmrun.lab.tasks.vision import digits
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern

@@ -16,8 +16,7 @@ from runs import config, rows, stopping
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.base import Task
-from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build, runner
 from nmrun.lab.train.distillation import Distilled, divergence
 from nmrun.lab.train.loop import Loop

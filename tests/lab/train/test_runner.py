@@ -23,11 +23,10 @@ from torch.nn import functional
 from nmrun import sparsify
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import models
-from nmrun.lab.data import digits
 from nmrun.lab.models.small_conv import SmallConv
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import sealed
-from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.tasks.vision import Classification, digits
 from nmrun.lab.train import build, flops, last_files, plan, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop

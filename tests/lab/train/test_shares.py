@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from nmrun import ranks
 from nmrun.lab import tasks
-from nmrun.lab.tasks import augment
-from nmrun.lab.tasks.augment import Augment
 from nmrun.lab.tasks.base import Adopted, Task, turns
-from nmrun.lab.tasks.image_stream import ImageStream, _Files
-from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.tasks.vision import Classification, augmentation
+from nmrun.lab.tasks.vision.augmentation import Augment
+from nmrun.lab.tasks.vision.stream import ImageStream, _Files
 from nmrun.papers.translation.sentences import Corpus
 
 WORLD = 4
@@ -117,7 +116,7 @@ def test_images_of_others_are_neither_augmented_nor_normalised(
 
     steps = ("crop_and_flip", "rand_augment", "erase")
     for name in steps:
-        monkeypatch.setattr(augment, name, count(name, getattr(augment, name)))
+        monkeypatch.setattr(augmentation, name, count(name, getattr(augmentation, name)))
     task.normalise = count("normalise", task.normalise)
     for rank in range(WORLD):
         seen.clear()
@@ -212,7 +211,7 @@ def test_ranks_of_a_machine_share_its_cores(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    assert stream(tmp_path, f"dataset.workers={asked}").ahead.workers == workers
+    assert stream(tmp_path, f"dataset.workers={asked}").reader.workers == workers
 
 
 @pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])

@@ -21,9 +21,10 @@ from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
-from nmrun.lab.data import corpus, local, stdlib_text, token_bin
 from nmrun.lab.keys.long_texts import StdlibText
-from nmrun.lab.tasks.language import LanguageModelling
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.text import corpus, stdlib, token_bin
+from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
 from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.loop import Loop
@@ -407,9 +408,9 @@ def test_a_failed_encoding_leaves_nothing(tmp_path):
             raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        local.cached("what", [file], lambda: {"train": np.arange(3), "val": Unwritable()})
+        storage.cached("what", [file], lambda: {"train": np.arange(3), "val": Unwritable()})
     assert list((tmp_path / "cache").iterdir()) == []
-    assert local.cached("what", [file], lambda: {"train": np.arange(3)})["train"].tolist() == [
+    assert storage.cached("what", [file], lambda: {"train": np.arange(3)})["train"].tolist() == [
         0,
         1,
         2,
@@ -450,7 +451,7 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
 
 
 def test_the_library_is_one_text_on_one_machine(tmp_path):
-    texts = stdlib_text.read()
+    texts = stdlib.read()
     assert {name: len(some) > 20_000 for name, some in texts.items()} == {
         "train": True,
         "val": True,
@@ -458,7 +459,7 @@ def test_the_library_is_one_text_on_one_machine(tmp_path):
     }
     assert b"class ArgumentParser" in texts["train"]
     config = runs.config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
-    assert config.dataset.as_kind(StdlibText).sha256 == stdlib_text.digest()
+    assert config.dataset.as_kind(StdlibText).sha256 == stdlib.digest()
     task = tasks.build(config, DEVICE)
     assert {name: task.splits[name].tobytes() for name in texts} == texts
     with pytest.raises(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
 # tokens at the beginning of each file; the others are looked at as they are used
 LOOKED_AT = 1 << 20
@@ -30,7 +30,7 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
 
     Without ``test.bin`` there is no test split.
     """
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
     options = config.dataset.as_kind(TokenBin)
     folder, vocabulary = Path(options.folder).expanduser(), options.vocabulary

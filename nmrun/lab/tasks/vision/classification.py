@@ -13,9 +13,19 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.augment import Augment, Share, generator
-from nmrun.lab.tasks.base import Batch, Tally, chunks, limited, picked, thinned, turns, watched
-from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.tasks.base import (
+    Batch,
+    Categorical,
+    Tally,
+    chunks,
+    generator,
+    limited,
+    picked,
+    thinned,
+    turns,
+    watched,
+)
+from nmrun.lab.tasks.vision.augmentation import Augment, Share
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

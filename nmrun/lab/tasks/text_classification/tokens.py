@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.pretrained import fetch
+from nmrun.lab.tasks.hugging_face import fetch
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.data_groups import Encoded

@@ -30,9 +30,10 @@ from torchvision.transforms import RandomResizedCrop
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
-from nmrun.lab.data import image_folder, images, local, splits
-from nmrun.lab.tasks.augment import generator
-from nmrun.lab.tasks.image_stream import ImageStream
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.base import generator
+from nmrun.lab.tasks.vision import folders, images, splits
+from nmrun.lab.tasks.vision.stream import ImageStream
 from nmrun.lab.train import build, checkpoint, plan, runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity, run_folder
@@ -74,7 +75,7 @@ def make_folder(
 
 
 def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
-    loaded = image_folder.load("image_folder", make_folder(tmp_path / "some"), size=8)
+    loaded = folders.load("image_folder", make_folder(tmp_path / "some"), size=8)
     assert loaded.classes == ["ant", "bee", "cat"]
     assert set(loaded.splits) == {"train", "val"}
     for split, count in COUNTS.items():
@@ -92,8 +93,7 @@ def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
         tar.add(place, "some")
     one, other = (
-        image_folder.load("image_folder", path, size=8)
-        for path in (place, tmp_path / "some.tar.xz")
+        folders.load("image_folder", path, size=8) for path in (place, tmp_path / "some.tar.xz")
     )
     assert one.classes == other.classes
     for split in COUNTS:
@@ -105,29 +105,29 @@ def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
 def test_images_are_decoded_once_unless_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, decoded, original = make_folder(tmp_path / "some"), [], image_folder.decode
+    place, decoded, original = make_folder(tmp_path / "some"), [], folders.decode
     monkeypatch.setattr(
-        image_folder, "decode", lambda path, size: decoded.append(path) or original(path, size)
+        folders, "decode", lambda path, size: decoded.append(path) or original(path, size)
     )
-    first = image_folder.load("image_folder", place, size=8)
+    first = folders.load("image_folder", place, size=8)
     assert len(decoded) == 48
-    again = image_folder.load("image_folder", place, size=8)
+    again = folders.load("image_folder", place, size=8)
     assert len(decoded) == 48
     assert torch.equal(first.splits["train"][0], again.splits["train"][0])
     Image.fromarray(255 - picture("train", 0, 0)).save(place / "train" / "ant" / "00.png")
-    changed = image_folder.load("image_folder", place, size=8)
+    changed = folders.load("image_folder", place, size=8)
     assert len(decoded) == 96
     assert torch.equal(changed.splits["train"][0][0], 255 - first.splits["train"][0][0])
-    assert image_folder.load("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
+    assert folders.load("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
 
 
 @pytest.mark.parametrize("left", [0, 40, 100_000])
 def test_kept_arrays_that_are_cut_off_are_made_again(left: int, tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (40, 100, 50), np.uint8)
     for _ in range(2):
-        kept = local.cached("what", [], lambda: {"values": values})
+        kept = storage.cached("what", [], lambda: {"values": values})
         assert np.array_equal(kept["values"], values)
-        (file,) = local.cache_folder().rglob("*.npy")
+        (file,) = storage.cache_folder().rglob("*.npy")
         file.write_bytes(file.read_bytes()[:left])
 
 
@@ -136,12 +136,12 @@ def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path: Path) -> None:
     wide[:, 8:40] = (10, 20, 30)  # the middle square, and what is near enough to be mixed into it
     wide[:8, 8:40] = (200, 100, 50)
     Image.fromarray(wide).save(tmp_path / "wide.png")
-    out = image_folder.decode(str(tmp_path / "wide.png"), 4)
+    out = folders.decode(str(tmp_path / "wide.png"), 4)
     assert out.shape == (4, 4, 3)
     assert np.array_equal(out[0], [[200, 100, 50]] * 4)
     assert np.array_equal(out[3], [[10, 20, 30]] * 4)
     Image.fromarray(np.full((4, 4), 9, np.uint8)).save(tmp_path / "grey.png")
-    assert np.array_equal(image_folder.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
+    assert np.array_equal(folders.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
 
 
 def dataset_config(tmp_path: Path, name: str, *overrides: str) -> Any:
@@ -238,9 +238,9 @@ def test_an_archive_that_grows_is_not_unpacked(
             member = tarfile.TarInfo(f"some/ant/{number}.png")
             member.size = zeros
             tar.addfile(member, io.BytesIO(bytes(zeros)))
-    most = image_folder.MOST_TIMES * place.stat().st_size
+    most = folders.MOST_TIMES * place.stat().st_size
     assert most < zeros
-    monkeypatch.setattr(image_folder, "SPARE_BYTES", zeros)  # for one of them
+    monkeypatch.setattr(folders, "SPARE_BYTES", zeros)  # for one of them
     unpacked: list[str] = []
     original = tarfile.TarFile._extract_one  # type: ignore[attr-defined]
 
@@ -250,7 +250,7 @@ def test_an_archive_that_grows_is_not_unpacked(
 
     monkeypatch.setattr(tarfile.TarFile, "_extract_one", extracting)
     with pytest.raises(ConfigError, match=f"it holds more than {most + zeros:,} bytes"):
-        image_folder.load("image_folder", place, 8)
+        folders.load("image_folder", place, 8)
     assert unpacked == ["some/ant/0.png"]
 
 
@@ -266,7 +266,7 @@ def test_a_full_disk_is_not_taken_for_a_damaged_archive(
         tar.add(make_folder(tmp_path / "whole"), "some")
     monkeypatch.setattr(tarfile.TarFile, "makefile", full)
     with pytest.raises(ConfigError, match=r"some\.tar is unpacked in .*, where no space is left: "):
-        image_folder.load("image_folder", place, 8)
+        folders.load("image_folder", place, 8)
 
 
 def test_a_python_that_cannot_unpack_safely_says_so(
@@ -277,7 +277,7 @@ def test_a_python_that_cannot_unpack_safely_says_so(
     place.parent.mkdir()
     place.write_bytes(b"an archive")
     with pytest.raises(ConfigError, match=r"unpack it into a folder, or take Python 3\.11\.4"):
-        image_folder.load("image_folder", place, 8)
+        folders.load("image_folder", place, 8)
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -710,7 +710,7 @@ def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some")
     task = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=null")
     assert task.batches_per_epoch == 6
-    keys = task.ahead.keys(0, 2, [*range(5)])
+    keys = task.reader.keys(0, 2, [*range(5)])
     read = [next(keys) for _ in range(4 + 6)]
     rows_of_two = [row for batch in read[4:] for _, row in batch]
     assert sorted(rows_of_two) == sorted(task.splits["train"][0].tolist())
@@ -762,7 +762,7 @@ def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
 def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some", (20, 20))
     task = stream(tmp_path, "dataset.resolution=10", "dataset.workers=0")
-    keys = next(task.ahead.keys(1, 2, [*range(5)]))
+    keys = next(task.reader.keys(1, 2, [*range(5)]))
     found, labels = task.micro_batches(1, 2, 1)[0]
     images = torch.stack([task.files[key][0] for key in keys]).double() / 255
     expected = (images - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.text_classification import TextClassification
+    from nmrun.lab.tasks.text_classification.task import TextClassification
 
 GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")
 BAD = ("bad", "awful", "poor", "dull", "boring", "weak", "clumsy", "flat")
@@ -78,7 +78,7 @@ def load(size: int = 4000, split_seed: int = 0) -> Splits:
 
 def build(config: Config, device: torch.device) -> TextClassification:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.text_classification import TextClassification
+    from nmrun.lab.tasks.text_classification.task import TextClassification
 
     options = config.dataset.as_kind(GeneratedText)
     splits = load(options.size, options.split_seed)

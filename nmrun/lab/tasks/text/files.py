@@ -1,4 +1,4 @@
-"""Any text files as a corpus."""
+"""Text files as a corpus: any, and those of Tiny Shakespeare and WikiText."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import corpus
-from nmrun.lab.data.local import cached
 from nmrun.lab.keys.data_groups import Fractions, Tokenized
 from nmrun.lab.keys.long_texts import TextFiles
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.text import corpus
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
 SPACE = re.compile(rb"\s|\Z")
+SHAKESPEARE = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn"
+WIKITEXTS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
+# as published, as in PyTorch's examples, with the rare words
+WIKITEXT_FILES = (
+    "wiki.{}.tokens",
+    "{}.txt",
+    "wiki.{}.raw",
+)
+WIKITEXT_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
@@ -37,6 +46,32 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
     for split, path in paths.items():
         if not path.is_file():
             raise ConfigError(f"dataset.{split}={given[split]}: there is no such file")
+    return task(config, paths, device)
+
+
+def shakespeare(config: Config, device: torch.device) -> LanguageModelling:
+    """Tiny Shakespeare: 1,115,394 characters of plays, the usual first corpus of character models
+    (Karpathy 2015).
+    """
+    file = storage.find(
+        "shakespeare", ["tinyshakespeare/input.txt", "shakespeare/input.txt"], SHAKESPEARE
+    )
+    return task(config, {"train": file}, device)
+
+
+def wikitext(config: Config, device: torch.device) -> LanguageModelling:
+    """WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, rare words replaced by
+    ``<unk>``.
+    """
+    name = config.dataset.name
+    folder = WIKITEXTS[name]
+    how = f"it takes the three files of {folder}; dataset=text takes other divisions"
+    paths = {
+        split: storage.find(
+            name, [f"{folder}/{form.format(called)}" for form in WIKITEXT_FILES], how
+        )
+        for split, called in WIKITEXT_SPLITS.items()
+    }
     return task(config, paths, device)
 
 
@@ -77,7 +112,7 @@ def of_texts(
         read: reads them, UTF-8, by split.
         device: where batches go.
     """
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
     tokenizer = config.dataset.as_kind(Tokenized).tokenizer
 
@@ -91,7 +126,7 @@ def of_texts(
         own = [
             path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()
         ]
-        arrays = cached([what[0], tokenizer, *what[1:]], [*sources, *own], encoded)
+        arrays = storage.cached([what[0], tokenizer, *what[1:]], [*sources, *own], encoded)
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
     return LanguageModelling.of(

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nmrun.lab.data import local
+from nmrun.lab.tasks import storage
 
 # says that it has seen the damage, and goes on when it is told to
 SLOW = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from nmrun.lab.data import local
-place, hold = Path(sys.argv[1]), local.locks.hold
+from nmrun.lab.tasks import storage
+place, hold = Path(sys.argv[1]), storage.locks.hold
 
 def seen(folder):
     (place / "seen").touch()
@@ -27,11 +27,11 @@ def seen(folder):
         time.sleep(0.01)
     return hold(folder)
 
-local.locks.hold = seen
+storage.locks.hold = seen
 def make():
     (place / "made again").touch()
     return {"values": np.arange(1000)}
-assert local.cached("what", [], make)["values"].tolist() == list(range(1000))
+assert storage.cached("what", [], make)["values"].tolist() == list(range(1000))
 """
 
 
@@ -41,7 +41,7 @@ def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(
     monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
 
     def arrays() -> list[int]:
-        return local.cached("what", [], lambda: {"values": np.arange(1000)})["values"].tolist()
+        return storage.cached("what", [], lambda: {"values": np.arange(1000)})["values"].tolist()
 
     arrays()
     (file,) = (tmp_path / "cache").rglob("values.npy")
@@ -65,13 +65,13 @@ def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(
 READ = """
 import sys
 import numpy as np
-from nmrun.lab.data import local
+from nmrun.lab.tasks import storage
 def make():
     print("made")
     return arrays()
 def arrays():
     return {"train": np.arange(5000), "test": np.ones(2000), "labels": np.zeros(2000)}
-found = local.cached("what", [], make)
+found = storage.cached("what", [], make)
 for name, array in arrays().items():
     assert (found[name] == array).all(), name
 """

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import ImageNet
-from nmrun.lab.tasks.ahead import Ahead, Key
-from nmrun.lab.tasks.augment import Augment, Share, generator
-from nmrun.lab.tasks.base import Batch, limited, thinned, turns, watched
-from nmrun.lab.tasks.vision import Classification, Normalise, signature
+from nmrun.lab.tasks.base import Batch, generator, limited, thinned, turns, watched
+from nmrun.lab.tasks.items import ItemReader, Key
+from nmrun.lab.tasks.vision.augmentation import Augment, Share
+from nmrun.lab.tasks.vision.classification import Classification, Normalise, signature
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -99,7 +99,7 @@ class ImageStream(Classification):
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
-        self.ahead = Ahead(
+        self.reader = ItemReader(
             self.files,
             _collate,
             splits["train"][0],
@@ -111,14 +111,14 @@ class ImageStream(Classification):
         )
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
-        return self._on_device(*self.ahead.training(epoch, index, share.rows.tolist()))
+        return self._on_device(*self.reader.training(epoch, index, share.rows.tolist()))
 
     def _evaluated(
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
         mine = turns(len(rows), rank, world)
-        read = self.ahead.evaluated([rows[number].tolist() for number, _ in mine])
+        read = self.reader.evaluated([rows[number].tolist() for number, _ in mine])
         for batch, (_, counts) in zip(read, watched(mine), strict=True):
             images, labels = self._on_device(*batch)
             yield self.normalise(images), labels, counts
@@ -129,7 +129,7 @@ class ImageStream(Classification):
         return images, self._labels[rows].to(self.device, non_blocking=True)
 
     def close(self) -> None:
-        self.ahead.close()
+        self.reader.close()
 
     def example(self) -> Batch:
         return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.lab.tasks.augment import (
+from nmrun.lab.tasks.base import generator
+from nmrun.lab.tasks.vision.augmentation import (
     Augment,
     Share,
     crop_and_flip,
     erase,
-    generator,
     mix,
     rand_augment,
 )
-from nmrun.lab.tasks.vision import Classification, Normalise
+from nmrun.lab.tasks.vision.classification import Classification, Normalise
 
 
 def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> Tensor:

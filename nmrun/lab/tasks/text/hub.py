@@ -6,14 +6,14 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import text
 from nmrun.lab.keys.long_texts import HubText
+from nmrun.lab.tasks.text import files
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
 BETWEEN = "\n\n"  # rows, as in the code of GPTQ and SparseGPT
 
@@ -32,7 +32,7 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
         return {name: BETWEEN.join(rows[options.column]).encode() for name, rows in splits.items()}
 
     made_of = {name: rows._fingerprint for name, rows in splits.items()}
-    return text.of_texts(config, ["hub_text", options.column, made_of], [], joined, device)
+    return files.of_texts(config, ["hub_text", options.column, made_of], [], joined, device)
 
 
 def _rows(options: HubText, split: str) -> Any:

@@ -13,22 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 MAGNITUDES = 31  # RandAugment's scale, 0 to 30 (Cubuk et al. 2020 as in torchvision)
 TRIES = 10  # boxes that are drawn for an image, of which the first that fits is erased
-
-
-def generator(*numbers: int) -> torch.Generator:
-    """Make a generator of random numbers for some whole numbers, such as seed, epoch and index.
-
-    It gives the same numbers whatever was drawn before.
-    """
-    # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 class Share:

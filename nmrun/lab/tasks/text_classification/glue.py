@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import local
 from nmrun.lab.keys.datasets import Glue
+from nmrun.lab.tasks import storage
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.pairs import Text
-    from nmrun.lab.tasks.text_classification import TextClassification
+    from nmrun.lab.tasks.text_classification.task import TextClassification
+    from nmrun.lab.tasks.text_classification.tokens import Text
 
 Rows = tuple[list["Text"], list[float]]
 
@@ -98,7 +98,7 @@ def load(
 
 def build(config: Config, device: torch.device) -> TextClassification:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.text_classification import TextClassification
+    from nmrun.lab.tasks.text_classification.task import TextClassification
 
     options = config.dataset.as_kind(Glue)
     spec = TASKS[options.task]
@@ -110,7 +110,7 @@ def _read(task: str, spec: Spec, file: str) -> Rows:
     name = f"glue/{spec.folder}/{file}.tsv"
     how = "put GLUE's TSV files there (gluebenchmark.com/tasks), or pip install datasets, which downloads them"
     try:
-        path = local.find("glue", [name], how)
+        path = storage.find("glue", [name], how)
     except ConfigError:
         if importlib.util.find_spec("datasets") is None:
             raise

@@ -15,8 +15,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.keys.data_groups import Context
-from nmrun.lab.tasks.base import Batch, Tally, limited, picked, turns, watched
-from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, turns, watched
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.data import generated_text
 from nmrun.lab.models import text_encoder
-from nmrun.lab.tasks.pairs import Words
-from nmrun.lab.tasks.text_classification import TextClassification, scores
+from nmrun.lab.tasks.text_classification import generated
+from nmrun.lab.tasks.text_classification.task import TextClassification, scores
+from nmrun.lab.tasks.text_classification.tokens import Words
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
@@ -237,7 +237,7 @@ def test_what_cannot_be_is_said():
 
 
 def test_generated_sentences_are_labelled_by_their_words():
-    splits = generated_text.load(400)
+    splits = generated.load(400)
     sets = [{text for (text,) in texts} for texts, _ in splits.values()]
     assert [len(texts) for texts in sets] == [400, 500, 500]
     assert len(set.union(*sets)) == 1400
@@ -245,13 +245,13 @@ def test_generated_sentences_are_labelled_by_their_words():
         assert 0.4 < sum(labels) / len(labels) < 0.6
         for (text,), label in zip(texts, labels, strict=True):
             verdicts = re.findall(
-                rf"(not )?\b({'|'.join(generated_text.GOOD)}|{'|'.join(generated_text.BAD)})\b",
+                rf"(not )?\b({'|'.join(generated.GOOD)}|{'|'.join(generated.BAD)})\b",
                 text,
             )
-            votes = [(word in generated_text.GOOD) != bool(turned) for turned, word in verdicts]
+            votes = [(word in generated.GOOD) != bool(turned) for turned, word in verdicts]
             assert len(votes) in (1, 3)
             assert label == (sum(votes) > len(votes) / 2)
-    assert generated_text.load(400, split_seed=1)["test"] != splits["test"]
+    assert generated.load(400, split_seed=1)["test"] != splits["test"]
 
 
 def test_attention_and_feed_forward_layers_are_sparse():

@@ -15,14 +15,10 @@ from runs import config
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.data import (
-    digits,
-    generated_text,
-    glue,
-    images,
-    stdlib_text,
-)
 from nmrun.lab.keys.datasets import DATASETS
+from nmrun.lab.tasks.text import stdlib
+from nmrun.lab.tasks.text_classification import generated, glue
+from nmrun.lab.tasks.vision import digits, images
 from nmrun.lab.words.identity import identity
 from nmrun.papers.detection import generated_shapes
 from nmrun.papers.flow import generated_motion
@@ -122,7 +118,7 @@ def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
 
 
 def modules(*_: Any) -> Splits:
-    return {name: [*some] for name, some in stdlib_text.MODULES.items()}
+    return {name: [*some] for name, some in stdlib.MODULES.items()}
 
 
 def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
@@ -226,7 +222,7 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "generated_motion": motion,
     "sintel": some_films,
     "flying_chairs": some_chairs,
-    "generated_text": lambda *_: {name: texts for name, (texts, _) in generated_text.load().items()},
+    "generated_text": lambda *_: {name: texts for name, (texts, _) in generated.load().items()},
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise
     "generated_questions": lambda *_: texts_of(generated_questions.load()),

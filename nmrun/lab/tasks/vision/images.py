@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import image_folder, local
-from nmrun.lab.data.splits import Labelled, about, split
 from nmrun.lab.keys.datasets import Images
-from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.vision import Classification, folders
+from nmrun.lab.tasks.vision.splits import Labelled, about, split
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -73,11 +73,11 @@ def read(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
     _, folder, others = FILES[name]
     names = [f"{name}/{folder}", folder, *others]
     try:
-        place = local.find(name, names, "it is downloaded")
+        place = storage.find(name, names, "it is downloaded")
     except ConfigError as missing:
         place = _download(name, missing)
     if any(place.match(other) for other in others):
-        loaded = image_folder.load(name, place, size=32)
+        loaded = folders.load(name, place, size=32)
         if "test" not in loaded.splits:
             raise ConfigError(f"dataset={name}: {place} has no folders train and test")
         return loaded.splits["train"], loaded.splits["test"], loaded.classes, place
@@ -106,7 +106,7 @@ def _of_torchvision(
 
 def _download(name: str, missing: ConfigError) -> Path:
     """Download below ``NMRUN_DATA``; nothing half-done is left there."""
-    root, place = local.data_folder(), local.data_folder() / name / FILES[name][1]
+    root, place = storage.data_folder(), storage.data_folder() / name / FILES[name][1]
     waits = socket.getdefaulttimeout()
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import corpus
 from nmrun.lab.keys.long_texts import StdlibText
+from nmrun.lab.tasks.text import corpus
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
 MODULES = {
     "train": (
@@ -64,7 +64,7 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
     """
     import numpy as np
 
-    from nmrun.lab.tasks.language import LanguageModelling
+    from nmrun.lab.tasks.text.language import LanguageModelling
 
     sha256 = config.dataset.as_kind(StdlibText).sha256
     if sha256 != digest():

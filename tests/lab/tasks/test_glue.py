@@ -18,8 +18,8 @@ from runs import config, rows
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.data import glue
-from nmrun.lab.tasks.text_classification import TextClassification
+from nmrun.lab.tasks.text_classification import glue
+from nmrun.lab.tasks.text_classification.task import TextClassification
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder

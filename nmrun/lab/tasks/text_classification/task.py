@@ -15,9 +15,18 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import data_groups
-from nmrun.lab.tasks.base import Batch, Tally, chunks, drawn, limited, thinned, turns, watched
-from nmrun.lab.tasks.categorical import Categorical
-from nmrun.lab.tasks.pairs import Text, Tokenizer, tokenizer
+from nmrun.lab.tasks.base import (
+    Batch,
+    Categorical,
+    Tally,
+    chunks,
+    drawn,
+    limited,
+    thinned,
+    turns,
+    watched,
+)
+from nmrun.lab.tasks.text_classification.tokens import Text, Tokenizer, tokenizer
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

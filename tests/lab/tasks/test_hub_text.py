@@ -13,7 +13,7 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.tasks.language import LanguageModelling
+from nmrun.lab.tasks.text.language import LanguageModelling
 
 datasets = pytest.importorskip("datasets", reason="needs nmrun[texts]")
 

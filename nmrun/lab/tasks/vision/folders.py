@@ -1,5 +1,5 @@
-"""Images in folders, one a class, as torchvision's ImageFolder has them: small enough to be held in
-memory as uint8.
+"""Images in folders, one a class, as torchvision's ImageFolder has them: held in memory as uint8, or
+read from the disk while training.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.lab.data import local
-from nmrun.lab.data.splits import about, split
-from nmrun.lab.keys.datasets import ImageFolder
+from nmrun.lab.keys.datasets import ImageFolder, ImageNet
+from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.vision.splits import about, split
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.vision.stream import ImageStream
 
 SPLITS = ("train", "val", "test")
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -53,7 +54,7 @@ def build(config: Config, device: torch.device) -> Any:
     from nmrun.lab.tasks.vision import Classification
 
     options = config.dataset.as_kind(ImageFolder)
-    place = local.find(
+    place = storage.find(
         "image_folder",
         [options.path],
         "dataset.path is a folder with a folder of images for each class",
@@ -78,6 +79,39 @@ def build(config: Config, device: torch.device) -> Any:
     )
 
 
+def imagenet(config: Config, device: torch.device) -> ImageStream:
+    """Build the task of ImageNet and other large folders, read from the disk while training.
+
+    ``val`` is the test split, as labels of ImageNet's test images are nowhere, and validation
+    images are taken from those for training.
+
+    Raises:
+        ConfigError: for a folder that is missing or that is not as said.
+    """
+    from nmrun.lab.tasks.vision.stream import ImageStream
+
+    options = config.dataset.as_kind(ImageNet)
+    how = "dataset.path is a folder with train and val, and in each a folder of images for every class"
+    place = storage.find("imagenet", [options.path], how)
+    names, listed = listing("imagenet", place)
+    if "val" not in listed:
+        raise ConfigError(
+            f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
+        )
+    samples = listed["train"] + listed["val"]
+    paths, labels = (
+        np.array([path.encode() for path, _ in samples]),
+        torch.tensor([label for _, label in samples]),
+    )
+    rows, trained = torch.arange(len(samples)), len(listed["train"])
+    sizes = options.sizes()
+    classes = len(names)
+    pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
+    parts = split(pool, test, classes, **sizes)
+    said = about(parts, (3, options.resolution, options.resolution), classes, place)
+    return ImageStream(config, paths, parts, classes, device, said, names)
+
+
 def load(dataset: str, place: Path, size: int) -> Loaded:
     """Load all images of a folder, or of a tar archive of one.
 
@@ -94,11 +128,11 @@ def load(dataset: str, place: Path, size: int) -> Loaded:
         ConfigError: for a folder that is not so.
     """
     if place.is_file():
-        arrays = local.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
+        arrays = storage.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
     else:
         classes, listed = listing(dataset, place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
-        arrays = local.cached(
+        arrays = storage.cached(
             ["images", size], paths, lambda: _decoded(dataset, classes, listed, size)
         )
     present = [part for part in SPLITS if f"{part}_images" in arrays]

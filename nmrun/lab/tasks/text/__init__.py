@@ -1,0 +1,1 @@
+"""Long texts, of which a model learns the next token."""
