@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra import compose
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError
@@ -22,7 +19,7 @@ from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
 from nmrun.lab.words import command_line, schema, sweep_end
 from nmrun.lab.words import sweep as record
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.composing import composing, jobs_of
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.recorded import recorded
 
@@ -104,7 +101,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     with unchanged(), recorded(looks, command, []) as folder:
         for number, (typed_for_job, job) in enumerate(jobs_of(sweeps, config_dir), 1):
             folders += _folders(job)
-            again = command_line.typed(config_dir, typed_for_job)
+            again = command_line.of_job(typed_for_job, config_dir)
             outcome = jobs.of_sweep(folder, number, job, typed_for_job, again)
             raise_interrupt(outcome)
         print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
@@ -114,23 +111,6 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
             return runs
         raise RunError("no run of this sweep has a result")
     return summary(runs)
-
-
-def jobs_of(
-    sweeps: list[list[str]], config_dir: str | None
-) -> Iterator[tuple[list[str], DictConfig]]:
-    """The overrides of each job of some sweeps, as they are typed, and its config. The sweeps are
-    overrides that were checked.
-    """
-    done: Done = {}
-    for overrides in sweeps:
-        with composing(config_dir):
-            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-            every = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)[0]
-        for of_job in every:
-            with composing(config_dir):
-                job = composed(of_job, done)
-            yield [record.typed(word) for word in of_job], job
 
 
 def _folders(job: DictConfig) -> list[Path]:

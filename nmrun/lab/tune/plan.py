@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.api.runs import jobs_of
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tune import space
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.lab.words import schema, zipped
+from nmrun.lab.words.composing import jobs_of
 from nmrun.lab.words.identity import identity
 
 

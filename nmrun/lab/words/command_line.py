@@ -99,23 +99,28 @@ def typed(config_dir: str | None, words: Sequence[str]) -> str:
     return shlex.join(["nmrun", *place, *words])
 
 
-def of_job(job: Any, overrides: list[str]) -> str:
+def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
     """Write the command that asks for one job alone; in a sweep that is not what was typed.
 
     Args:
-        job: Hydra's config of it.
         overrides: the job's, as they are typed.
+        config_dir: a folder of more configs.
     """
-    words = [
+    words = list(overrides)
+    if "sparsity=dense" in words:  # by whatever recipe, which one run is not asked for then
+        words = [word for word in words if not word.lstrip("+").startswith("recipe")]
+    elif "recipe=dense" in words:
+        words = [word for word in words if not _of_ratio(word)]
+    return typed(config_dir, words)
+
+
+def of_hydra(job: Any, overrides: Sequence[str]) -> str:
+    """Likewise for a job that Hydra launched, by its config of it."""
+    places = [one.path for one in job.runtime.config_sources if one.provider == "command-line"]
+    search = [
         word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
     ]
-    for place in job.runtime.config_sources:
-        words += ["--config-dir", place.path] if place.provider == "command-line" else []
-    if "sparsity=dense" in overrides:  # by whatever recipe, which one run is not asked for then
-        overrides = [word for word in overrides if not word.lstrip("+").startswith("recipe")]
-    elif "recipe=dense" in overrides:
-        overrides = [word for word in overrides if not _of_ratio(word)]
-    return shlex.join(["nmrun", *words, *overrides])
+    return of_job([*search, *overrides], places[0] if places else None)
 
 
 def without_effect(words: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ Other processes read it while the sweep runs, and jobs may run in several proces
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -327,6 +328,7 @@ def span(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
 def typed(word: str) -> str:
     """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need
     that.

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,9 @@ from nmrun.errors import ConfigError
 from nmrun.lab import cli, verbs
 from nmrun.lab.runs import locks
 from nmrun.lab.train import checkpoint, jobs
-from nmrun.lab.words import experiment, sweep, sweep_end
+from nmrun.lab.words import command_line, experiment, schema, sweep, sweep_end
+from nmrun.lab.words.composing import composed, composing, jobs_of
+from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.sweeper import NMSweeper
 
 NOW = 1_000_000.0
@@ -185,15 +188,24 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
 
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``nmrun -m ...`` up to the launcher: what that is given, call by call, as plain values;
-    nothing is trained.
+    """``nmrun -m ...`` up to the jobs that are launched, or run here one after the other: call by
+    call, as plain values; nothing is trained.
     """
     got: list[list[dict[str, Any]]] = []
 
+    def values(job: Sequence[str]) -> dict[str, Any]:
+        parsed = [OverridesParser.create().parse_override(word) for word in job]
+        return {one.key_or_group: one.value() for one in parsed}
+
     def launch(_: object, jobs: list[list[str]], initial_job_idx: int) -> list[object]:
-        parsed = [[OverridesParser.create().parse_override(word) for word in job] for job in jobs]
-        got.append([{one.key_or_group: one.value() for one in job} for job in parsed])
+        got.append([values(job) for job in jobs])
         return []
+
+    def of_sweep(_: Path, number: int, composed: object, job: list[str], *__: str) -> Any:
+        if number == 1:
+            got.append([])
+        got[-1].append(values(job))
+        return {"status": "planned"}
 
     def call(*words: str) -> list[list[dict[str, Any]]]:
         got.clear()
@@ -206,6 +218,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(basic_launcher.BasicLauncher, "launch", launch)
+    monkeypatch.setattr(jobs, "of_sweep", of_sweep)
     return call
 
 
@@ -281,6 +294,19 @@ def test_a_word_that_cannot_be_read_is_told_as_ever(
 ) -> None:
     assert launches("seed=0,1", "recipe=[a,b", "zip=seed,recipe") == []
     assert capsys.readouterr().err.startswith("nmrun: recipe=[a,b: cannot be read as key=value")
+
+
+@pytest.mark.parametrize("recipe", ["ste", "dense", "dense,ste"])
+def test_each_job_has_a_command_that_asks_for_it_alone(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"recipe={recipe}", "sparsity=dense,2:4", f"output_dir={tmp_path}"]
+    sweeps, _ = jobs.checked(words, multirun=True)
+    with composing():
+        for overrides, job in jobs_of(sweeps, None):
+            alone = shlex.split(command_line.of_job(overrides))[1:]
+            jobs.checked(alone, multirun=False)  # a mistake would be told
+            assert run_folder(schema.check(composed(alone, {}))) == run_folder(schema.check(job))
 
 
 EXPERIMENT = """
