@@ -1,16 +1,20 @@
-"""Which weights become sparse, and why the others stay dense."""
+"""Which weights become sparse, and why the others stay dense.
+
+``include``, ``exclude``, ``overrides`` and ``dims`` are regular expressions for whole names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern
-from nmrun.sparsity.options import Options
-from nmrun.sparsity.parameters import NamedParameter
+from nmrun.patterns import Pattern, PatternError
+from nmrun.sparsity.layers import NamedParameter, axes, is_embedding, named_parameters, with_axes
 
 Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, pattern) -> reason
 
@@ -207,3 +211,268 @@ def _unfit(found: NamedParameter, pattern: Pattern, pad: bool) -> str:
 def _refused(found: NamedParameter, pattern: Pattern, refuses: Refuses | None) -> str:
     assert found.axes is not None
     return refuses(found.parameter.shape, found.axes.outputs, pattern) if refuses else ""
+
+
+AUTO = "auto"  # in exclude: the first layer and the heads
+FIRST, HEAD = "first layer (exclude=auto)", "head (exclude=auto)"
+
+T = TypeVar("T")
+Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches counts
+
+
+class Options:
+    """The options of a selection, checked together.
+
+    Args:
+        model: the model.
+        include, exclude, overrides, dims: as in :func:`nmrun.sparsity.select.select`.
+
+    Attributes:
+        parameters: the parameters of two dimensions or more, under all their names.
+
+    Raises:
+        ConfigError: with all mistakes in the options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
+        overrides: Mapping[str, str | Pattern] | None = None,
+        dims: Mapping[str, int] | None = None,
+    ) -> None:
+        self._problems: list[str] = []
+        found = named_parameters(model)
+        named = self._dims(found, dims or {})
+        if self._problems:  # the axes cannot be told by wrong dimensions
+            named = []
+        self.parameters = with_axes(model, found, lambda each: _first(named, each.names))
+        unwanted = _several(exclude)
+        self._include = None if include is None else self._modules("include", _several(include))
+        self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
+        self._overrides = self._patterns(overrides or {})
+        if self._problems:
+            raise ConfigError(self._problems)
+        self._ends = _ends(model, self.parameters) if AUTO in unwanted else {}
+
+    def pattern(self, parameter: NamedParameter, default: Pattern) -> Pattern:
+        """Return the pattern of a parameter.
+
+        Args:
+            parameter: the parameter.
+            default: the pattern where no override matches.
+        """
+        return _first(self._overrides, parameter.module_names) or default
+
+    def override(self, parameter: NamedParameter) -> str | None:
+        """Return the expression of the override that gives a parameter its pattern, if one does."""
+        texts = [(expression, expression.pattern) for expression, own in self._overrides if own]
+        return _first(texts, parameter.module_names)
+
+    def reason(self, parameter: NamedParameter) -> str:
+        """Say why a parameter stays dense by the options, or cannot be sparse.
+
+        Args:
+            parameter: the parameter.
+
+        Returns:
+            The reason, or an empty string.
+        """
+        modules, problem = parameter.module_names, parameter.obstacle
+        wanted = self._include is not None and _match(self._include, modules)
+        if parameter.adapter and not wanted:
+            return "an adapter (LoRA); include names it if it is meant"
+        if parameter.axes is None:
+            return problem
+        if self._include is not None and not wanted:
+            return "not in include"
+        if any(_match([expression], modules) for expression, _ in self._overrides):
+            return problem if _first(self._overrides, modules) else "dense by overrides"
+        if _match(self._exclude, modules):
+            return "excluded"
+        ends = (self._ends[name] for name in parameter.names if name in self._ends)
+        return problem or next(ends, "")
+
+    # --- reading the options ----------------------------------------------------------------------
+
+    def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
+        """Compile expressions for modules; note those that match none."""
+        every = list(dict.fromkeys(each.module_name for each in self.parameters))
+        compiled = []
+        for text in texts:
+            if (expression := self._compiled(option, text)) is None:
+                continue
+            compiled.append(expression)
+            if not _match([expression], every):
+                layers = [each.module_name for each in self.parameters if each.may_be_sparse]
+                there = _some(name or "(the model itself)" for name in layers)
+                self._problems.append(
+                    f"{option}: {text!r} matches no layer's whole name; there are {there}"
+                )
+        return compiled
+
+    def _patterns(self, overrides: Mapping[str, str | Pattern]) -> Choices[Pattern | None]:
+        """Read the overrides; None stands for dense."""
+        found: Choices[Pattern | None] = []
+        for text, ratio in overrides.items():
+            try:
+                own = None if ratio == "dense" else Pattern.parse(ratio)
+            except PatternError as error:
+                self._problems.append(f"overrides: {text!r}: {error}")
+                continue
+            found += [(expression, own) for expression in self._modules("overrides", [text])]
+        return found
+
+    def _dims(self, found: Sequence[NamedParameter], dims: Mapping[str, int]) -> Choices[int]:
+        """Read the dimensions; note those that some parameter does not have."""
+        named: Choices[int] = []
+        for text, dim in dims.items():
+            if (expression := self._compiled("dims", text)) is None:
+                continue
+            named.append((expression, dim))
+            matches = [each for each in found if _match([expression], each.names)]
+            if not matches:
+                self._problems.append(
+                    f"dims: {text!r} matches no parameter of two dimensions or more; "
+                    f"there are {_some(each.name for each in found)}"
+                )
+            wrong = [p for p in matches if p.shape and dim not in range(len(p.shape))]
+            for first in wrong[:1]:
+                self._problems.append(
+                    f"dims: {text!r}: {dim!r} is no dimension of {first.name} "
+                    f"{list(first.shape)} (0 to {len(first.shape) - 1})"
+                )
+        return named
+
+    def _compiled(self, option: str, text: str) -> re.Pattern[str] | None:
+        try:
+            return re.compile(text)
+        except re.error as error:
+            self._problems.append(f"{option}: {text!r} is not a regular expression: {error}")
+            return None
+
+
+def _ends(model: nn.Module, found: Sequence[NamedParameter]) -> dict[str, str]:
+    """Name the weights of the first layer and the heads, with the reason."""
+    adapters = {each.module_name for each in found if each.adapter}
+    layers = [n for n, module in model.named_modules() if axes(module) and n not in adapters]
+    last, first = heads(model, layers), first_layer(model)
+    both = () if first is None else (first, f"{first}_reverse")  # the two directions of an RNN
+    ends = {each.name: HEAD for each in found if each.module_name in last}
+    return ends | {each.name: FIRST for each in found if each.name in both}
+
+
+def _several(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def _some(names: Iterable[str]) -> str:
+    """Write a dozen of the names."""
+    every = list(dict.fromkeys(names))
+    return ", ".join(every[:12]) + (", ..." if len(every) > 12 else "")
+
+
+def _match(expressions: Iterable[re.Pattern[str]], names: Sequence[str]) -> bool:
+    return any(expression.fullmatch(name) for expression in expressions for name in names)
+
+
+def _first(choices: Iterable[tuple[re.Pattern[str], T]], names: Sequence[str]) -> T | None:
+    """Return the value of the first expression that matches."""
+    return next((value for expression, value in choices if _match([expression], names)), None)
+
+
+# children of the model whose last layer writes the model's output
+CHILDREN = re.compile(
+    r"fc|cls|score|logits|qa_outputs|proj_out|conv_out|aux.*|(text|visual|image|audio)_projection"
+    r"|(.*_)?(head|heads|classifier|predictor|output_projection)(_.*)?",
+    re.IGNORECASE,
+)
+# layers that write an output at any depth
+ANYWHERE = re.compile(
+    r"lm_head|output_projection|qa_outputs|cls_score|cls_logits"
+    r"|bbox_(pred|reg|ctrness)|mask_fcn_logits|kps_score_lowres"
+)
+
+
+def first_layer(model: nn.Module) -> str | None:
+    """Name the parameter that multiplies the model's input.
+
+    Args:
+        model: a model whose modules are registered in the order of use.
+
+    Returns:
+        The parameter's whole name (of a bidirectional layer, the forward direction's). None where
+        an embedding comes first, or where the model has no known layer.
+    """
+    for name, module in model.named_modules():
+        if is_embedding(module):
+            return None
+        known = axes(module)
+        own = [a for a in known if module._parameters.get(a) is not None]
+        if known:
+            return f"{name}.{own[0]}".lstrip(".") if own else None
+    return None
+
+
+def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
+    """Name the layers whose output is the model's.
+
+    A model may name its heads (``get_classifier`` of timm, ``get_output_embeddings`` of Hugging
+    Face). Layers with a usual name (``fc``, ``classifier``, ``lm_head`` and the like) are heads
+    too. Without either, the last layer is the head if it is linear.
+
+    Args:
+        model: the model.
+        layers: the names of the modules that have a weight, in the order of the modules.
+
+    Returns:
+        Some of ``layers``.
+    """
+    core, prefix = _unwrapped(model)
+    found = {n for n in layers if ANYWHERE.fullmatch(n.rpartition(".")[2])}
+    names = {id(m): n for n, m in model.named_modules()}
+    branches = [names[id(m)] for m in _declared(core) if id(m) in names]
+    branches += [f"{prefix}{n}" for n in _named(core)]
+    for branch in branches:
+        inside = [n for n in layers if n == branch or n.startswith(f"{branch}.")]
+        found.update(inside[-1:])
+    if found or not layers or _headless(core):
+        return found
+    last = model.get_submodule(layers[-1])
+    linear = isinstance(last, nn.Linear) or type(last).__name__ == "Conv1D"
+    return {layers[-1]} if linear else set()
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the first module inside wrappers (DDP, PEFT) that has several children."""
+    prefix = ""
+    while len(children := list(model.named_children())) == 1 and list(children[0][1].children()):
+        name, model = children[0]
+        prefix += f"{name}."
+    return model, prefix
+
+
+def _headless(model: nn.Module) -> bool:
+    """Say whether a model whose head was not found has none: timm's models name theirs."""
+    return hasattr(model, "get_classifier") or getattr(model, "base_model", None) is model
+
+
+def _declared(model: nn.Module) -> list[nn.Module]:
+    """Ask the model itself for its heads."""
+    answers = []
+    for question in ("get_classifier", "get_output_embeddings"):
+        try:
+            answers.append(getattr(model, question)())
+        except (AttributeError, NotImplementedError, TypeError):
+            continue
+    several = [a if isinstance(a, list | tuple | nn.ModuleList) else [a] for a in answers]
+    return [m for some in several for m in some if isinstance(m, nn.Module)]
+
+
+def _named(model: nn.Module) -> Iterator[str]:
+    """Name the children that are called heads, and every member of a list of them."""
+    for name, child in model.named_children():
+        if CHILDREN.fullmatch(name):
+            members = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            yield from [f"{name}.{n}" for n, _ in child.named_children()] if members else [name]
