@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -157,7 +158,7 @@ def lines(comparison: Comparison) -> Lines:
     with a baseline the difference to it, its interval, p-value and the smallest that could have
     been shown. A dense reference is one line, not one for each ratio.
 
-    Columns of a row: its keys, dataset, cells, better (in how many of them), the difference in
+    Columns of a row: its keys, dataset, cells, better (in how many of them), the median cell's difference and the mean one in
     standard deviations of a run, its interval, and its degrees of freedom; over all cells the
     p-value and the smallest difference that could have been shown as well.
     """
@@ -189,12 +190,12 @@ def _of_cell(table: Table, row: Key, column: Key) -> list[Any]:
 
 
 def _of_rows(comparison: Comparison) -> Lines:
-    numbers = ["cells", "better", "difference", "low", "high", "p", "least", "freedom"]
+    numbers = ["cells", "better", "median", "difference", "low", "high", "p", "least", "freedom"]
     lines: Lines = [[*comparison.tables[0].row_keys, "dataset", *numbers]]
     for row in comparison.overall:
         by_data = [(data, part.means, overall.mean([part])) for data, part in row.parts.items()]
         for data, means, gap in [*by_data, (ALL, row.means, row.mean)]:
-            counts = len(means), overall.better(means)
+            counts = len(means), overall.better(means), statistics.median(means)
             p, least = (gap.p, gap.least) if data == ALL else (None, None)
             interval = gap.value, gap.low, gap.high
             lines.append([*row.row, data, *counts, *interval, p, least, gap.freedom])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,16 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import names
 from nmrun.lab.compare.names import Key, but_ratio, label
 from nmrun.lab.compare.numbers import deviates, places, scale
-from nmrun.lab.compare.statistics import Cell, Difference, grain, holm, paired, shown, summarise
+from nmrun.lab.compare.statistics import (
+    FEWEST,
+    Cell,
+    Difference,
+    grain,
+    holm,
+    paired,
+    shown,
+    summarise,
+)
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.lab.words.metric import higher_is_better
 from nmrun.oneshot import METHODS
@@ -28,6 +38,7 @@ Place = tuple[Key, Key]  # row and column
 
 SAMPLES = "recipe.samples"  # of a calibration
 TRAINING = ("optimizer", "schedule", "trainer")
+FAR = 10.0  # deviations of a run by which a seed that failed is worse than the median of its cell
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
 
 
@@ -47,6 +58,7 @@ class Table:
     tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
     column, and where they stand, ``paper_source``. ``pruned``: which rows were pruned in one shot,
     not trained; ``all``, or nothing. ``digits`` after the point, where the user wants so many.
+    ``failed`` counts the runs that ended with a value and are taken for failed, see ``_set_apart``.
     ``runs`` are those that it was made of.
     """
 
@@ -72,6 +84,7 @@ class Table:
     paper_source: str = ""
     pruned: str = ""
     digits: int | None = None
+    failed: int = 0
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
     @property
@@ -203,8 +216,42 @@ def build(
         digits=digits,
         runs=runs,
     )
+    table = _set_apart(table)
     table.best.update(_best(table))
     return table
+
+
+def _set_apart(table: Table) -> Table:
+    """Take the value from seeds that failed: those that are worse than the median of their cell by
+    over a tenth of it and by over ``FAR`` deviations of a run, the median deviation of the column's
+    other rows (at least a step of the metric). Two such rows and three seeds are needed to tell.
+    """
+    failed: dict[int, set[object]] = {}  # seeds by cell: a dense one stands in several columns
+    for (row, column), cell in table.cells.items():
+        metric = table.metric_of(row, column)
+        if cell.n < FEWEST or metric.partition("/")[0] not in ("test", "eval", "best"):
+            continue
+        others = [
+            other.sd
+            for (name, place), other in table.cells.items()
+            if place == column and name != row and table.metric_of(name, place) == metric
+            if other.sd is not None
+        ]
+        if len(others) < 2:
+            continue
+        middle = statistics.median(cell.values.values())
+        unit = max(statistics.median(others), step(table, row, column))
+        most, sign = max(FAR * unit, abs(middle) / 10), 1 if higher_is_better(metric) else -1
+        far = {seed for seed, value in cell.values.items() if sign * (middle - value) > most}
+        failed.setdefault(id(cell), set()).update(far)
+    rest: dict[int, Cell] = {}
+    for cell in table.cells.values():
+        if seeds := failed.get(id(cell)):
+            values = {seed: value for seed, value in cell.values.items() if seed not in seeds}
+            reasons = [*Counter(cell.without).elements(), *["failed"] * len(seeds)]
+            rest[id(cell)] = summarise(values, reasons)
+    cells = {place: rest.get(id(cell), cell) for place, cell in table.cells.items()}
+    return replace(table, cells=cells, failed=sum(map(len, failed.values())))
 
 
 def _stands(places: Collection[Place], keys: Key) -> dict[Place, list[Key]]:

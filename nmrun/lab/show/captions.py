@@ -14,7 +14,7 @@ from nmrun.lab.compare.names import words
 from nmrun.lab.compare.numbers import places, printed, unit
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
-from nmrun.lab.compare.tables import Table
+from nmrun.lab.compare.tables import FAR, Table
 from nmrun.lab.folders import settings
 from nmrun.lab.words import reference
 
@@ -149,6 +149,11 @@ def method(table: Table) -> str:
 def _beware(table: Table) -> list[str]:
     """One line of what to know before the values are compared, if there is something."""
     notes = selection(table)
+    if table.failed:
+        seeds = f"{table.failed} seed{'s' * (table.failed != 1)}"
+        notes.append(
+            f"{seeds} failed: worse than the median of the cell by over {FAR:g} deviations and a tenth"
+        )
     notes += [f"(paper): {table.paper_source}"] if table.paper else []
     versions = len(table.commits)
     notes += [f"made by {versions} versions of the code"] * (versions > 1)

@@ -26,8 +26,9 @@ from nmrun.lab.words.metric import higher_is_better
 
 READABLE = ("markdown", "latex", "html")
 METHOD = (
-    "The unit of a cell is the median over the other rows of its column; every cell counts alike. Seeds of one data set "
-    "are observations, and their spread is that of the data set. Tests are two-sided."
+    "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds; "
+    "intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations, and their "
+    "spread is that of the data set. Failed seeds are in no difference. Tests are two-sided."
 )
 Line = tuple[list[str], list[tuple[str, bool]]]
 
@@ -176,13 +177,16 @@ def _over_all_cells(comparison: Comparison) -> Grid:
     keys = tables[0].row_keys
     every = list(dict.fromkeys(data for each in rows for data in each.parts))
     apart = every if len(every) > 1 else []
+    fails = any(each.failed for each in rows)
     written = [
         (
             [short(label) for label in each.row],
             [
+                (f"{better(each.means)} of {len(each.means)}", False),
+                *[(f"{each.failed} of {each.runs}", False)] * fails,
+                (interval(each.median, None, None, "", each.mean.error), False),
                 *((_part(each, data), False) for data in apart),
                 (_mean(each.mean) + p_value(each.mean.p) + "*" * each.mean.significant, False),
-                (f"{better(each.means)} of {len(each.means)}", False),
             ],
         )
         for each in rows
@@ -190,7 +194,7 @@ def _over_all_cells(comparison: Comparison) -> Grid:
     return Grid(
         captions.over_all_cells(rows, tables, apart),
         len(keys),
-        [*keys, *apart, ALL, "better in"],
+        [*keys, "better in", *["failed"] * fails, "median cell", *apart, ALL],
         written,
         METHOD,
     )

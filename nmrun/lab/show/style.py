@@ -9,6 +9,7 @@ import html
 import io
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,9 +117,10 @@ def label(table: Table, row: Key, layout: Layout) -> str:
     cells = {
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
-    missing = sum(sum(cell.without.values()) for cell in cells)
+    missing = sum((Counter(cell.without) for cell in cells), Counter[str]())
     name = " ".join(names.column(table.row_keys, row, layout.labels))
-    return name + (f" ({missing} not finished)" if missing else "")
+    reasons = ", ".join(f"{count} {reason}" for reason, count in missing.items())
+    return name + (f" ({reasons})" if missing else "")
 
 
 def seeds(table: Table) -> str:

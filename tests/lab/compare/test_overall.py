@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.typing import NDArray
 from scipy import stats
 from verbs import verb
 
@@ -63,10 +65,16 @@ def together(values: Values, recipe: str, sign: int) -> list[float]:
     gaps = []
     for recipes in values.values():
         (third,) = set(recipes) - {recipe, "sr_ste"}
-        unit = statistics.stdev(recipes[third])
+        unit = statistics.stdev(recipes[third]) * of_one_row(len(recipes[third]))
         pairs = zip(recipes[recipe], recipes["sr_ste"], strict=True)
         gaps.append([sign * (a - b) / unit for a, b in pairs])
     return [statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)]
+
+
+def of_one_row(n: int) -> float:
+    """The mean of sigma / s over n normal runs, s their sample deviation."""
+    chi = stats.chi(n - 1)
+    return math.sqrt(n - 1) * float(chi.expect(lambda x: 1 / x))
 
 
 def of(*tables: Table) -> dict[str, overall.Overall]:
@@ -121,14 +129,58 @@ def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
     five = {ratio: {**own, **two} for ratio, own in WORDS.items()}
     failed = {ratio: {**own, "asp": [*own["asp"][:3], 5e3]} for ratio, own in five.items()}
     # of three other rows the median deviation is the middle one: S-STE's here, before and after
+    bias = overall.inverse((4, 4, 4))
     calm = {ratio: {**own, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, own in five.items()}
     value = statistics.fmean(
-        (statistics.fmean(own["sr_ste"]) - statistics.fmean(own["ste"])) / statistics.stdev(two["s_ste"])
+        (statistics.fmean(own["sr_ste"]) - statistics.fmean(own["ste"])) / statistics.stdev(two["s_ste"]) / bias
         for own in five.values()
     )  # fmt: skip
-    for values in (failed, calm):
-        assert of(words(values))["ste"].mean.value == pytest.approx(value)
-    assert of(words(failed))["asp"].mean.value < -1000
+    failing = value * overall.inverse((4, 4, 4)) / overall.inverse((3, 4, 4))
+    for values, wanted in ((failed, failing), (calm, value)):
+        assert of(words(values))["ste"].mean.value == pytest.approx(wanted)
+
+
+def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
+    """With three of the four seeds the difference is that of these three."""
+    more = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
+    whole = {ratio: {**own, **more} for ratio, own in WORDS.items()}
+    failed = {ratio: {**own, "asp": [*own["asp"][:3], 50.0]} for ratio, own in whole.items()}
+    absent = {ratio: {**own, "asp": [*own["asp"][:3], math.nan]} for ratio, own in whole.items()}
+    found, wanted = of(words(failed))["asp"], of(words(absent))["asp"]
+    assert found.mean.value == pytest.approx(wanted.mean.value)
+    assert (found.failed, found.runs) == (2, 8)
+    said = formats.render(
+        Comparison([words(failed)], overall.of([words(failed)], "sr_ste")), "markdown"
+    )
+    assert "2 of 8" in said
+    (cell,) = {
+        cell.counted() for (row, ratio), cell in words(failed).cells.items() if row == ("asp",)
+    }
+    assert cell == "3, 1 failed"
+
+
+@pytest.mark.parametrize(
+    ("worst", "failed"),
+    [(7.0, 0), (8.0, 0), (8.2, 1), (7.7, 0), (-50.0, 0)],  # the deviations of the others are 0.1
+)
+def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst: float, failed: int) -> None:
+    """Worse than the median of its cell by over ten median deviations of the other rows; a better
+    seed never is.
+    """
+    spread = [6.9, 7.0, 7.1]  # a deviation of 0.1
+    own = {"2:4": {"sr_ste": spread, "ste": spread, "asp": [7.0, 7.1, worst]}}
+    table = words(own)
+    assert table.failed == failed
+    # two rows are too few for a unit of other rows
+    assert words({"2:4": {"ste": spread, "asp": [7.0, 7.1, 99.0]}}).failed == 0
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 10])
+def test_the_unit_is_corrected_for_its_bias(n: int) -> None:
+    assert overall.inverse((n,)) == pytest.approx(of_one_row(n))
+    rng = np.random.default_rng(1)
+    units = np.median(rng.standard_normal((100_000, 5, n)).std(axis=2, ddof=1), axis=1)
+    assert overall.inverse((n,) * 5) == pytest.approx((1 / units).mean(), rel=0.005)
 
 
 def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
@@ -142,11 +194,17 @@ def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
 
 
 def test_three_seeds_of_each_data_set_for_a_test() -> None:
-    two = {ratio: {name: v[:2] for name, v in own.items()} for ratio, own in IMAGES.items()}
+    two = {
+        ratio: {name: v if name == "asp" else v[:2] for name, v in own.items()}
+        for ratio, own in IMAGES.items()
+    }
     found = of(words(), images(two))["ste"].mean
     assert found.low is not None
     assert found.p is None
     assert of(words(), images())["ste"].mean.p is not None
+    # the inverse of one deviation of two has no mean
+    both = {ratio: {name: v[:2] for name, v in own.items()} for ratio, own in IMAGES.items()}
+    assert of(images(both))["ste"].mean.low is None
 
 
 def test_equal_differences_are_a_step_apart_at_least() -> None:
@@ -159,7 +217,7 @@ def test_equal_differences_are_a_step_apart_at_least() -> None:
     still = {
         "ste": [0.91, 0.91, 0.91],
         "sr_ste": [0.90, 0.90, 0.90],
-        "asp": [0.90, 0.91, 0.90],
+        "asp": [0.91, 0.91, 0.91],
     }
     one = of(images({"2:4": still, "1:8": still}))["ste"].mean
     assert one.value == pytest.approx(1.0)
@@ -202,14 +260,26 @@ def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n: int
     assert rejected / 2_000 < 0.07
 
 
-def drawn(rng: np.random.Generator, dataset: str, columns: int, rows: int, n: int) -> Table:
-    """Recipes that do not differ: the runs of a seed have something in common, each column a spread
-    of its own, and the baseline is the first.
+def drawn(
+    rng: np.random.Generator,
+    dataset: str,
+    spreads: NDArray[np.float64],
+    rows: int,
+    n: int,
+    better: float = 0.0,
+) -> Table:
+    """Recipes that do not differ, but for the second, which is better by so many deviations of a run:
+    the runs of a seed have something in common, each column has its spread, and the baseline is the
+    first.
     """
-    names, ratios = [f"r{k}" for k in range(rows)], [(f"1:{2 << k}",) for k in range(columns)]
-    common, spreads = rng.standard_normal(n), np.exp(rng.standard_normal(columns))
+    names, ratios = [f"r{k}" for k in range(rows)], [(f"1:{2 << k}",) for k in range(len(spreads))]
+    common = rng.standard_normal(n)
     cells = {
-        ((name,), ratio): summarise(list(spread * (common + rng.standard_normal(n))))
+        ((name,), ratio): summarise(
+            list(
+                spread * (common + rng.standard_normal(n) - math.sqrt(2) * better * (name == "r1"))
+            )
+        )
         for ratio, spread in zip(ratios, spreads, strict=True)
         for name in names
     }
@@ -220,7 +290,7 @@ def drawn(rng: np.random.Generator, dataset: str, columns: int, rows: int, n: in
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "n"), [(3, 2), (3, 3), (3, 5), (7, 3), (7, 5)])
+@pytest.mark.parametrize(("rows", "n"), [(4, 2), (3, 3), (3, 5), (7, 3), (7, 5)])
 def test_intervals_cover_and_tests_err_as_they_say(
     rows: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +300,8 @@ def test_intervals_cover_and_tests_err_as_they_say(
     covered, rejected = 0, 0
     for _ in range(tries):
         tables = [
-            drawn(rng, data, cells, rows, n) for data, cells in (("a", 5), ("b", 1), ("c", 2))
+            drawn(rng, data, np.exp(rng.standard_normal(cells)), rows, n)
+            for data, cells in (("a", 5), ("b", 1), ("c", 2))
         ]
         found = [each.mean for each in overall.of(tables, "r0")]
         covered += sum(one.low <= 0 <= one.high for one in found if one.low is not None)
@@ -240,6 +311,38 @@ def test_intervals_cover_and_tests_err_as_they_say(
     # approximation errs on the safe side
     assert 0.92 < covered / tries / (rows - 1) < (0.99 if n == 2 else 0.98)
     assert rejected / tries < 0.08
+
+
+@pytest.mark.parametrize("better", [1.0, 3.0])
+@pytest.mark.parametrize(("rows", "n"), [(4, 5), (7, 3)])
+def test_intervals_cover_what_there_is_in_the_units_found(
+    rows: int, n: int, better: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The true difference of each cell, over the unit that its other rows gave. The mean over many
+    tables is the true one in true deviations.
+    """
+    monkeypatch.setattr(overall, "found_at", lambda *_: 1.0)
+    rng, tries, covered, values = np.random.default_rng(rows + n), 250, 0, []
+    for _ in range(tries):
+        tables, truths = [], []
+        for data, columns in (("a", 3), ("b", 2)):
+            spreads = np.exp(rng.standard_normal(columns))
+            table = drawn(rng, data, spreads, rows, n, better)
+            for column, spread in zip(table.columns, spreads, strict=True):
+                others = [table.cells[(f"r{k}",), column].values for k in range(2, rows)]
+                unit = np.median([statistics.stdev(own.values()) for own in others])
+                truths.append(
+                    better * math.sqrt(2) * spread / unit / overall.inverse((n,) * (rows - 2))
+                )
+            tables.append(table)
+        one = next(each.mean for each in overall.of(tables, "r0") if each.row == ("r1",))
+        truth = statistics.fmean(truths)
+        assert one.low is not None
+        assert one.high is not None
+        covered += one.low <= truth <= one.high
+        values.append(one.value)
+    assert 0.92 < covered / tries < 0.99
+    assert np.mean(values) == pytest.approx(better, abs=0.08, rel=0.04)
 
 
 def test_the_smallest_difference_is_found_four_times_in_five() -> None:
@@ -269,13 +372,18 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
     gaps = together(IMAGES, "asp", 1)
     assert status == 0
     head, _rule, asp, ste = [line for line in said.splitlines() if line[:1] == "|"]
-    assert [cell.strip() for cell in head.split("|")[1:-1]] == ["recipe", "all cells", "better in"]
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == [
+        "recipe",
+        "better in",
+        "median cell",
+        "all cells",
+    ]
     assert (
-        asp.split("|")[2]
+        asp.split("|")[4]
         .strip()
-        .startswith(f"{statistics.fmean(gaps):+.1f} [".replace("-", "\N{MINUS SIGN}"))
+        .startswith(f"{statistics.fmean(gaps):+.2f} [".replace("-", "\N{MINUS SIGN}"))
     )
-    assert [line.split("|")[3].strip() for line in (asp, ste)] == ["1 of 2", "0 of 2"]
+    assert [line.split("|")[2].strip() for line in (asp, ste)] == ["1 of 2", "0 of 2"]
     assert "Holm's correction for 2 comparisons" in said
     assert "not the same" not in said
     assert "no test" not in said
@@ -294,7 +402,7 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
     assert whole["difference"] == pytest.approx(statistics.fmean(gaps))
 
     assert (
-        r"\begin{tabular}{lcc}"
+        r"\begin{tabular}{lccc}"
         in table("--baseline", "sr_ste", "--overall", "--format", "latex")[1]
     )
     assert "<table>" in table("--baseline", "sr_ste", "--overall", "--format", "html")[1]

@@ -80,7 +80,7 @@ def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2:4\n50 %", "1:8\n12.5 %"]
     found = {container.get_label(): container for container in axes.containers}
-    assert set(found) == {"STE (1 not finished)", "STEP"}
+    assert set(found) == {"STE (1 failed)", "STEP"}
     for name, container in found.items():
         data, _, (bars,) = container
         cells = [
