@@ -72,6 +72,7 @@ class MaskLLM(MaskScores, FrozenWeights):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.check_frozen(optimizer)
         if self.step != self.begins:
             return
         path = None if self.masks is None else first_masks.file(self.masks)
@@ -109,7 +110,9 @@ class MaskLLM(MaskScores, FrozenWeights):
         if self.dense_forward:
             return
         gradients = [weight.grad for weight in weights]
-        self.freeze(optimizer)
+        for scores in self.parameters.values():
+            scores.grad = None
+        self.freeze(optimizer, but=self.parameters.values())
         scale = self._at(self.kappa) / self._at(self.temperature)
         bonus = self.reg * (self.ends - self.step) / (self.ends - self.begins)
         for weight, gradient in zip(weights, gradients, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
@@ -59,6 +59,13 @@ class AddedParameters(Recipe):
                 self.parameters[weight.name, key] = parameter
                 weight[key] = parameter.detach()
         params: list[Any] = list(self.parameters.values())
+        if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
+            parameter.dim() != 2 for parameter in params
+        ):
+            raise ConfigError(
+                f"{self.name} adds parameters that are no matrices, and Muon moves matrices alone: "
+                "use another optimizer for the sparse weights, such as AdamW"
+            )
         if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
             params = [(".".join(key), p) for key, p in self.parameters.items()]
         optimizer.add_param_group({**common, "params": params, **options})
@@ -187,6 +194,7 @@ class FrozenWeights(Recipe):
         assert total_steps is not None
         self.begins, self.ends = round(self.dense * total_steps), total_steps
         self.dense_forward, self.dense_steps = True, total_steps
+        self.frozen: list[nn.Parameter] = []  # in the present step
 
     @property
     def is_sparse(self) -> bool:
@@ -196,8 +204,7 @@ class FrozenWeights(Recipe):
     def evaluates_final(self) -> bool:
         return not self.dense_forward and not self.is_sparse
 
-    @staticmethod
-    def freeze(optimizer: torch.optim.Optimizer, but: Iterable[nn.Parameter] = ()) -> None:
+    def freeze(self, optimizer: torch.optim.Optimizer, but: Iterable[nn.Parameter] = ()) -> None:
         """Take all gradients away, so that the optimizer passes over the parameters.
 
         Args:
@@ -205,6 +212,21 @@ class FrozenWeights(Recipe):
             but: those that keep theirs.
         """
         moved = {id(parameter) for parameter in but}
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            if id(parameter) not in moved:
-                parameter.grad = None
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        self.frozen = [p for p in owned if id(p) not in moved]
+        for parameter in self.frozen:
+            parameter.grad = None
+
+    def check_frozen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check after a step that the optimizer has passed over what :meth:`freeze` took.
+
+        Raises:
+            RunError: where it took missing gradients for 0, as some Muons do: momentum and weight
+                decay then move frozen weights.
+        """
+        frozen, self.frozen = self.frozen, []
+        if any(parameter.grad is not None for parameter in frozen):
+            raise RunError(
+                f"{self.name} freezes weights, and {type(optimizer).__name__} moves those without "
+                "a gradient too: use another optimizer, such as AdamW or SGD"
+            )

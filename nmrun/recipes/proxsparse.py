@@ -59,6 +59,7 @@ class ProxSparse(FrozenWeights):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.check_frozen(optimizer)
         if not self.dense_forward and self.step <= self.ends:
             for weight in weights:
                 near = proximal(weight.dense, weight.pattern, weight.dim, self.strength)

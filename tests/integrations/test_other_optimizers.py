@@ -249,6 +249,43 @@ def test_a_state_dict_that_adds_something_is_none_of_our_business() -> None:
     assert bits(saved) == bits(other.state_dict())
 
 
+# --- added parameters and frozen weights ----------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+@pytest.mark.parametrize("recipe", ["lbc", "maskllm"])
+def test_muon_cannot_move_scores_which_are_no_matrices(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    before = everything(model, optimizer)
+    with pytest.raises(ConfigError, match=f"{recipe} adds .* Muon moves matrices alone") as e:
+        attach(model, optimizer, recipe, exclude=())
+    assert "\n" not in str(e.value)
+    assert everything(model, optimizer) == before
+
+
+class WantsEveryGradient(torch.optim.SGD):
+    """As Muon by its author does: a missing gradient is 0, and momentum moves the parameter on."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("recipe", ["maskllm", "proxsparse"])
+def test_frozen_weights_that_are_moved_are_an_error(recipe: str) -> None:
+    model = net()
+    optimizer = WantsEveryGradient(model.parameters(), lr=0.02, momentum=0.9)
+    attach(model, optimizer, recipe, dense=0.5)
+    train(model, optimizer, range(TOTAL // 2))
+    with pytest.raises(RunError, match=f"{recipe} freezes weights, and WantsEveryGradient") as e:
+        train(model, optimizer, [TOTAL // 2])
+    assert "\n" not in str(e.value)
+
+
 # --- what is told ---------------------------------------------------------------------------------
 
 
