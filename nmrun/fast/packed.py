@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,19 +117,20 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
         for name, tensor in tensors.items():
             if sha256_of(tensor) != header["sha256"][name]:
                 raise ValueError(f"it was changed: the SHA-256 of {name} is another")
-        lines = []
-        for line in header["layers"]:
-            pattern, dim = Pattern.parse(line["pattern"]), line["dim"]
-            lines.append(Line(line["name"], pattern, dim, line["shape"]))
-            values, places = (tensors[f"{line['name']}.{part}"] for part in ("values", "places"))
-            if values.shape != _stored(lines[-1]):
-                raise ValueError(f"{line['name']}.values is {list(values.shape)}")
-            scales, rows = lines[-1].scales(tensors), _rows(lines[-1])
+        lines = [_line(line) for line in header["layers"]]
+        for name, count in Counter([*(line.name for line in lines), *tensors]).items():
+            if count > 1:
+                raise ValueError(f"it has {name} twice")
+        for line in lines:
+            values, places = line.parts(tensors)
+            if values.shape != _stored(line):
+                raise ValueError(f"{line.name}.values is {list(values.shape)}")
+            scales, rows = line.scales(tensors), _rows(line)
             if (scales is not None) != (values.dtype == INT8) or (
                 scales is not None and (scales.shape != (rows,) or scales.dtype != torch.float32)
             ):
-                raise ValueError(f"{line['name']}: {values.dtype} values with other scales")
-            positions(places, len(values), pattern)
+                raise ValueError(f"{line.name}: {values.dtype} values with other scales")
+            positions(places, len(values), line.pattern)
     except (
         ValueError,
         LookupError,
@@ -138,6 +141,15 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
     ) as error:
         raise ValueError(f"{path} cannot be unpacked: {' '.join(str(error).split())}") from None
     return tensors, lines
+
+
+def _line(plain: dict[str, Any]) -> Line:
+    """A line of the header, which anybody may have written."""
+    name, dim, shape = plain["name"], plain["dim"], plain["shape"]
+    sizes = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+    if not sizes or type(dim) is not int or not 0 <= dim < len(shape):
+        raise ValueError(f"{name} has groups along {dim} of {shape}")
+    return Line(str(name), Pattern.parse(plain["pattern"]), dim, shape)
 
 
 def _rows(line: Line) -> int:

@@ -90,7 +90,7 @@ def _main(argv: list[str]) -> int:
         _complete_verbs()
     if argv and _is_verb(argv[0], argv[1:]):
         return _run(argv[0], argv[1:])
-    if argv == ["--version"]:
+    if "--version" in argv:  # Hydra's own says its version
         print(f"nmrun {nmrun.__version__}")
         return 0
     verbs.waiting("checking the settings")

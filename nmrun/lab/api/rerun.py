@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "changes",
         nargs="*",
+        default=[],
         metavar="KEY=VALUE",
         help="overrides, such as seed=1; without one that matters, force=true repeats a finished run",
     )

@@ -131,6 +131,8 @@ class RunFolder:
     def unfinished(self) -> str:
         """Say that no finished run is here, and why, as a clause; empty where one is."""
         wrong = [f"{name}: {what}" for name, what in self.broken().items()]
+        if self.result and not self.is_finished:
+            wrong = [f"the run is {self.result['status']}, not finished"]
         if self.is_finished and not wrong and (lacks := _incomplete(self.result)):
             wrong = [f"{RESULT}: it has no {lacks}"]
         why = f" ({'; '.join(wrong)})" if wrong else ""

@@ -6,6 +6,7 @@ Imports torch only once the words are read.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -50,7 +51,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
     consent.option(parser)
+    parser.add_argument("--to", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.to is not None:
+        raise ConfigError(
+            f"--to {options.to}: the pruned network gets a run folder (output_dir=); then nmrun "
+            f"export RUN --to {options.to} copies it"
+        )
     from nmrun.lab.words import pruning
 
     config = pruning.read(options.words, options.config_dir, options.yes)

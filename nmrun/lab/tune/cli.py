@@ -51,13 +51,16 @@ def main(argv: Sequence[str]) -> int:
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
     from nmrun.lab.train import jobs
-    from nmrun.lab.tune import comparison, outcome, plan, progress, space
+    from nmrun.lab.tune import space
     from nmrun.lab.words import command_line
     from nmrun.lab.words.sweep import span
 
     given = space.read(options.over)
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
+    _check_seeds(sweeps)
+    from nmrun.lab.tune import comparison, outcome, plan, progress  # torch
+
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, given, options.config_dir)
     if any(cell.config.dry for cell in cells):
@@ -100,3 +103,18 @@ def main(argv: Sequence[str]) -> int:
     command = shlex.join(["nmrun", "table", str(folder / outcome.RUNS)])
     print(f"  {command}")
     return 1 if result.failed else 0
+
+
+def _check_seeds(sweeps: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError for a seed that is reported and used for tuning too."""
+    from nmrun.lab.tune.study import AGAIN, SEED
+    from nmrun.lab.words import command_line
+
+    for one in command_line.parsed([word for words in sweeps for word in words])[0]:
+        if one.key_or_group in ("seed", "seeds"):
+            for value in command_line.values(one, ()):
+                asked = value if isinstance(value, list) else [value]
+                for taken in sorted({SEED, *AGAIN} & set(asked)):
+                    raise ConfigError(
+                        f"{one.key_or_group}={taken}: the seeds {SEED} to {AGAIN[-1]} are those of tuning"
+                    )

@@ -58,8 +58,8 @@ def cells(
     Search spaces that are ``given`` win over the recipes' own.
 
     Raises:
-        ConfigError: for a key of ``given`` that no cell has, for several values of a key that is
-            searched, and for seeds that tuning uses.
+        ConfigError: for a key of ``given`` that no cell has, and for several values of a key that is
+            searched.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     for words, job in jobs_of(sweeps, config_dir):
@@ -74,9 +74,6 @@ def cells(
     ]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
-    reported = {seed for _, _, seeds in by_identity.values() for seed in seeds}
-    if taken := sorted(reported & {SEED, *AGAIN}):
-        raise ConfigError(f"seed={taken[0]}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")
     apart = _apart([config for _, config, _ in by_identity.values()])
     made: dict[object, Cell] = {}
     for (words, config, seeds), swept in zip(by_identity.values(), apart, strict=True):

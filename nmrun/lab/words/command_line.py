@@ -40,11 +40,11 @@ def options(argv: list[str]) -> argparse.Namespace:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown is None:
             raise ConfigError(message)
-        bare = as_key(unknown[1].lstrip("-"))
-        hint = did_you_mean(unknown[1].partition("=")[0], parser._option_string_actions)
-        raise ConfigError(
-            f"{unknown[1]}: no such option{hint or f' (keys are written without dashes: {bare})'}"
-        )
+        word = unknown[1]
+        hint = did_you_mean(word.partition("=")[0], parser._option_string_actions)
+        if not hint and word.startswith("--"):
+            hint = f" (keys are written without dashes: {as_key(word.lstrip('-'))})"
+        raise ConfigError(f"{word}: no such option{hint}")
 
     parser.error = complain  # type: ignore[assignment, method-assign]
     parsed = parser.parse_intermixed_args(argv)

@@ -53,6 +53,8 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
         yield from _too_few(plain["dataset"], plain["trainer"])
         if here:
             yield from _no_files(plain["dataset"])
+    if here:
+        yield from _no_pretrained(plain["dataset"], plain["model"])
     if "model" not in own and plain["model"]["name"] in LAYERS:
         layers = LAYERS[plain["model"]["name"]](plain["model"])
         yield from _no_layer(plain["model"], plain["sparsity"], layers)
@@ -139,6 +141,16 @@ def _too_few(dataset: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
             f"trainer.batch_size={trainer['batch_size']}: dataset={dataset['name']} has "
             f"{'' if dataset.get('train_size') else 'at most '}{most} training images"
         )
+
+
+def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[str]:
+    named = {"model.pretrained": model.get("pretrained")}
+    if dataset.get("tokenizer") != model.get("pretrained"):  # the model's own by default
+        named["dataset.tokenizer"] = dataset.get("tokenizer")
+    for key, place in named.items():
+        folder = str(place).startswith(("/", "./", "../", "~"))
+        if folder and not Path(str(place)).expanduser().is_dir():
+            yield f"{key}={place}: there is no such folder"
 
 
 def _no_files(dataset: dict[str, Any]) -> Iterator[str]:

@@ -66,8 +66,13 @@ def look(
 
     Returns:
         The mistakes, the number of jobs and the output folder.
+
+    Raises:
+        ConfigError: for a sweep over nothing.
     """
     findings = Findings()
+    if multirun and not words:
+        raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
     if config_dir is not None and not Path(config_dir).is_dir():
         findings.problems.append(f"--config-dir {config_dir}: no such folder")
         config_dir = None

@@ -73,7 +73,8 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
     try:
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+        said, place = str(error).splitlines()[0], error.full_key
+        raise ConfigError(said if not place or place in said else f"{place}: {said}") from None
     plain.pop("hydra", None)
     return dict(plain)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,23 @@ def _shape(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     next(line for line in header["layers"] if line["name"] == "3.weight")["shape"] = [20, 64]
 
 
+def _twice(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    header["layers"].append(header["layers"][0])
+
+
+def _beside(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    tensors["3.weight"] = torch.zeros(10, 128)
+
+
+def _line(**changes: Any) -> Callable[[Path], None]:
+    """A change of what the header says of one layer."""
+
+    def forge(_: dict[str, Tensor], header: dict[str, Any]) -> None:
+        next(line for line in header["layers"] if line["name"] == "3.weight").update(changes)
+
+    return lambda file: changed(file.parent, forge)
+
+
 def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     tensors["4.bias"] = tensors.pop("3.bias")
 
@@ -142,6 +160,14 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
         (lambda file: changed(file.parent, _short), "3.weight.values is"),
         (lambda file: changed(file.parent, _shape), "another model: 3.weight is [20, 64] there, [10, 128] here"),
         (lambda file: changed(file.parent, _renamed), "another model: the file has no 3.bias"),
+        (lambda file: changed(file.parent, _twice), "it has 0.weight twice"),
+        (lambda file: changed(file.parent, _beside), "it has 3.weight twice"),
+        *((_line(shape=shape), "3.weight has groups along 1 of")
+          for shape in ([-10, 128], [10, -128], [0, 128], [10], [10.0, 128], [True, 128], "10", {}, None)),
+        *((_line(dim=dim), "3.weight has groups along") for dim in (-1, 2, 1.0, True, "1", None)),
+        *((_line(name=name), "cannot be unpacked") for name in (7, None, [], "0.weight", "4.weight")),
+        *((_line(pattern=pattern), "cannot be unpacked")
+          for pattern in ("4:2", "", None, 5, [2, 4], "2:999999999", "2:8")),
     ],
 )  # fmt: skip
 def test_a_damaged_file_changes_nothing(
@@ -151,6 +177,9 @@ def test_a_damaged_file_changes_nothing(
     damage(path / packed.FILE)
     model = images()
     before, layers = copy.deepcopy(model.state_dict()), list(model)
+    if "another model" not in said:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            packed.load(path)
     with pytest.raises(ConfigError) as error:
         nmrun.load_packed(path, model)
     assert said in str(error.value)

@@ -105,12 +105,28 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
     assert not [p for p in run_folder(made).rglob("*") if ":" in p.name or " " in p.name]
 
 
-@pytest.mark.parametrize(("mode", "told"), [("auto", False), ("offline", True), ("online", True)])
+@pytest.mark.parametrize(
+    ("mode", "login", "environment", "told"),
+    [
+        ("auto", False, None, False), ("offline", False, None, True), ("online", False, None, True),
+        ("auto", True, None, True), ("auto", False, "offline", True), ("offline", True, None, True),
+    ],
+)  # fmt: skip
 def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
-    mode: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    login: bool,
+    environment: str | None,
+    told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    """By default with a login the run is online, which cannot be reached here."""
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0")
+    monkeypatch.setenv("NETRC", str(tmp_path / ("netrc" if login else "none")))
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(weights_and_biases, "_unreachable", True)
+    if environment:
+        monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.chdir(tmp_path)
     made, said = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
     made.log({"step": 1, "loss": 1.0})
@@ -214,7 +230,9 @@ def test_an_unreachable_server_is_waited_for_once(
             made, said = tracker(folder, WANDB)
             made.log({"step": 1, "something": 1.0})
             made.finish({}, 0)
-            assert len(said) == (number == 0)
+            *reached, uploads = said
+            assert len(reached) == (number == 0)
+            assert "wandb sync" in uploads
             (run,) = offline_runs(folder)
             assert b"something" in run
 

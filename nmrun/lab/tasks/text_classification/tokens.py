@@ -111,8 +111,8 @@ class Pretrained:
     """
 
     def __init__(self, source: str, max_length: int) -> None:
-
-        self.tokenizer = fetch("AutoTokenizer", "dataset.tokenizer", source)
+        key = "dataset.tokenizer (default: model.pretrained)"
+        self.tokenizer = fetch("AutoTokenizer", key, source)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.tokenizer.pad_token_id is None:

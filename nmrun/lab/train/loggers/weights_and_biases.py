@@ -52,7 +52,8 @@ def begin(run: Run) -> WandB | None:
     mode = os.environ.get("WANDB_MODE") or track["mode"]
     if mode == "disabled":
         return None
-    online = mode in ("online", "auto") and logged_in()
+    known = logged_in()
+    online = mode in ("online", "auto") and known
     if mode == "online" and not online:
         run.say("W&B: not logged in (wandb login), tracking offline")
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -77,14 +78,12 @@ def begin(run: Run) -> WandB | None:
         except Exception as error:
             _unreachable = True
             wandb.teardown(exit_code=1)  # its service would hold the run's id
-            run.say(
-                f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later"
-            )
+            run.say(f"W&B cannot be reached ({type(error).__name__}): tracking offline")
     # An offline run cannot be taken up again: replace it by one with the whole history.
     for old in (run.folder / "wandb").glob("*run-*"):
         shutil.rmtree(old, ignore_errors=True)
     # by default all who have no login track offline, and need not be told
-    say = None if track["mode"] == "auto" else run.say
+    say = None if mode == "auto" and not known else run.say
     begun = WandB(wandb.init(mode="offline", **arguments), say)
     for row in run.history:
         begun.log(row)
