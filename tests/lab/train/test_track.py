@@ -141,6 +141,7 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
 def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     first, _ = tracker(tmp_path, WANDB)
     first.log({"step": 1, "before": 1.0})
@@ -202,6 +203,8 @@ def test_nobody_waits_for_wandb_before_the_end(
         assert begins.wait(60)
         return Run()
 
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(wandb, "init", init)
     made, said = tracker(tmp_path, WANDB)
     for step in range(1, 6):

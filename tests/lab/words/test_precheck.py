@@ -39,7 +39,7 @@ COMPOSED: Done = {}  # as the sweeps of one command line share them
         ("+foo.bar=1", ["foo: no such key"]),
         ("~model", ["model: missing"]),
         ("output_dir=???", ["Missing mandatory value: output_dir"]),
-        ("output_dir=${nope}", ["Interpolation key 'nope' not found"]),
+        ("output_dir=${nope}", ["output_dir: Interpolation key 'nope' not found"]),
         ("seed=1,2", ["seed=1,2: several values make a sweep; add -m"]),
         ("-m recipe=glob(q*)", ["recipe=glob(q*): matches nothing (there are asp, "]),
         ("-m optimizer.lr=interval(1,2)", ["optimizer.lr=interval(1,2): a sweep takes single values"]),
