@@ -68,6 +68,7 @@ class NMCallback(TrainerCallback):
         control: TrainerControl,
         model: nn.Module | None = None,
         optimizer: Any = None,
+        lr_scheduler: Any = None,
         **kwargs: Any,
     ) -> None:
         """Make the weights sparse. A checkpoint was loaded before.
@@ -78,7 +79,10 @@ class NMCallback(TrainerCallback):
         """
         assert model is not None
         empty = not any(unwrapped(optimizer).state.values())
-        self.handle = self._training.begin(model, optimizer, state.max_steps, state.global_step)
+        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
+        self.handle = self._training.begin(
+            model, optimizer, state.max_steps, state.global_step, [schedule]
+        )
         if state.global_step and not self.handle.recipe.step:
             resumed = f"the checkpoint of step {state.global_step}"
             if empty:

@@ -80,7 +80,10 @@ class NMCallback(Callback):
                 "weights, as by NMCallback(optimizer=0)"
             )
         steps = None if self._training.total_steps else planned_steps(trainer, pl_module)
-        self.handle = self._training.begin(pl_module, optimizers[self._optimizer or 0], steps)
+        optimizer = optimizers[self._optimizer or 0]
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        own = [each for each in schedules if getattr(each, "optimizer", None) is optimizer]
+        self.handle = self._training.begin(pl_module, optimizer, steps, schedules=own)
         for each in _callbacks(trainer):
             if isinstance(each, callbacks.StochasticWeightAveraging):
                 average_dense(each, self.handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError, RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.recipes.parameters import AddedParameters
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify, unwrapped
 
@@ -45,10 +47,16 @@ class Training:
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
         own = inspect.signature(sparsify).parameters
-        recipes.build(recipe, {k: v for k, v in options.items() if k not in own})
+        rule = recipes.build(recipe, {k: v for k, v in options.items() if k not in own})
+        self._name, self._adds_group = rule.name, isinstance(rule, AddedParameters)
 
     def begin(
-        self, model: nn.Module, optimizer: Any, total_steps: int | None, resumed: int = 0
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        total_steps: int | None,
+        resumed: int = 0,
+        schedules: Sequence[Any] = (),
     ) -> Handle:
         """Make the weights sparse, as :func:`nmrun.sparsify` does.
 
@@ -59,10 +67,17 @@ class Training:
             model, optimizer: those that train.
             total_steps: what the stack knows of it, where nothing else was asked for.
             resumed: the step of the checkpoint that model and optimizer have loaded; 0 for none.
+            schedules: of the optimizer's learning rates, made before.
 
         Raises:
-            ConfigError: as :func:`nmrun.sparsify`.
+            ConfigError: as :func:`nmrun.sparsify`, and for a recipe that adds a parameter group
+                where a schedule has a function for each group.
         """
+        if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
+            raise ConfigError(
+                f"{self._name} adds a parameter group, for which a LambdaLR that was made before has "
+                "no function: use another schedule, such as CosineAnnealingLR, or a loop of your own"
+            )
         last = self.handle
         if last is not None and last.sparse and last.model is model:
             if last.optimizer is unwrapped(optimizer) and last.recipe.step == resumed > 0:

@@ -234,6 +234,30 @@ def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft"])
+def test_the_trainer_s_schedule_has_no_function_for_an_added_group(
+    recipe: str, tmp_path: Path
+) -> None:
+    trainer = hf.trainer(tmp_path, [NMCallback(recipe, "2:4")])
+    before = weights(trainer.model)
+    with pytest.raises(ConfigError, match=f"{recipe} adds a parameter group, for which a") as e:
+        trainer.train()
+    assert "\n" not in str(e.value)
+    assert weights(trainer.model) == before
+    assert not any("nmrun" in group for group in trainer.optimizer.param_groups)
+
+
+def test_another_schedule_moves_the_added_group_too(tmp_path: Path) -> None:
+    model = hf.gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer = hf.trainer(
+        tmp_path, [NMCallback("lbc", "2:4")], model=model, optimizers=(optimizer, schedule)
+    )
+    trainer.train()
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 6])
 def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_path: Path) -> None:
