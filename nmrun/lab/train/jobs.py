@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import gc
-import itertools
 import os
 import shlex
 import signal
@@ -35,7 +34,16 @@ from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.train import workers
 from nmrun.lab.train.sweep_table import SweepTable
-from nmrun.lab.words import command_line, experiment, precheck, schema, source, sweep, sweep_end
+from nmrun.lab.words import (
+    command_line,
+    experiment,
+    plugins,
+    precheck,
+    schema,
+    source,
+    sweep,
+    sweep_end,
+)
 from nmrun.lab.words.composing import Done, jobs_of, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
 from nmrun.lab.words.recorded import recorded
@@ -69,7 +77,7 @@ def main(argv: list[str]) -> int:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
         others = {found.launcher for found in looks} - {"basic"}
-        if not others and not any(map(sweep.is_hydras, itertools.chain(*sweeps))):
+        if not plugins.asked_for(sweeps, asked.config_dir):
             status = _in_order(folder, sweeps, asked.config_dir)
         elif others:
             status = _launch_beside(folder, others, flags, launches)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override
 
 from nmrun.lab.keys import reader
+from nmrun.lab.words import sweep
 
 GROUP = "hydra/launcher"
 WORDS = (GROUP, "hydra.launcher")  # what begins an override for one
@@ -17,6 +21,20 @@ EXTRAS = {
     **dict.fromkeys(("ray", "ray_aws"), "ray"),
 }
 HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
+
+
+def asked_for(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
+    """Whether anything is said to Hydra itself, by overrides or in a folder of more configs, such as
+    a launcher or the environment of its jobs: then Hydra launches them.
+    """
+    if any(map(sweep.is_hydras, itertools.chain(*sweeps))):
+        return True
+    files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
+    return any(
+        b"hydra" in file.read_bytes()
+        for file in files
+        if file.is_file() and os.access(file, os.R_OK)
+    )
 
 
 def asked(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str, list[str]]:

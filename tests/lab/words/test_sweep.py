@@ -600,3 +600,25 @@ def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
     assert sweep.title(tmp_path, 2, job) == "[2/4] recipe=dense seed=1"
     sweep.begin(tmp_path, 1, "nmrun -m ...", "o", [["recipe=dense", "seed=1"]])
     assert sweep.title(tmp_path, 1, ["recipe=dense", "seed=1"]) == "[1/1] recipe=dense seed=1"
+
+
+@pytest.mark.parametrize("said", ["hydra: {job: {env_set: {MINE: here}}}", "seed: 3"])
+def test_what_a_folder_of_configs_says_to_hydra_is_heard(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of jobs, callbacks, a launcher: Hydra launches the jobs then."""
+    folder = tmp_path / "mine" / "debug"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{said}\n")
+    heard: list[str | None] = []
+
+    def job(*_: Any) -> dict[str, Any]:
+        heard.append(os.environ.get("MINE"))
+        return {"status": "planned", "folder": None}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "of_sweep", job)
+    words = ["--config-dir", "mine", "debug=mine", "recipe=ste,asp", "output_dir=out"]
+    monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words])
+    cli.main()
+    assert heard == (["here"] * 2 if "hydra" in said else [None] * 2)
