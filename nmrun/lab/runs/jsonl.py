@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nmrun.lab.runs import documents
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+def read(
+    path: Path, parsed: Callable[[bytes], Any] = documents.parsed
+) -> tuple[list[dict[str, Any]], list[int]]:
     """The objects of a file that are whole.
+
+    Args:
+        path: the file.
+        parsed: gives the value of a line, or raises ValueError.
 
     Returns:
         The objects, and the numbers, from 1, of the lines that hold none. Both are empty if there
@@ -26,7 +32,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     found, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
-            value = documents.parsed(line) if line else None
+            value = parsed(line) if line else None
         except ValueError:
             value = None
         if isinstance(value, dict):

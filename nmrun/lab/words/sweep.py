@@ -206,7 +206,7 @@ def read(folder: Path) -> Record:
     """The record as it stands. What is missing or not whole, as after a kill, is left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        lines, _ = jsonl.read(folder / JOBS)
+        lines, _ = jsonl.read(folder / JOBS, _parsed)
     try:
         head = documents.read_json(folder / HEAD)
         begun, jobs, words = (
@@ -222,6 +222,10 @@ def read(folder: Path) -> Record:
     running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in done})}
     caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
     return Record(begun, jobs, *words, sweeps, done, running, caught)
+
+
+# The record grows, and is read before each job: a thousand lines a thousand times.
+_parsed = functools.lru_cache(maxsize=8192)(documents.parsed)
 
 
 def _is_beginning(line: dict[str, Any]) -> bool:

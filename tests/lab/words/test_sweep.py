@@ -622,3 +622,23 @@ def test_what_a_folder_of_configs_says_to_hydra_is_heard(
     monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words])
     cli.main()
     assert heard == (["here"] * 2 if "hydra" in said else [None] * 2)
+
+
+def test_a_record_is_read_as_it_stands(tmp_path: Path) -> None:
+    """Also where lines come again, one is half written, and a reader changes what it got."""
+    for number in (1, 2):
+        sweep.add(tmp_path, {"status": "skipped"}, ["seed=0"], 0.0, number)
+    lines = (tmp_path / sweep.JOBS).read_text().splitlines(keepends=True)
+    for text, jobs_ended in (
+        (lines[0], [1]),
+        (lines[0] + lines[1], [1, 2]),
+        (lines[1] + lines[0] + lines[1][:20], [2, 1]),
+        (lines[0] * 2, [1, 1]),
+    ):
+        (tmp_path / sweep.JOBS).write_text(text)
+        done = sweep.read(tmp_path).done
+        assert [(line["job"], line["status"]) for line in done] == [
+            (job, "skipped") for job in jobs_ended
+        ]
+        for line in done:
+            line["status"] = "changed"
