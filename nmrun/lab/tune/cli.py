@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     given = space.read(options.over)
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
-    _check_seeds(sweeps)
+    _check_seeds(set().union(*(look.seeds for look in looks)))
     from nmrun.lab.tune import comparison, outcome, plan, progress  # torch
 
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
@@ -105,16 +105,9 @@ def main(argv: Sequence[str]) -> int:
     return 1 if result.failed else 0
 
 
-def _check_seeds(sweeps: Sequence[Sequence[str]]) -> None:
+def _check_seeds(seeds: set[int]) -> None:
     """Raise ConfigError for a seed that is reported and used for tuning too."""
     from nmrun.lab.tune.study import AGAIN, SEED
-    from nmrun.lab.words import command_line
 
-    for one in command_line.parsed([word for words in sweeps for word in words])[0]:
-        if one.key_or_group in ("seed", "seeds"):
-            for value in command_line.values(one, ()):
-                asked = value if isinstance(value, list) else [value]
-                for taken in sorted({SEED, *AGAIN} & set(asked)):
-                    raise ConfigError(
-                        f"{one.key_or_group}={taken}: the seeds {SEED} to {AGAIN[-1]} are those of tuning"
-                    )
+    for taken in sorted({SEED, *AGAIN} & seeds):
+        raise ConfigError(f"seed={taken}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")

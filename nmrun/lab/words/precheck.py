@@ -39,6 +39,7 @@ class Findings:
         output_dir: the output folder.
         dry: whether the jobs are only planned.
         launcher: which runs the jobs; ``basic`` is this process itself.
+        seeds: those of all jobs.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Findings:
     output_dir: str = ""
     dry: bool = False
     launcher: str = "basic"
+    seeds: set[int] = field(default_factory=set)
 
 
 def look(
@@ -211,6 +213,8 @@ class _Look:
                     )
             wrong = schema.problems(config, self.unsure)
             self.findings.problems += wrong
+            if not wrong:
+                self.findings.seeds |= {*(config["seeds"] or [config["seed"]])}
             if not wrong and not self.findings.problems:
                 self.findings.problems += early.problems(config, self.here)
 

@@ -521,3 +521,10 @@ def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):
     assert "  about " in capsys.readouterr().out
     assert tune("dry=true", "trainer.epochs=2") == 0  # of other epochs there are none
     assert "about" not in capsys.readouterr().out
+
+
+def test_seeds_of_tuning_are_refused_in_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "more/debug").mkdir(parents=True)
+    (tmp_path / "more/debug/ours.yaml").write_text("# @package _global_\nseed: 1001\n")
+    with pytest.raises(ConfigError, match="seed=1001: the seeds 1000 to 1002 are those of tuning"):
+        main(["cmp", "--config-dir", "more", "recipe=ste", "debug=ours", "dry=true"])
