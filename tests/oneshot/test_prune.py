@@ -371,10 +371,10 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
     ("change", "line"),
     [
         ({"batches": []}, "prune needs calibration inputs, and there is no batch"),
-        ({"pattern": "1:128"}, "no weight of this model can be pruned to 1:128 (wte.weight [17, 16]: an embedding; "),
+        ({"pattern": "1:128"}, "no weight of this model can be pruned to 1:128 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "5:4"}, "5:4 is not an N:M pattern"),
         ({"method": "obc"}, "method=obc: no such method (there are magnitude, wanda, ria, sparsegpt)"),
-        ({"pattern": "7:2:8"}, "no weight of this model can be pruned to 7:2:8 (wte.weight [17, 16]: an embedding; "),
+        ({"pattern": "7:2:8"}, "no weight of this model can be pruned to 7:2:8 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "4:2:8", "method": "ria", "permute": True}, "ria: permute=true is for N:M patterns, not for 4:2:8"),
         ({"include": "nothing"}, "include: 'nothing' matches no layer's whole name"),
     ],
