@@ -403,7 +403,8 @@ def test_what_is_no_encoder(encoder: Path, tmp_path: Path):
 def test_what_cannot_be_loaded(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "there is no such folder" in refusal(tmp_path, tmp_path / "nowhere")
     (empty := tmp_path / "empty").mkdir()
-    assert f"dataset.tokenizer={empty}: cannot be loaded" in refusal(tmp_path, empty)
+    said = refusal(tmp_path, empty)
+    assert f"dataset.tokenizer (default: model.pretrained)={empty}: cannot be loaded" in said
     weights = encoder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"model.pretrained={encoder}: cannot be loaded" in refusal(tmp_path, encoder)
