@@ -20,7 +20,7 @@ import numpy as np
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.names import Key
-from nmrun.lab.compare.statistics import FEWEST, LEVEL, found_at, step_down
+from nmrun.lab.compare.statistics import FEWEST, LEVEL, Tested, found_at, step_down
 from nmrun.lab.compare.tables import Table, pairs, step
 from nmrun.lab.words.metric import higher_is_better
 
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Tested):
     """A mean difference in standard deviations of a run, positive where the row is better.
 
     ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds that all
@@ -60,11 +60,6 @@ class Mean:
     high: float | None = None
     p: float | None = None
     least: float | None = None
-
-    @property
-    def significant(self) -> bool:
-        """At the level of 5 %, of the p-value as it stands."""
-        return self.p is not None and self.p < 1 - LEVEL
 
 
 @dataclass(frozen=True)
@@ -162,14 +157,10 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
     common = [seed for seed in ours if seed in theirs]
     if not common:
         return None
-    metric = table.metric_of(row, column)
-    deviations = {
-        other: cell.sd
-        for (other, place), cell in table.cells.items()
-        if place == column and table.metric_of(other, place) == metric and cell.sd is not None
-    }
+    beside = table.beside(row, column)
+    deviations = {other: cell.sd for other, cell in beside.items() if cell.sd is not None}
     others = [place for place in deviations if place not in (row, rival)]
-    counts = tuple(sorted(table.cells[place, column].n for place in others))
+    counts = tuple(sorted(beside[place].n for place in others))
     apart = bool(others) and counts != (2,)  # the inverse of one deviation of two has no mean
     least, unit = (
         step(table, row, column),
@@ -178,7 +169,7 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
         ),
     )
     unit = max(unit * inverse(counts) if apart else unit, least)
-    sign = 1.0 if higher_is_better(metric) else -1.0
+    sign = 1.0 if higher_is_better(table.metric_of(row, column)) else -1.0
     if not unit:  # all runs of the column are equal
         return _Cell(dict.fromkeys(common, 0.0), 0.0)
     gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}

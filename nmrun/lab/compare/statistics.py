@@ -63,8 +63,19 @@ def summarise(
     )
 
 
+class Tested:
+    """A difference with a p-value, or None for no test."""
+
+    p: float | None
+
+    @property
+    def significant(self) -> bool:
+        """At the level of 5 %, of the p-value as it stands (``holm`` corrects it)."""
+        return self.p is not None and self.p < 1 - LEVEL
+
+
 @dataclass(frozen=True)
-class Difference:
+class Difference(Tested):
     """Mean of the differences over ``n`` common seeds.
 
     ``spread`` is their standard deviation, at least the metric's grain, and ``low`` to ``high`` the
@@ -80,11 +91,6 @@ class Difference:
     high: float | None = None
     p: float | None = None
     least: float | None = None
-
-    @property
-    def significant(self) -> bool:
-        """At the level of 5 %, of the p-value as it stands (``holm`` corrects it)."""
-        return self.p is not None and self.p < 1 - LEVEL
 
 
 class Estimate(NamedTuple):

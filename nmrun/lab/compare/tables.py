@@ -4,6 +4,7 @@ it down.
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 import statistics
@@ -126,6 +127,17 @@ class Table:
         labels = dict(zip(self.row_keys + self.column_keys, row + column, strict=True))
         return labels.get("metric", self.metric)
 
+    def beside(self, row: Key, column: Key) -> dict[Key, Cell]:
+        """The cells of a column in the metric of one of them, by row, that one included."""
+        return self._beside[column, self.metric_of(row, column)]
+
+    @functools.cached_property
+    def _beside(self) -> dict[tuple[Key, str], dict[Key, Cell]]:
+        found: dict[tuple[Key, str], dict[Key, Cell]] = {}
+        for (row, column), cell in self.cells.items():
+            found.setdefault((column, self.metric_of(row, column)), {})[row] = cell
+        return found
+
     @property
     def with_paper(self) -> list[tuple[Key, bool]]:
         """The rows, and whether they are published figures, see ``published``. These stand below the
@@ -231,19 +243,23 @@ def _set_apart(table: Table) -> Table:
         metric = table.metric_of(row, column)
         if cell.n < FEWEST or metric.partition("/")[0] not in ("test", "eval", "best"):
             continue
+        middle, sign = (
+            statistics.median(cell.values.values()),
+            1 if higher_is_better(metric) else -1,
+        )
+        worse = {seed: sign * (middle - value) for seed, value in cell.values.items()}
+        if max(worse.values()) <= abs(middle) / 10:
+            continue
         others = [
             other.sd
-            for (name, place), other in table.cells.items()
-            if place == column and name != row and table.metric_of(name, place) == metric
-            if other.sd is not None
+            for name, other in table.beside(row, column).items()
+            if name != row and other.sd is not None
         ]
-        if len(others) < 2:
-            continue
-        middle = statistics.median(cell.values.values())
-        unit = max(statistics.median(others), step(table, row, column))
-        most, sign = max(FAR * unit, abs(middle) / 10), 1 if higher_is_better(metric) else -1
-        far = {seed for seed, value in cell.values.items() if sign * (middle - value) > most}
-        failed.setdefault(id(cell), set()).update(far)
+        if len(others) > 1:
+            unit = max(statistics.median(others), step(table, row, column))
+            most = max(FAR * unit, abs(middle) / 10)
+            far = {seed for seed, gap in worse.items() if gap > most}
+            failed.setdefault(id(cell), set()).update(far)
     rest: dict[int, Cell] = {}
     for cell in table.cells.values():
         if seeds := failed.get(id(cell)):
@@ -485,10 +501,5 @@ def _unlike(table: Table, row: Key, other: Key) -> set[str]:
 
 def step(table: Table, row: Key, column: Key) -> float:
     """The smallest step of a cell's metric that its column shows."""
-    metric = table.metric_of(row, column)
-    return grain(
-        value
-        for (other, place), cell in table.cells.items()
-        if place == column and table.metric_of(other, place) == metric
-        for value in cell.values.values()
-    )
+    cells = table.beside(row, column).values()
+    return grain(value for cell in cells for value in cell.values.values())
