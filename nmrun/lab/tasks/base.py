@@ -180,6 +180,36 @@ class Categorical(Task):
         return self.loss_of(self.logits(model, batch), batch)
 
 
+class InMemory(Task):
+    """A task whose training items are in memory, in a fresh permutation each epoch.
+
+    Attributes:
+        batch_size: items of a batch.
+    """
+
+    batch_size: int
+
+    @abstractmethod
+    def _permutation(self, epoch: int) -> Any:
+        """The rows of the training items in an epoch's order; slices of it are rows too."""
+
+    @abstractmethod
+    def _batch(self, split: str, rows: Any) -> Batch:
+        """The items of some rows of a split, on the device; the first tensor has a row an item."""
+
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        several = drawn(self._permutation(epoch), self.batch_size, index, parts, mine)
+        return [self._batch("train", rows) for rows in several]
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        return [len(piece) for piece in chunks(self.batch_size, parts)]
+
+    def size(self, batch: Batch) -> int:
+        return len(batch[0])
+
+
 class Adopted(Task):
     """A task of one's own that does not know of shares: each rank prepares whole batches.
 

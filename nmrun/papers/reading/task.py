@@ -13,7 +13,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.data_groups import Encoded
-from nmrun.lab.tasks.base import Batch, Tally, Task, chunks, drawn, limited, turns, watched
+from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, turns, watched
 from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer
 from nmrun.papers.reading.answers import Question, scores
 from nmrun.papers.reading.keys import Windowed
@@ -26,7 +26,7 @@ EVALUATED_AT_ONCE = 32  # windows; each takes length^2 numbers
 LONGEST = 30  # tokens of an answer, as in the usual scripts
 
 
-class Reading(Task):
+class Reading(InMemory):
     """Cross entropy of the answer's first token and of its last one, their mean; see
     :class:`nmrun.lab.tasks.base.Task`.
 
@@ -103,18 +103,6 @@ class Reading(Task):
             limit_batches=config.trainer.limit_batches,
             device=device,
         )
-
-    def micro_batches(
-        self, epoch: int, index: int, parts: int, mine: range | None = None
-    ) -> list[Batch]:
-        several = drawn(self._permutation(epoch), self.batch_size, index, parts, mine)
-        return [self._batch("train", rows) for rows in several]
-
-    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        return [len(piece) for piece in chunks(self.batch_size, parts)]
-
-    def size(self, batch: Batch) -> int:
-        return len(batch[0])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         *asked, spans = batch

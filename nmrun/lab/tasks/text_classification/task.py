@@ -18,9 +18,8 @@ from nmrun.lab.keys import data_groups
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
+    InMemory,
     Tally,
-    chunks,
-    drawn,
     limited,
     thinned,
     turns,
@@ -55,7 +54,7 @@ class Encoded:
         return len(self.labels)
 
 
-class TextClassification(Categorical):
+class TextClassification(InMemory, Categorical):
     """Cross entropy over classes, or the squared error of a score; see
     :class:`nmrun.lab.tasks.base.Task`.
 
@@ -154,18 +153,6 @@ class TextClassification(Categorical):
             limit_batches=config.trainer.limit_batches,
             device=device,
         )
-
-    def micro_batches(
-        self, epoch: int, index: int, parts: int, mine: range | None = None
-    ) -> list[Batch]:
-        several = drawn(self._permutation(epoch), self.batch_size, index, parts, mine)
-        return [self._batch("train", rows) for rows in several]
-
-    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        return [len(piece) for piece in chunks(self.batch_size, parts)]
-
-    def size(self, batch: Batch) -> int:
-        return len(batch[0])
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         logits: Tensor = model(*batch[:-1]).float()
