@@ -15,7 +15,7 @@ from torch import Tensor
 from nmrun.fast import backends24
 from nmrun.fast.kernels import cpu_int8
 from nmrun.fast.kernels.cpu_int8 import Int8Matrix
-from nmrun.fast.packed_linear import PackedLinear
+from nmrun.fast.packed_linear import PackedLinear, check_operands
 from nmrun.fast.sites import Site
 from nmrun.products.simulated import compute_dtype
 
@@ -102,12 +102,7 @@ def _product(
     x: Tensor, values: Tensor, index: Tensor, counts: Tensor, scales: Tensor, start: Tensor,
     sums: Tensor, bias: Tensor | None, rows: int, columns: int,
 ) -> Tensor:  # fmt: skip
-    if x.device.type != "cpu" or values.device.type != "cpu":
-        raise RuntimeError(
-            f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
-        )
-    if x.shape[-1] != columns:
-        raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
+    check_operands(x, values, columns)
     # a model that is cast casts scales as well
     matrix = Int8Matrix(values, index, counts, scales.float(), rows, columns, start, sums)
     return cpu_int8.multiply(x.float(), matrix, None if bias is None else bias.float()).to(x.dtype)

@@ -221,16 +221,21 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
 
 
-def _product(
-    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
-    rows: int, columns: int, same: int,
-) -> Tensor:  # fmt: skip
+def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
+    """Raise RuntimeError for an input of another width, and for tensors that are not on the CPU."""
     if x.device.type != "cpu" or values.device.type != "cpu":
         raise RuntimeError(
             f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
         )
     if x.shape[-1] != columns:
         raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
+
+
+def _product(
+    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
+    rows: int, columns: int, same: int,
+) -> Tensor:  # fmt: skip
+    check_operands(x, values, columns)
     for tensor, name in ((x, "x"), (values, "weights")):
         if tensor.dtype not in cpu_products.DTYPES:
             raise RuntimeError(f"{name} of {tensor.dtype}: packed layers take float32 and bfloat16")
