@@ -8,10 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nmrun import recipes
 from nmrun.lab.signals import Signals
+from nmrun.lab.train import runner
+from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import schema, source
 from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.identity import run_folder
 
 RECIPES = tuple(recipes.RECIPES)
 COMPOSED: Done = {}  # shared by all tests of a process
@@ -57,6 +62,20 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         }
         for line in lines
     ]
+
+
+def cut_off(made: schema.Config, step: int) -> None:
+    """A run that Ctrl-C ends after so many steps, in the middle of it: the loop itself saves nothing."""
+    original = Loop.train_step
+
+    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        if loop.step == step:
+            raise KeyboardInterrupt
+        original(loop, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "train_step", dying)
+        assert runner.run(made, run_folder(made))["status"] == "interrupted"
 
 
 def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from glue_files import FILES, write
-from runs import config, rows
+from runs import config, cut_off, rows
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.tasks.text_classification import glue
 from nmrun.lab.tasks.text_classification.task import TextClassification
 from nmrun.lab.train import runner
-from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 
 METRICS = {"cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "spearman"}
@@ -344,24 +343,13 @@ def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
         )
 
 
-def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(
-    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp_path: Path):
     alone, cut = (
         config(tmp_path / name, *overrides(encoder, "recipe=step", "recipe.switch=0.5"))
         for name in ("alone", "cut")
     )
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    original = Loop.train_step
-
-    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
-        if loop.step == 7:
-            raise KeyboardInterrupt
-        original(loop, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", dying)
-        assert runner.run(cut, run_folder(cut))["status"] == "interrupted"
+    cut_off(cut, 7)
     assert runner.run(cut, run_folder(cut))["status"] == "finished"
     assert (run_folder(cut) / "model.safetensors").read_bytes() == (
         run_folder(alone) / "model.safetensors"

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import config, rows
+from runs import config, cut_off, rows
 from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.runs.run_folder import RESULT, SEALED
 from nmrun.lab.train import runner
-from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.schema import Config
 
@@ -117,16 +116,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Below it a run that was killed in its last step."""
     root = tmp_path_factory.mktemp("interrupted")
-    original = Loop.train_step
-
-    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
-        if loop.step == 3:
-            raise KeyboardInterrupt  # nothing is saved: the loop itself ends as by a kill
-        original(loop, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "train_step", dying)
-        assert runner.run(made(root), run_folder(made(root)))["status"] == "interrupted"
+    cut_off(made(root), 3)
     (run_folder(made(root)) / "result.json").unlink()
     return root
 
