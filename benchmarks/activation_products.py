@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.fast.kernels import cpu_products
-from nmrun.fast.kernels.cpu_products import PackedMatrix
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.lab.bench.gemm_cpu import onednn
 from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
 from nmrun.patterns import Pattern
@@ -67,24 +67,24 @@ class Layer:
     def forward(self, pruned: bool) -> Tensor:
         """The product with what is packed."""
         z = hard_threshold(self.a, PATTERN) if pruned else self.a
-        cpu_products.pack(z, self.rows)
-        return cpu_products.multiply(self.w_turned, self.rows, turned=True)
+        products.pack(z, self.rows)
+        return products.multiply(self.w_turned, self.rows, turned=True)
 
     def step(self, pruned: bool) -> None:
         """All but the first product with what is packed."""
         relu, a = self.activations()
         z = hard_threshold(a, PATTERN) if pruned else a
-        cpu_products.pack(z, self.rows, self.turned)
-        cpu_products.multiply(self.w_turned, self.rows, turned=True)
-        cpu_products.multiply(self.dy, self.turned, turned=True)
+        products.pack(z, self.rows, self.turned)
+        products.multiply(self.w_turned, self.rows, turned=True)
+        products.multiply(self.dy, self.turned, turned=True)
         kept = PackedMatrix(
             self.rows.values[: self.rows.count], self.rows.index, self.rows.start, TOKENS, FEATURES
         )
-        da = cpu_products.sampled(self.w, self.dy.t().contiguous(), kept)
+        da = products.sampled(self.w, self.dy.t().contiguous(), kept)
         db = da.mul_(relu).mul_(2)
-        cpu_products.pack(db, self.rows, self.turned)
-        cpu_products.multiply(self.v, self.rows, turned=True)
-        cpu_products.multiply(self.x, self.turned, turned=True)
+        products.pack(db, self.rows, self.turned)
+        products.multiply(self.v, self.rows, turned=True)
+        products.multiply(self.x, self.turned, turned=True)
 
 
 def lines(zeros: float, count: int, clock: Any) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmrun.fast.packed_int8 import Int8Linear
+from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold

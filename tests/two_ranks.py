@@ -6,7 +6,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from played24 import play
+from played_gpu import play
 from runs import RECIPES, config
 from safetensors import safe_open
 

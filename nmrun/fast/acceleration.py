@@ -3,30 +3,27 @@ by measurement.
 
 Masks alone make nothing faster. Here every sparse linear layer that the device can take is tested
 and timed, at the size that it has in this run, and gets the fastest path that is right, if one is
-faster than the dense layer. On a GPU these are 2:4 products (``choice24``), on a CPU products with
-any N:M (``choice_cpu``). What is dense on a CPU, the whole layer or a phase of it, is computed by
-oneDNN where that beats torch's default (``dense_cpu``). What was found is printed.
+faster than the dense layer. On a GPU these are 2:4 products (``gpu/``), on a CPU products with
+any N:M (``cpu/``). What is dense on a CPU, the whole layer or a phase of it, is computed by
+oneDNN where that beats torch's default (``cpu/onednn.py``). What was found is printed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.fast import activations_cpu, choice24, choice_cpu, dense_cpu
-from nmrun.fast.probe24 import Shape as Shape24
-from nmrun.fast.probe_activations import Around
-from nmrun.fast.probe_cpu import Convolution, Shape
-from nmrun.fast.times import Times
+from nmrun.fast.cpu import activations, onednn
+from nmrun.fast.cpu import probe as on_cpu
+from nmrun.fast.gpu import probe as on_gpu
+from nmrun.fast.measurement import ONEDNN, Choice, Times, watched
 from nmrun.products import layer, simulated
 from nmrun.products.layer import Phase
 from nmrun.ranges import ACCELERATION
@@ -42,29 +39,6 @@ class Sparsified(Protocol):
 
     @property
     def recipe(self) -> Phase: ...
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and the ``times``
-    of the paths where it was measured. ``always_dense``: it has no sparse weight.
-    """
-
-    name: str
-    path: str | None
-    reason: str
-    shape: Shape24 | Shape | Convolution | Around | None = None
-    times: Mapping[str, Times] = field(default_factory=dict)
-    always_dense: bool = False
-
-    def __repr__(self) -> str:
-        kind = f"always dense, {self.path}" if self.always_dense and self.path else self.path
-        return f"Choice({self.name}: {kind or 'dense'}; {self.reason})"
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the layer is computed with its kept weights alone."""
-        return not self.always_dense and self.path not in (None, dense_cpu.NAME)
 
 
 def accelerate(
@@ -92,7 +66,7 @@ def accelerate(
             once, without gradients, to see the shape and dtype of each layer's input.
         mode: ``auto`` takes what is faster than dense; ``force`` the fastest right path even where
             it is not; the name of a path (``packed`` on a CPU, those of
-            ``nmrun.fast.backends24.PATHS`` on a GPU) that one, where it is right; ``off``
+            ``nmrun.fast.gpu.semi_structured.PATHS`` on a GPU) that one, where it is right; ``off``
             nothing.
         accumulate: the micro-batches of a step, which share one packing.
         why_not: a reason against all of it that is known beforehand.
@@ -117,7 +91,7 @@ def accelerate(
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
     side, choices = _side(device), list[Choice]()
     sparse = {weight.module: weight for weight in handle.sparse}
-    dense = {} if why_not or side is not choice_cpu else _dense_layers(handle.model, sparse)
+    dense = {} if why_not or side is not on_cpu else _dense_layers(handle.model, sparse)
     if mode == "off" or not (sparse or dense):
         return []
     why_not = why_not or obstacle(device)
@@ -141,10 +115,10 @@ def accelerate(
         times = measured(shape)
         fp8 = weight.layer is not None and weight.layer.fp8
         path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
-        if dense_cpu.is_faster(times):
+        if onednn.is_faster(times):
             layer.ensured(weight)
-            weight.layer.dense = dense_cpu
-        if path not in (None, dense_cpu.NAME):
+            weight.layer.dense = onednn
+        if path not in (None, ONEDNN):
             layer.ensured(weight)
             own = weight.layer
             own.packed, own.whole_gradients = side.packed(own, path, times, shape), whole_gradients
@@ -159,12 +133,12 @@ def accelerate(
             f"trainer.acceleration={mode}: no layer can be accelerated here ({reasons})"
         )
     for module, name in dense.items():
-        shape = choice_cpu.dense(module, seen[module]) if module in seen else None
+        shape = on_cpu.dense(module, seen[module]) if module in seen else None
         if shape is not None:
             times = measured(shape)
             path, reason = _dense_best(times)
             if path is not None:
-                dense_cpu.install(module)
+                onednn.install(module)
                 handle.by_onednn.append(module)
             choices.append(Choice(name, path, reason, shape, times, always_dense=True))
     return choices
@@ -187,9 +161,9 @@ def lines(choices: Sequence[Choice]) -> list[str]:
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in sparse))
         said.append(f"masks only, nothing is accelerated: {reasons}")
         shown = [choice for choice in choices if choice.always_dense]
-    if any(choice.path == dense_cpu.NAME for choice in choices):
+    if any(choice.path == ONEDNN for choice in choices):
         said.append("oneDNN's dense products where they are faster than torch's default")
-    if any(choice.path == activations_cpu.NAME for choice in choices):
+    if any(choice.path == activations.NAME for choice in choices):
         said.append("products with packed activations in the steps that prune them")
     groups: dict[tuple[str | None, object, str], list[str]] = {}
     for choice in shown:
@@ -209,7 +183,7 @@ def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Mod
     return {
         module: f"{name}.weight".lstrip(".")
         for name, module in model.named_modules()
-        if module not in sparse and dense_cpu.weight_of(module) is not None
+        if module not in sparse and onednn.weight_of(module) is not None
     }
 
 
@@ -230,28 +204,13 @@ def _seen(
     return seen
 
 
-def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> None:
-    """Compute a forward pass that leaves no trace, and remove the hooks that looked at it.
-
-    Args:
-        hooks: on modules of the model.
-        sample: as of :func:`accelerate`.
-    """
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            sample()
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _side(device: torch.device) -> ModuleType | None:
-    return {"cuda": choice24, "cpu": choice_cpu}.get(device.type)
+    return {"cuda": on_gpu, "cpu": on_cpu}.get(device.type)
 
 
 def is_24(device: torch.device) -> bool:
     """Whether products on this device are 2:4."""
-    return _side(device) is choice24
+    return _side(device) is on_gpu
 
 
 def obstacle(device: torch.device) -> str:
@@ -266,7 +225,7 @@ def _best(
     """The path that a layer gets, and what was found; ``without`` is what the layer does without a
     path.
     """
-    left = dense_cpu.NAME if dense_cpu.is_faster(times) else None
+    left = ONEDNN if onednn.is_faster(times) else None
     dense = times[left or "dense"].step(accumulate)
     told = f"{without} {times['dense'].step(accumulate):.3f} ms, "
     if left:
@@ -274,7 +233,7 @@ def _best(
     allowed = {
         name: t
         for name, t in times.items()
-        if name not in ("dense", dense_cpu.NAME) and mode in ("auto", "force", name)
+        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name)
     }
     right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
     if not right:
@@ -288,7 +247,7 @@ def _best(
 
 def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
     """The same for a layer without a sparse weight."""
-    dense, own = times["dense"], times[dense_cpu.NAME]
-    told = f"dense {dense.dense:.3f} ms, {dense_cpu.NAME} "
+    dense, own = times["dense"], times[ONEDNN]
+    told = f"dense {dense.dense:.3f} ms, {ONEDNN} "
     told += own.wrong or f"{own.dense:.3f} ms ({dense.dense / own.dense:.2f}x)"
-    return (dense_cpu.NAME if dense_cpu.is_faster(times) else None), told
+    return (ONEDNN if onednn.is_faster(times) else None), told

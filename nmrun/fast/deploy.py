@@ -18,13 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.fast import backends24, choice24, probe_cpu
-from nmrun.fast.acceleration import Choice
-from nmrun.fast.dense_cpu import FASTER, NAME, OneDNNLinear, available
-from nmrun.fast.kernels import cpu_int8, cpu_products
-from nmrun.fast.packed_convolution import PackedConvolution, packed
-from nmrun.fast.packed_int8 import INT8, TOLERANCE, int8_layer
-from nmrun.fast.packed_linear import Linear24, PackedLinear
+from nmrun.fast import measurement
+from nmrun.fast.cpu import probe as on_cpu
+from nmrun.fast.cpu.kernels import int8, products
+from nmrun.fast.cpu.onednn import FASTER, OneDNNLinear, available
+from nmrun.fast.cpu.packed_convolution import PackedConvolution, packed
+from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
+from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.gpu import probe as on_gpu
+from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu.linear import SemiStructuredLinear
+from nmrun.fast.measurement import ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
@@ -41,13 +45,13 @@ def deploy(
     """Pack, in place, every weight of a model that is N:M and is computed faster so.
 
     Linear layers, Hugging Face's ``Conv1D`` and the projections of ``nn.MultiheadAttention`` become
-    layers of :mod:`nmrun.fast.packed_linear`, which hold the non-zeros and their places alone:
+    layers of :mod:`nmrun.fast.cpu.packed_linear`, which hold the non-zeros and their places alone:
     on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. On the CPU ``nn.Conv2d`` in
-    float32 becomes a :class:`~nmrun.fast.packed_convolution.PackedConvolution`, 1.25 N/M of the
+    float32 becomes a :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution`, 1.25 N/M of the
     bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
     layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
     own. Linear layers in float32 that are faster dense, or are not N:M, become
-    :class:`~nmrun.fast.dense_cpu.OneDNNLinear` where that beats torch's default. Results differ
+    :class:`~nmrun.fast.cpu.onednn.OneDNNLinear` where that beats torch's default. Results differ
     from those of the dense layers by rounding.
 
     Args:
@@ -56,7 +60,7 @@ def deploy(
             a function that calls the model (``lambda: model.generate(prompt)``). Layers are timed
             with what they are given in it, calls of several sizes together.
         precision: ``"int8"`` lets N:M linear layers on the CPU multiply in int8 as well, where that is
-            the fastest (:class:`~nmrun.fast.packed_int8.Int8Linear`); by default all keep theirs.
+            the fastest (:class:`~nmrun.fast.cpu.packed_int8.Int8Linear`); by default all keep theirs.
         tolerance: how far off the outputs of an int8 layer may be for the tokens of the sample, as
             a share of their norm; a layer that is further off is not int8.
 
@@ -106,11 +110,32 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
         raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
     if not 0 <= tolerance <= 1:
         raise ConfigError(f"tolerance={tolerance} must be from 0 to 1")
-    if precision and (why := cpu_int8.obstacle()):
+    if precision and (why := int8.obstacle()):
         raise ConfigError(f"precision={INT8}: {why}")
     elsewhere = {t.device.type for t in model.parameters()} - {"cpu"}
     if precision and elsewhere:
         raise ConfigError(f"precision={INT8} is for CPUs; the model is on {min(elsewhere)}")
+
+
+def int8_layer(site: Site, tolerance: float) -> tuple[Int8Linear | None, str]:
+    """The int8 layer of a linear site, if its outputs for the tokens seen there are near enough, and
+    how far off they are.
+
+    Args:
+        site: one that has seen an input.
+        tolerance: the error's share of the outputs' norm.
+    """
+    assert site.seen is not None
+    bias = None if site.bias is None else site.bias.float()
+    try:
+        layer = Int8Linear.of(site.weight, site.bias)
+        exact = site.product(site.seen.float(), site.weight.float(), bias)
+        off = float((layer(site.seen).float() - exact).norm() / exact.norm())
+    except (*measurement.ERRORS, MemoryError) as error:
+        return None, measurement.first_line(error)
+    if not off <= tolerance:  # NaN is not
+        return None, f"{INT8}: outputs {off:.2g} off, more than {tolerance:g}"
+    return layer, f"{INT8} outputs {off:.2g} off"
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
@@ -135,19 +160,19 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
     """
     short = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
-        if dtype not in cpu_products.DTYPES:
+        if dtype not in products.DTYPES:
             raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
-        if not cpu_products.available():
+        if not products.available():
             raise ValueError(NO_COMPILER)
         return {"packed": PackedLinear.of}
-    if why := choice24.obstacle(device):
+    if why := on_gpu.obstacle(device):
         raise ValueError(why)
-    if dtype not in backends24.ALLOWED:
+    if dtype not in measurement.ALLOWED:
         raise ValueError(f"{short}: 2:4 products are of bfloat16 or float16")
     if not pattern.fits_2_4:
         raise ValueError(f"{pattern} does not fit into 2:4, all that this GPU multiplies")
-    names = backends24.candidates(fp8=False).keys() - {"one_pass"}  # which prunes both ways
-    return {name: partial(Linear24, path=name) for name in sorted(names)}
+    names = semi_structured.candidates(fp8=False).keys() - {"one_pass"}  # which prunes both ways
+    return {name: partial(SemiStructuredLinear, path=name) for name in sorted(names)}
 
 
 def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
@@ -158,7 +183,7 @@ def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
         raise ValueError(
             f"{str(site.dtype).removeprefix('torch.')}: packed convolutions are float32"
         )
-    if not cpu_products.available():
+    if not products.available():
         raise ValueError(NO_COMPILER)
     return {"packed": lambda weight, bias: PackedConvolution(packed(weight), site.window, bias)}
 
@@ -167,10 +192,10 @@ def _dense(site: Site) -> dict[str, Path]:
     """As :func:`paths`, for what stays dense."""
     if isinstance(site, ConvolutionSite) or site.weight.device.type != "cpu":
         return {}
-    worth = site.weight.numel() * max(tokens for tokens, _ in site.shapes) >= probe_cpu.SMALLEST
+    worth = site.weight.numel() * max(tokens for tokens, _ in site.shapes) >= on_cpu.SMALLEST
     if site.dtype != torch.float32 or not available() or not worth:
         return {}
-    return {NAME: lambda _, bias: OneDNNLinear(site.weight, bias)}
+    return {ONEDNN: lambda _, bias: OneDNNLinear(site.weight, bias)}
 
 
 def _try(site: Site) -> tuple[str, Pattern | None]:
@@ -191,12 +216,12 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
     for name, make in ways.items():
         try:
             layer = make(site.weight.contiguous(), site.bias)
-            if isinstance(layer, Linear24):
+            if isinstance(layer, SemiStructuredLinear):
                 (common, _), *_ = site.shapes.most_common(1)
                 layer.choose(_input(site, common), site.weight)
             said = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
-        except (*backends24.ERRORS, MemoryError) as error:
-            said = backends24.first_line(error)
+        except (*measurement.ERRORS, MemoryError) as error:
+            said = measurement.first_line(error)
         if said:
             wrong.append(f"{name}: {said}")
         else:
@@ -208,7 +233,7 @@ def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
     """What is wrong with a layer, empty if nothing is."""
     x = _input(site, shape)
     bias = None if site.bias is None else site.bias.float()
-    return backends24.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
+    return measurement.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
 
 
 def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
@@ -229,11 +254,11 @@ def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
             said = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
     best = min(site.candidates, key=lambda name: total[name])
     # packed has to beat all that is dense, oneDNN what torch calls, by more than noise
-    rivals = [name for name in total if name not in site.candidates or NAME == name != best]
+    rivals = [name for name in total if name not in site.candidates or ONEDNN == name != best]
     ratio = min(total[name] for name in rivals) / total[best]
     calls = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
     told = f"{site.about(common)}: {said} ({ratio:.2f}x{calls})"
-    return (best if ratio > (1 / FASTER if best == NAME else 1) else None), told
+    return (best if ratio > (1 / FASTER if best == ONEDNN else 1) else None), told
 
 
 def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
@@ -247,9 +272,9 @@ def milliseconds(
     """The milliseconds of one call of each arm, all of them in a row; on a CPU arms take turns."""
     rows = {name: partial(_all, calls) for name, calls in arms.items()}
     if device.type == "cuda":
-        taken = [backends24.milliseconds(row) for row in rows.values()]
+        taken = [semi_structured.milliseconds(row) for row in rows.values()]
     else:
-        taken = probe_cpu.side_by_side(*rows.values())
+        taken = on_cpu.side_by_side(*rows.values())
     return {name: ms / len(arms[name]) for name, ms in zip(arms, taken, strict=True)}
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.fast import packed, packed_convolution
-from nmrun.fast.kernels import cpu_int8, cpu_products, cpu_tiles
+from nmrun.fast import packed
+from nmrun.fast.cpu import packed_convolution
+from nmrun.fast.cpu.kernels import int8, products, tiles
+from nmrun.fast.cpu.packed_convolution import PackedConvolution
+from nmrun.fast.cpu.packed_int8 import Int8Linear
+from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.packed import Line
-from nmrun.fast.packed_convolution import PackedConvolution
-from nmrun.fast.packed_int8 import Int8Linear
-from nmrun.fast.packed_linear import PackedLinear
 from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -50,11 +51,11 @@ def load_packed(path: Path | str, model: Model) -> Model:
                 dense.pop(f"{line.name}.{part}", None)
             dense[line.name] = line.shape
         _same_model(model, dense)
-        if not cpu_products.available():
+        if not products.available():
             raise ValueError(
                 "packed layers need a C compiler (cc, gcc, clang or $CC); nmrun.fast.packed.load reads dense weights"
             )
-        if any(line.scales(tensors) is not None for line in lines) and (why := cpu_int8.obstacle()):
+        if any(line.scales(tensors) is not None for line in lines) and (why := int8.obstacle()):
             raise ValueError(
                 f"the file is of int8: {why}; nmrun.fast.packed.load reads dense weights"
             )
@@ -151,8 +152,8 @@ def _linear(
         raise ValueError(f"{line.name}: a value behind the last column")
     if scales is not None:
         own = scales[first : first + rows]
-        return partial(Int8Linear, cpu_int8.pack(row, column, value, own, rows, columns))
+        return partial(Int8Linear, int8.pack(row, column, value, own, rows, columns))
     value = value if site.weight.is_meta else value.to(site.weight.dtype)
-    if value.dtype not in cpu_products.DTYPES:
+    if value.dtype not in products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
-    return partial(PackedLinear, cpu_tiles.pack(row, column, value, rows, columns))
+    return partial(PackedLinear, tiles.pack(row, column, value, rows, columns))

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.fast.convolution_cpu import window_of
-from nmrun.fast.kernels.cpu_convolution import Window
-from nmrun.fast.packed_linear import PackedAttention
+from nmrun.fast.attention import PackedAttention
+from nmrun.fast.cpu.convolution import window_of
+from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.products.simulated import compute_dtype
 from nmrun.sparsity.layers import forward_class
 

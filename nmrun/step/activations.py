@@ -203,7 +203,7 @@ def sparse_activations(
     With dense steps at the end the result is a plain dense network (a sparse phase, then a dense
     one: Madhyastha et al. 2026, arXiv 2602.06183). Without, call it again on a model that is loaded:
     a checkpoint has no trace of it. Here all products are dense; a run on a CPU packs
-    activations where that is faster (``nmrun.fast.activations_cpu``).
+    activations where that is faster (``nmrun.fast.cpu.activations``).
 
     Args:
         model: any module; nothing of it but the outputs of the chosen modules changes.

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import nmrun
-from nmrun.fast import convolution_cpu, linear_cpu, probe_cpu, times
+from nmrun.fast import measurement
+from nmrun.fast.cpu import convolution, linear, probe
 
 STEPS = 5
 
@@ -48,7 +49,7 @@ def train(kind: str) -> dict[str, Any]:
     if kind != "sharded":
         model = nn.parallel.DistributedDataParallel(model)
     writes = [0]
-    for packed in (linear_cpu.Packed, convolution_cpu.Packed):
+    for packed in (linear.LinearProducts, convolution.ConvolutionProducts):
         packed.write = counted(packed.write, writes)  # type: ignore[method-assign]
     losses = []
     for step in range(STEPS):
@@ -81,8 +82,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    probe_cpu.SMALLEST, probe_cpu.ROUNDS = 1, 2
-    times.cache_folder = lambda: folder
+    probe.SMALLEST, probe.ROUNDS = 1, 2
+    measurement.cache_folder = lambda: folder
     for kind in ("masked", "replicated", "sharded"):
         found = train(kind)
         if dist.get_rank() == 0:

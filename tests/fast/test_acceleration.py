@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from played24 import COMPRESSED, Machine, play, two_values
+from played_gpu import COMPRESSED, Machine, normal, play, two_values
 from runs import config
-from test_linear24 import normal
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast import acceleration, backends24, probe24, times
-from nmrun.fast.acceleration import Choice, accelerate
-from nmrun.fast.backends24 import MASKED
-from nmrun.fast.linear24 import Packed
-from nmrun.fast.times import Times
+from nmrun.fast import acceleration, measurement
+from nmrun.fast.acceleration import accelerate
+from nmrun.fast.gpu import probe, semi_structured
+from nmrun.fast.gpu.linear import SemiStructuredProducts
+from nmrun.fast.gpu.semi_structured import MASKED
+from nmrun.fast.measurement import Choice, Times
 from nmrun.lab.train import build, plan
 from nmrun.lab.train.densities import densities
 from nmrun.lab.words.identity import identity
@@ -82,7 +82,10 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
     assert "10 outputs are not multiples of 16" in choices[2].reason
     # forward 1, input gradient stays dense 3, packing 0: 4 against 6
     assert choices[0].reason == "dense 6.000 ms, compressed 4.000 ms (1.50x)"
-    assert [w.layer is not None and isinstance(w.layer.packed, Packed) for w in handle.sparse] == [
+    assert [
+        w.layer is not None and isinstance(w.layer.packed, SemiStructuredProducts)
+        for w in handle.sparse
+    ] == [
         True,
         True,
         False,
@@ -98,10 +101,10 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        (backends24.Path(COMPRESSED.pack, wrong), "WRONG results"),
-        (backends24.Path(refusing, wrong), "not on this machine"),
+        (semi_structured.Path(COMPRESSED.pack, wrong), "WRONG results"),
+        (semi_structured.Path(refusing, wrong), "not on this machine"),
         (
-            backends24.Path(
+            semi_structured.Path(
                 MASKED.pack,
                 lambda x, p, b: F.linear(x, p[0], b) * (1 + (next(CALLS) % 3 == 2) / 128),
             ),
@@ -111,17 +114,17 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
 )
 @pytest.mark.parametrize("mode", ["auto", "force"])
 def test_a_path_that_is_not_right_is_never_taken(
-    path: backends24.Path, said: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    path: semi_structured.Path, said: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
     _, handle = sparse(model)
-    monkeypatch.setattr(backends24, "PATHS", {"broken": path, "compressed": COMPRESSED})
+    monkeypatch.setattr(semi_structured, "PATHS", {"broken": path, "compressed": COMPRESSED})
     assert [c.path for c in accelerate(handle, passing(model), mode)] == [
         "compressed",
         "compressed",
         None,
     ]
-    monkeypatch.setattr(backends24, "PATHS", {"broken": path})
+    monkeypatch.setattr(semi_structured, "PATHS", {"broken": path})
     if mode == "auto":
         choices = accelerate(handle, passing(model))
         assert [c.path for c in choices] == [None] * 3
@@ -151,9 +154,9 @@ def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
     model = mlp()
     _, handle = sparse(model)
     monkeypatch.setattr(
-        backends24,
+        semi_structured,
         "PATHS",
-        {"cutlass": COMPRESSED, "cusparselt": backends24.Path(COMPRESSED.pack, wrong)},
+        {"cutlass": COMPRESSED, "cusparselt": semi_structured.Path(COMPRESSED.pack, wrong)},
     )
     assert [c.path for c in accelerate(handle, passing(model), "cutlass")] == [
         "cutlass",
@@ -227,7 +230,7 @@ def test_measured_once_a_shape_and_remembered(
     known = json.loads((tmp_path / "probe24.json").read_text())
     assert set(known) == {"Test GPU"}
     assert len(known["Test GPU"]) == 4
-    monkeypatch.setattr(probe24, "_machine", lambda device: "Another GPU")
+    monkeypatch.setattr(probe, "_machine", lambda device: "Another GPU")
     accelerate(handle, passing(model))
     assert machine.timed == 3 * measured
     (tmp_path / "probe24.json").write_text('{"Test GPU": [')
@@ -339,16 +342,16 @@ def test_every_recipe_trains_as_it_does_with_masks_alone(
     there are, and used in every pass once weights are 2:4."""
     passes: list[str] = []
     writes: list[int] = []
-    played = backends24.Path(
+    played = semi_structured.Path(
         COMPRESSED.pack, lambda *args: (passes.append(""), COMPRESSED.multiply(*args))[1]
     )
-    monkeypatch.setattr(backends24, "PATHS", {"compressed": played})
-    made, wrote = {}, Packed.write
+    monkeypatch.setattr(semi_structured, "PATHS", {"compressed": played})
+    made, wrote = {}, SemiStructuredProducts.write
     for mode in ("off", "auto"):
         model = mlp().float()
         optimizer, handle = sparse(model, recipe, exclude="4", **RECIPES[recipe])
         monkeypatch.setattr(
-            Packed,
+            SemiStructuredProducts,
             "write",
             lambda self, *args, h=handle: (writes.append(h.recipe.step), wrote(self, *args))[1],
         )
@@ -398,16 +401,16 @@ def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(
     x = normal(16, 32).bfloat16()
     accelerate(handle, passing(model))
     assert list(model.state_dict()) == keys
-    forward = Packed.forward
+    forward = SemiStructuredProducts.forward
     monkeypatch.setattr(
-        Packed, "forward", lambda *args: pytest.fail("packed weights in evaluation")
+        SemiStructuredProducts, "forward", lambda *args: pytest.fail("packed weights in evaluation")
     )
     model.eval()
     h = F.relu(F.linear(x, handle.sparse[0].weight, model[0].bias))
     assert torch.equal(model[:2](x), h)
     with pytest.raises(pytest.fail.Exception):
         model.train()(x)
-    monkeypatch.setattr(Packed, "forward", forward)
+    monkeypatch.setattr(SemiStructuredProducts, "forward", forward)
     twin = copy.deepcopy(model)
     handle.finalize(twin)
     torch.testing.assert_close(twin(x), model(x))
@@ -568,13 +571,13 @@ def test_runs(tmp_path: Path) -> None:
 
 
 def test_times_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurement, "cache_folder", lambda: tmp_path)
     named = ("cusparselt:17", "cusparselt:12", "cusparselt:17")
     found = {"dense": Times(0.0, 2.0), "cusparselt": Times(1.0, 2.0, 3.0, algorithms=named)}
-    times.remember("probe.json", "a GPU", "a shape", found)
-    assert times.recall("probe.json", "a GPU", "a shape", found.keys()) == found
-    as_json = json.loads(json.dumps(times.as_data({"a shape": found})))
-    assert times.from_data(as_json) == {"a shape": found}
+    measurement.remember("probe.json", "a GPU", "a shape", found)
+    assert measurement.recall("probe.json", "a GPU", "a shape", found.keys()) == found
+    as_json = json.loads(json.dumps(measurement.as_data({"a shape": found})))
+    assert measurement.from_data(as_json) == {"a shape": found}
 
 
 def test_a_choice_shows_what_a_layer_got_and_why() -> None:

@@ -9,9 +9,9 @@ import preloaded
 import pytest
 import torch
 
-from nmrun.fast.kernels import cpu_products
+from nmrun.fast.cpu.kernels import products
 
-pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler here")
+pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler here")
 
 
 def test_shards_train_the_bits_of_replicas_by_packed_weights(tmp_path: Path) -> None:

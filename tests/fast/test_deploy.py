@@ -9,22 +9,23 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import played24
+import played_gpu
 import pytest
 import torch
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast import dense_cpu
 from nmrun.fast import deploy as deploying
-from nmrun.fast.kernels import cpu_products
-from nmrun.fast.packed_linear import PackedAttention, PackedLinear
+from nmrun.fast.attention import PackedAttention
+from nmrun.fast.cpu import onednn
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.kernels import compiled
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 
-needs_compiler = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+needs_compiler = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 
 
 def times(packed: float) -> Callable[..., dict[str, float]]:
@@ -254,7 +255,7 @@ def test_dense_is_kept_where_it_is_faster_or_where_packed_is_wrong(
 
 
 @needs_compiler
-@pytest.mark.skipif(not dense_cpu.available(), reason="torch has no oneDNN here")
+@pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here")
 @pytest.mark.parametrize(
     ("onednn", "packed", "expected"),
     [
@@ -269,7 +270,7 @@ def test_what_is_dense_is_computed_by_the_faster_library(
 ) -> None:
     took = {"dense": 1.0, "onednn": onednn, "packed": packed}
     monkeypatch.setattr(deploying, "milliseconds", lambda calls, _: {n: took[n] for n in calls})
-    monkeypatch.setattr("nmrun.fast.probe_cpu.SMALLEST", 1)
+    monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
     torch.manual_seed(0)
     model = nn.Sequential(prune(nn.Linear(40, 50), "1:4"), nn.ReLU(), nn.Linear(50, 30, bias=False))
     x = torch.randn(2, 3, 40)
@@ -288,12 +289,12 @@ def test_what_is_dense_is_computed_by_the_faster_library(
 
 def test_without_a_compiler_all_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
-    cpu_products._library.cache_clear()
+    products._library.cache_clear()
     try:
         model = mlp()
         layers, choices = list(model), nmrun.deploy(model, torch.randn(3, 40))
     finally:
-        cpu_products._library.cache_clear()
+        products._library.cache_clear()
     assert list(model) == layers
     assert {(c.path, c.reason) for c in choices} == {
         (None, "no C compiler works here (cc, gcc, clang or $CC)")
@@ -349,12 +350,12 @@ def test_the_pattern_is_found(pattern: str) -> None:
 def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    played24.play(monkeypatch.setattr, tmp_path)
-    broken = copy.copy(played24.COMPRESSED)
+    played_gpu.play(monkeypatch.setattr, tmp_path)
+    broken = copy.copy(played_gpu.COMPRESSED)
     object.__setattr__(
         broken, "multiply", lambda x, parts, bias: x.new_zeros(len(x), len(parts[0]))
     )
-    monkeypatch.setitem(deploying.backends24.PATHS, "broken", broken)
+    monkeypatch.setitem(deploying.semi_structured.PATHS, "broken", broken)
     real = deploying.paths
     monkeypatch.setattr(
         deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)

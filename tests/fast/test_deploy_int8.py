@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import deploy as deploying
-from nmrun.fast.kernels import cpu_int8
-from nmrun.fast.packed_int8 import Int8Linear
-from nmrun.fast.packed_linear import PackedLinear
+from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.packed_int8 import Int8Linear
+from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.kernels import compiled
 from nmrun.sparsity import nm_mask
 
-needs_int8 = pytest.mark.skipif(bool(cpu_int8.obstacle()), reason=cpu_int8.obstacle())
+needs_int8 = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_precision_and_a_tolerance_that_are_none() -> None:
 
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
-    cpu_int8._library.cache_clear()
+    int8._library.cache_clear()
     try:
         model = mlp()
         layers = list(model)
@@ -162,4 +162,4 @@ def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -
             nmrun.deploy(model, torch.randn(3, 80), precision="int8")
         assert list(model) == layers
     finally:
-        cpu_int8._library.cache_clear()
+        int8._library.cache_clear()

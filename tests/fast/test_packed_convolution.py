@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.fast import deploy as deploying
-from nmrun.fast import packed_convolution
-from nmrun.fast.kernels import cpu_products
-from nmrun.fast.packed_convolution import PackedConvolution
+from nmrun.fast.cpu import packed_convolution
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.kernels import compiled
 from nmrun.sparsity import nm_mask
 
-needs_compiler = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+needs_compiler = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 
 
 def times(packed: float, last: float = 2.0) -> Any:
@@ -201,11 +201,11 @@ def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         "low.weight": "bfloat16: packed convolutions are float32",
     }
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
-    cpu_products._library.cache_clear()
+    products._library.cache_clear()
     try:
         choices = nmrun.deploy(prune(net(), "2:4"), x)
     finally:
-        cpu_products._library.cache_clear()
+        products._library.cache_clear()
     assert {c.reason for c in choices} == {deploying.NO_COMPILER}
 
 

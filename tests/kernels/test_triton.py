@@ -25,11 +25,11 @@ from nmrun.rule import Rule
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
 ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
-# triton_pack24 reads bits, whatever they mean
+# triton_compression reads bits, whatever they mean
 CODE = sorted(
     path
     for path in Path(kernels.__file__).parent.glob("triton_*.py")
-    if path.stem != "triton_pack24"
+    if path.stem != "triton_compression"
 )
 
 

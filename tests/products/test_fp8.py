@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from played24 import Machine, play
+from played_gpu import Machine, along_inputs, both_ways, normal, play
 from runs import config
-from test_linear24 import along_inputs, both_ways, normal
 from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast import backends24, linear24, probe24
 from nmrun.fast.acceleration import accelerate
-from nmrun.fast.kernels import cusparselt
-from nmrun.fast.linear24 import Packed
+from nmrun.fast.gpu import linear, probe, semi_structured
+from nmrun.fast.gpu.kernels import cusparselt
+from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.lab import bench
 from nmrun.lab.bench import harness
 from nmrun.lab.train import build, plan
@@ -58,7 +57,7 @@ def test_products_and_gradients(dtype: torch.dtype, both: bool, tokens: int, bia
     weight = (both_ways if both else along_inputs)(32, 64).to(dtype) / 8
     b = normal(32, seed=2, dtype=torch.float32).to(dtype) if bias else None
     leaves = [t.requires_grad_() for t in (x, weight, b) if t is not None]
-    packed = Packed("cusparselt_fp8", weight, None, dtype, both)
+    packed = SemiStructuredProducts("cusparselt_fp8", weight, None, dtype, both)
     z = packed(x, weight, b)
     forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
     product = F.linear(rounded(x, forward), rounded(weight, forward))
@@ -78,28 +77,31 @@ def test_products_and_gradients(dtype: torch.dtype, both: bool, tokens: int, bia
 
 
 def test_it_is_remembered_by_what_it_rounds(machine: Machine) -> None:
-    shape = probe24.Shape(32, 64, 16, torch.bfloat16)
-    rounding = probe24.Shape(32, 64, 16, torch.bfloat16, fp8=True)
+    shape = probe.SemiStructuredShape(32, 64, 16, torch.bfloat16)
+    rounding = probe.SemiStructuredShape(32, 64, 16, torch.bfloat16, fp8=True)
     device = torch.device("cpu")
-    assert set(probe24.probe(shape, device)) == {"dense", "compressed"}
-    assert set(probe24.probe(rounding, device)) == {"dense", "cusparselt_fp8"}
-    assert not probe24.probe(rounding, device)["cusparselt_fp8"].wrong
+    assert set(probe.measured(shape, device)) == {"dense", "compressed"}
+    assert set(probe.measured(rounding, device)) == {"dense", "cusparselt_fp8"}
+    assert not probe.measured(rounding, device)["cusparselt_fp8"].wrong
     timed = machine.timed
-    assert set(probe24.probe(shape, device)) == {"dense", "compressed"}
+    assert set(probe.measured(shape, device)) == {"dense", "compressed"}
     assert machine.timed == timed
 
 
 def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, device = probe24.Shape(32, 64, 16, torch.bfloat16, fp8=True), torch.device("cpu")
+    shape, device = (
+        probe.SemiStructuredShape(32, 64, 16, torch.bfloat16, fp8=True),
+        torch.device("cpu"),
+    )
 
     def full(*_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as for_now:
         for_now.setattr(cusparselt, "multiply", full)
-        found = probe24.probe(shape, device)
+        found = probe.measured(shape, device)
     assert found["cusparselt_fp8"].wrong == "not enough memory is free to try it"
-    assert not probe24.probe(shape, device)["cusparselt_fp8"].wrong
+    assert not probe.measured(shape, device)["cusparselt_fp8"].wrong
 
 
 @pytest.mark.parametrize("what", ["forward", "both"])
@@ -113,15 +115,17 @@ def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPat
             right(packed, x, **options) * (1 + (packed.dtype == only) / 20)
         ),
     )
-    shape = probe24.Shape(32, 64, 16, torch.bfloat16, both=what == "both", fp8=True)
-    assert probe24.measure(shape, torch.device("cpu"))["cusparselt_fp8"].wrong == "WRONG results"
+    shape = probe.SemiStructuredShape(32, 64, 16, torch.bfloat16, both=what == "both", fp8=True)
+    assert probe.measure(shape, torch.device("cpu"))["cusparselt_fp8"].wrong == "WRONG results"
 
 
 def test_the_verdict() -> None:
-    assert backends24.verdict(backends24.CUSPARSELT_FP8, "cpu") == "right"
+    assert semi_structured.verdict(semi_structured.CUSPARSELT_FP8, "cpu") == "right"
     # which rounds nothing
-    plain = backends24.Path(backends24.MASKED.pack, backends24.MASKED.multiply, fp8=True)
-    assert backends24.verdict(plain, "cpu").startswith("WRONG results")
+    plain = semi_structured.Path(
+        semi_structured.MASKED.pack, semi_structured.MASKED.multiply, fp8=True
+    )
+    assert semi_structured.verdict(plain, "cpu").startswith("WRONG results")
 
 
 def trained(
@@ -180,7 +184,7 @@ def test_operators_by_torchs_own_check() -> None:
         normal(16, 64, dtype=torch.float32).bfloat16().requires_grad_(),
     )
     for both in (True, False):
-        packed = Packed("cusparselt_fp8", weight, None, torch.bfloat16, both)
+        packed = SemiStructuredProducts("cusparselt_fp8", weight, None, torch.bfloat16, both)
         parts, (forward, backward) = list(packed.buffers()), packed.counts
         arguments = (
             x,
@@ -196,11 +200,11 @@ def test_operators_by_torchs_own_check() -> None:
             "test_faketensor",
         )
         torch.library.opcheck(
-            linear24.linear24, (*arguments, "cusparselt_fp8", None, None, None), test_utils=known
+            linear.linear24, (*arguments, "cusparselt_fp8", None, None, None), test_utils=known
         )
         if both:
             dz = normal(16, 32, dtype=torch.float32).bfloat16()
-            torch.library.opcheck(linear24.multiply24, (dz, parts[forward:], 64, "cusparselt_fp8"))
+            torch.library.opcheck(linear.multiply24, (dz, parts[forward:], 64, "cusparselt_fp8"))
 
 
 def test_estimates_stay_dense() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from nmrun.fast.kernels.cusparselt_library import loaded_cusparselt
+from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.lab.verbs import Parser
 
 # inputs and outputs of the layers in the speed table
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
-    from nmrun.fast import backends24
+    from nmrun.fast.gpu import semi_structured
     from nmrun.kernels.compiled import find_compiler
     from nmrun.kernels.cpu import load
     from nmrun.lab.train.loggers.weights_and_biases import logged_in
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         if built
         else "plain torch (no working C compiler): slower, same results"
     )
-    speed, copy = backends24.bandwidth()
+    speed, copy = semi_structured.bandwidth()
     data = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
     wandb = os.environ.get("WANDB_MODE") or (
         "online, logged in" if logged_in() else "offline, not logged in"
@@ -123,7 +123,7 @@ def accelerated() -> Iterator[tuple[str, str]]:
     """
     import torch
 
-    from nmrun.fast import backends24
+    from nmrun.fast.gpu import semi_structured
     from nmrun.products import simulated
 
     if not torch.cuda.is_available():
@@ -136,19 +136,21 @@ def accelerated() -> Iterator[tuple[str, str]]:
         yield "2:4 products", "none: this GPU has no sparse tensor cores; masks train anywhere"
         return
     right = {}
-    for name, path in backends24.PATHS.items():
-        said = backends24.verdict(path)
+    for name, path in semi_structured.PATHS.items():
+        said = semi_structured.verdict(path)
         yield "2:4 products", f"{name}: {said}"
         if said == "right":
             right[name] = path
     for inputs, outputs in SHAPES if right else ():
-        weight = backends24.transposable(outputs, inputs, "cuda")
+        weight = semi_structured.transposable(outputs, inputs, "cuda")
         x = torch.randn(TOKENS, inputs, device="cuda", dtype=weight.dtype)
-        dense = backends24.milliseconds(partial(torch.nn.functional.linear, x, weight))
+        dense = semi_structured.milliseconds(partial(torch.nn.functional.linear, x, weight))
         cells = [f"dense {dense:.3f} ms"]
         for name, path in right.items():
             expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
-            named, taken = backends24.fastest(name, x, path.pack(weight, weight)[0], None, expected)
+            named, taken = semi_structured.fastest(
+                name, x, path.pack(weight, weight)[0], None, expected
+            )
             cells.append(f"{named} {taken:.3f} ms ({dense / taken:.2f}x)")
         yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
 
@@ -159,13 +161,13 @@ def packed() -> Iterator[tuple[str, str]]:
     """
     import torch
 
+    from nmrun.fast.cpu.kernels import products
+    from nmrun.fast.cpu.packed_linear import PackedLinear
     from nmrun.fast.deploy import milliseconds
-    from nmrun.fast.kernels import cpu_products
-    from nmrun.fast.packed_linear import PackedLinear
     from nmrun.lab.bench.infer_cpu import OneDNN
     from nmrun.sparsity.masks import hard_threshold
 
-    if not cpu_products.available():
+    if not products.available():
         yield "CPU products", "none: packed N:M weights need a C compiler (cc, gcc, clang or $CC)"
         return
     inputs, outputs = CPU_SHAPE

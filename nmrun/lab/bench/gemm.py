@@ -5,7 +5,7 @@ tokens.
 each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are rounded to
 e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All numbers are
 drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path
-is tested first (see ``nmrun.fast.backends24``), with the fastest right algorithm of its library:
+is tested first (see ``nmrun.fast.gpu.semi_structured``), with the fastest right algorithm of its library:
 one that is wrong is shown as wrong and not timed. On a CPU, see ``nmrun.lab.bench.gemm_cpu``.
 """
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.fast import acceleration, backends24
+from nmrun.fast import acceleration, measurement
+from nmrun.fast.gpu import semi_structured
 from nmrun.lab.bench import gemm_cpu, harness
 from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.lab.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
@@ -69,7 +70,7 @@ def measure(
         device: a GPU.
         fp8: take the paths for FP8 operands.
     """
-    paths = backends24.candidates(fp8)
+    paths = semi_structured.candidates(fp8)
     about = {
         "shape": f"{inputs} to {outputs}",
         "inputs": inputs,
@@ -79,7 +80,7 @@ def measure(
     try:
         x, weight = (
             torch.randn(tokens, inputs, device=device).to(DTYPE),
-            backends24.transposable(outputs, inputs, device),
+            semi_structured.transposable(outputs, inputs, device),
         )
         dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
         calls: dict[str, Callable[[], Tensor]] = {
@@ -90,13 +91,13 @@ def measure(
         for name, path in paths.items():
             try:
                 parts, _ = path.pack(weight, None)
-                algorithms[name], _ = backends24.fastest(name, x, parts, None, expected)
+                algorithms[name], _ = semi_structured.fastest(name, x, parts, None, expected)
             except torch.OutOfMemoryError:
                 raise
-            except backends24.ERRORS as error:
-                rows.append({**about, "path": name, "wrong": backends24.first_line(error)})
+            except measurement.ERRORS as error:
+                rows.append({**about, "path": name, "wrong": measurement.first_line(error)})
             else:
-                multiply = backends24.named(algorithms[name]).multiply
+                multiply = semi_structured.named(algorithms[name]).multiply
                 calls[name] = partial(multiply, x, parts, None)
         del expected
         times = rounds(calls, count, clock)
@@ -125,7 +126,7 @@ def page(rows: list[Row], fp8: bool, count: int) -> str:
             return f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s"
         return harness.spread(row, "speedup")
 
-    for name in ("dense", *backends24.candidates(fp8)):
+    for name in ("dense", *semi_structured.candidates(fp8)):
         if some := [row for row in rows if row["path"] == name]:
             wrong = {row.get("wrong") for row in some}
             text = harness.grid(some, "shape", "tokens", cell)

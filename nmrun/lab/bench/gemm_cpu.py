@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.fast import backends24, dense_cpu, linear_cpu
+from nmrun.fast import measurement
+from nmrun.fast.cpu import linear
+from nmrun.fast.measurement import ONEDNN
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import Clock, Row, ratios, rounds, speedup
 from nmrun.patterns import Pattern
@@ -75,15 +77,14 @@ def measure(
     gradient = _gradient(x, dz, count, clock)
     for ratio in patterns:
         weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
-        packed = linear_cpu.Packed((outputs, inputs), torch.float32, Pattern.parse(ratio))
+        packed = linear.LinearProducts((outputs, inputs), torch.float32, Pattern.parse(ratio))
         packed.write(weight, None)
         forward, backward = (
-            [getattr(packed, f"{kind}_{part}") for part in linear_cpu.PARTS]
-            for kind in linear_cpu.KINDS
+            [getattr(packed, f"{kind}_{part}") for part in linear.PARTS] for kind in linear.KINDS
         )
 
         def z(weight: Tensor = weight, f: Any = forward, b: Any = backward) -> Tensor:
-            return linear_cpu.linear_cpu(x, weight, None, f, b, "dense")
+            return linear.linear(x, weight, None, f, b, "dense")
 
         def step(
             how: str, packed: Any = packed, weight: Tensor = weight, z: Any = z, f: Any = forward,
@@ -91,13 +92,13 @@ def measure(
         ) -> None:  # fmt: skip
             packed.write(weight, None)
             z()
-            linear_cpu.multiply_cpu(dz, b, inputs)
-            linear_cpu.weight_gradient(dz, x, f, how)
+            linear.multiply(dz, b, inputs)
+            linear.weight_gradient(dz, x, f, how)
 
         arms[f"{ratio} forward"] = z
         arms[f"{ratio} step"] = partial(step, gradient)
         arms[f"{ratio} masked"] = partial(step, "sampled")
-        if found := backends24.fault(z, functional.linear(x, weight)):
+        if found := measurement.fault(z, functional.linear(x, weight)):
             wrong[ratio] = found
     with torch.no_grad():
         times = rounds(arms, count, clock)
@@ -120,8 +121,8 @@ def measure(
 
 def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
     """The faster way to a dense weight gradient: torch's or oneDNN's."""
-    ways = ("dense", dense_cpu.NAME)
-    arms = {how: partial(linear_cpu.weight_gradient, dz, x, [], how) for how in ways}
+    ways = ("dense", ONEDNN)
+    arms = {how: partial(linear.weight_gradient, dz, x, [], how) for how in ways}
     with torch.no_grad():
         times = rounds(arms, count, clock)
     return min(ways, key=lambda how: statistics.median(times[how]))

@@ -26,7 +26,7 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
-from nmrun.fast.kernels.cusparselt_library import loaded_cusparselt
+from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.lab.show.markdown import table
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host

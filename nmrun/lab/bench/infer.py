@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast import backends24
-from nmrun.fast.packed_linear import Linear24
+from nmrun.fast import measurement
+from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.lab import models
 from nmrun.lab.bench import gemm, harness
 from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
@@ -39,7 +40,7 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
     Args:
         model: the model.
         names: of the linear layers.
-        path: one of ``nmrun.fast.backends24``.
+        path: one of ``nmrun.fast.gpu.semi_structured``.
 
     Returns:
         The copy, and how many layers could be packed.
@@ -49,11 +50,11 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
         layer = twin.get_submodule(name)
         try:
             weight = hard_threshold(layer.weight, PATTERN)  # type: ignore[arg-type]
-            twin.set_submodule(name, Linear24(weight, layer.bias, path))  # type: ignore[arg-type]
+            twin.set_submodule(name, SemiStructuredLinear(weight, layer.bias, path))  # type: ignore[arg-type]
             done += 1
         except torch.OutOfMemoryError:
             raise
-        except backends24.ERRORS:
+        except measurement.ERRORS:
             continue
     return twin, done
 
@@ -67,7 +68,7 @@ def choose(model: nn.Module, dense: nn.Module, x: Tensor) -> None:
         dense: what it was packed from.
         x: an input.
     """
-    layers = {m: name for name, m in model.named_modules() if isinstance(m, Linear24)}
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, SemiStructuredLinear)}
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         weight = hard_threshold(dense.get_parameter(f"{layers[layer]}.weight"), PATTERN)  # type: ignore[index]
@@ -83,16 +84,16 @@ def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     """The paths that compute the right thing here, and rows that say what is wrong with the others."""
     x, weight = (
         torch.randn(256, 512, device=device).to(gemm.DTYPE),
-        backends24.transposable(384, 512, device),
+        semi_structured.transposable(384, 512, device),
     )
     expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
-    for name, path in backends24.candidates(fp8=False).items():
+    for name, path in semi_structured.candidates(fp8=False).items():
         why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
         try:
             if not why:
-                backends24.fastest(name, x, path.pack(weight, None)[0], None, expected)
-        except backends24.ERRORS as error:
-            why = backends24.first_line(error)
+                semi_structured.fastest(name, x, path.pack(weight, None)[0], None, expected)
+        except measurement.ERRORS as error:
+            why = measurement.first_line(error)
         if why:
             rows.append({"arm": name, "wrong": why})
         else:

@@ -99,10 +99,10 @@ def _infers_on_cpu(argv: Sequence[str]) -> bool:
         return True
     import torch
 
-    from nmrun.fast import choice24
+    from nmrun.fast.gpu import probe
 
     name = "cuda" if asked == "auto" and torch.cuda.is_available() else "cpu"
-    return bool(choice24.obstacle(torch.device(name)))
+    return bool(probe.obstacle(torch.device(name)))
 
 
 def _check(names: Sequence[str], words: Sequence[str]) -> None:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from nmrun.fast.kernels import cpu_int8
+from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.packed_int8 import TOLERANCE
+from nmrun.fast.deploy import int8_layer
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, load, pack, scaled, sha256_of
-from nmrun.fast.packed_int8 import TOLERANCE, int8_layer
 from nmrun.fast.sites import install, sites, watch
 from nmrun.lab.export.finished import Finished, network, write_about
 
@@ -70,7 +71,7 @@ def write(run: Finished, folder: Path, precision: str | None = None) -> list[str
 
 def _in_int8(run: Finished) -> tuple[dict[str, Rounded], list[str]]:
     """The run's weights that can be int8, by name, and the lines to print."""
-    if why := cpu_int8.obstacle():
+    if why := int8.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
     model.load_state_dict(run.state)
@@ -106,7 +107,7 @@ def _rounded(weight: Tensor, dim: int) -> Rounded:
     """A matrix whose groups run along ``dim`` as int8, and the scales of its rows."""
     last = weight.movedim(dim, -1)
     row, column = last.nonzero(as_tuple=True)
-    value, scales = cpu_int8.quantised(row, last[row, column], len(last))
+    value, scales = int8.quantised(row, last[row, column], len(last))
     made = torch.zeros(last.shape, dtype=torch.int8)
     made[row, column] = value
     return made.movedim(-1, dim).contiguous(), scales

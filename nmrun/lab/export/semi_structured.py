@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.fast.backends24 import ERRORS, fault, first_line, milliseconds
+from nmrun.fast.gpu.semi_structured import milliseconds
+from nmrun.fast.measurement import ERRORS, fault, first_line
 from nmrun.lab.export.finished import Finished, Layer, write_about
 
 TOKENS = 4096  # rows of the input that a layer is timed with

@@ -15,9 +15,9 @@ from torch import nn
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
-from nmrun.fast.acceleration import Choice, accelerate
-from nmrun.fast.choice_activations import pack_activations
-from nmrun.fast.times import from_data
+from nmrun.fast.acceleration import accelerate
+from nmrun.fast.cpu.activations import pack_activations
+from nmrun.fast.measurement import Choice, from_data
 from nmrun.lab import tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.groups import Trainer

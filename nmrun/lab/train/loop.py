@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nmrun import ranges, ranks
 from nmrun.errors import RunError
-from nmrun.fast.times import as_data
+from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals

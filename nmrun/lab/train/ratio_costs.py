@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from nmrun.errors import ConfigError
-from nmrun.fast import dense_cpu
-from nmrun.fast.acceleration import Choice
+from nmrun.fast.cpu import onednn
+from nmrun.fast.measurement import ONEDNN, Choice
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import beforehand, flops
@@ -110,11 +110,11 @@ def _milliseconds(
 ) -> tuple[float, float]:
     """What a layer takes dense, and by the path that it got."""
     times, trainer = choice.times, config.trainer
-    without = times[dense_cpu.NAME if dense_cpu.is_faster(times) else "dense"].dense
+    without = times[ONEDNN if onednn.is_faster(times) else "dense"].dense
     if not choice.is_sparse:
         return without, without
     own = times[str(choice.path)]
-    gradient = times[dense_cpu.best_gradient(times)].weight_gradient
+    gradient = times[onednn.best_gradient(times)].weight_gradient
     recipe = parts.handle.recipe
     with recipe.at(parts.total_steps - 1):  # its sparse phase
         masked = recipe.masks_gradient(weight) and trainer.clip is None

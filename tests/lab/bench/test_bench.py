@@ -11,15 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import played24
+import played_gpu
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from verbs import verb
 
-from nmrun.fast import backends24
-from nmrun.fast.kernels import cpu_products
+from nmrun.fast import measurement
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.gpu import semi_structured
 from nmrun.kernels import adam
 from nmrun.kernels import compiled as c_library
 from nmrun.lab import bench, models
@@ -314,11 +315,11 @@ def test_what_is_wrong_with_a_product() -> None:
     def refusing() -> Tensor:
         raise NotImplementedError("not here\nand a stack")
 
-    assert backends24.fault(expected.bfloat16, expected) == ""
-    assert backends24.fault(lambda: expected.bfloat16() * 1.05, expected) == "WRONG results"
-    assert backends24.fault(lambda: expected.bfloat16()[:4], expected) == "WRONG results"
-    assert backends24.fault(changing, expected) == "results CHANGE from call to call"
-    assert backends24.fault(refusing, expected) == "not here"
+    assert measurement.fault(expected.bfloat16, expected) == ""
+    assert measurement.fault(lambda: expected.bfloat16() * 1.05, expected) == "WRONG results"
+    assert measurement.fault(lambda: expected.bfloat16()[:4], expected) == "WRONG results"
+    assert measurement.fault(changing, expected) == "results CHANGE from call to call"
+    assert measurement.fault(refusing, expected) == "not here"
 
 
 def test_tables() -> None:
@@ -508,26 +509,26 @@ def rounded(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
 
 
 @pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played24.Machine:
-    made = played24.play(monkeypatch.setattr, tmp_path)
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played_gpu.Machine:
+    made = played_gpu.play(monkeypatch.setattr, tmp_path)
     monkeypatch.setattr(options, "no_gpu", lambda: False)
-    right = backends24.Path(backends24._separately(played24.two_values), rounded)
-    wrong = backends24.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
+    right = semi_structured.Path(semi_structured._separately(played_gpu.two_values), rounded)
+    wrong = semi_structured.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
     monkeypatch.setattr(
-        backends24,
+        semi_structured,
         "PATHS",
-        {"compressed": right, "broken": wrong, "cusparselt_fp8": backends24.CUSPARSELT_FP8},
+        {"compressed": right, "broken": wrong, "cusparselt_fp8": semi_structured.CUSPARSELT_FP8},
     )
     return made
 
 
 def test_the_weight_of_the_products_is_2_of_4_both_ways() -> None:
-    weight = backends24.transposable(16, 24, CPU).float()
+    weight = semi_structured.transposable(16, 24, CPU).float()
     for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
         assert set((groups != 0).sum(1).tolist()) == {2}
 
 
-def test_gemm(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gemm(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--shapes",
         "32x64",
@@ -554,7 +555,7 @@ def test_gemm(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_layer_by_products(
-    gpu: played24.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: played_gpu.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer.Arm, "dtype", torch.bfloat16)
     words = ["--shapes", "32x64", "--tokens", "16", "--rounds", "2", "--out", str(tmp_path / "out")]
@@ -564,7 +565,7 @@ def test_layer_by_products(
         ("dense", "dense"), ("masked", "dense"), *((arm, "compressed") for arm in layer.ARMS if arm not in ("masked", "2:4, FP8")),
         ("2:4, FP8", "cusparselt_fp8"),
     ]  # fmt: skip
-    monkeypatch.setattr(backends24, "PATHS", {"broken": backends24.PATHS["broken"]})
+    monkeypatch.setattr(semi_structured, "PATHS", {"broken": semi_structured.PATHS["broken"]})
     rows = layer.measure(32, 64, 16, 1, 1, CPU)
     assert {row["arm"] for row in rows if "broken: WRONG results" in row.get("wrong", "")} == set(
         layer.ARMS
@@ -617,7 +618,7 @@ def test_layer_on_a_cpu_has_masks_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_infer(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infer(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--models",
         "gpt_tiny",
@@ -641,7 +642,7 @@ def test_infer(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "broken: WRONG results" in printed
 
 
-@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+@pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--models", "tiny", "--patterns", "1:4", "3:7", "--tokens", "1", "9", "--rounds", "2"]
     threads = torch.get_num_threads()
@@ -661,7 +662,7 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
 
 
-@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+@pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 @pytest.mark.parametrize(("name", "inputs"), [("gpt2", (5, 1)), ("gpt2_prompt", (1, 5))])
 def test_infer_of_a_small_gpt2(
     name: str, inputs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -679,7 +680,7 @@ def test_infer_of_a_small_gpt2(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+@pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
     out = tmp_path / "out"
@@ -692,7 +693,7 @@ def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     assert "resnet18 1:8, 2 images" in file.with_suffix(".md").read_text()
 
 
-def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played24.Machine) -> None:
+def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played_gpu.Machine) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
     twin, done = infer.compressed(model, ["0", "2"], "compressed")

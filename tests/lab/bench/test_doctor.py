@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.fast import backends24
-from nmrun.fast.kernels import cusparselt
+from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.lab.bench import doctor
 
 
@@ -24,17 +24,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
 
 
 def test_the_weight_of_the_test_is_2_of_4_both_ways():
-    weight = backends24.transposable(16, 24, "cpu").float()
+    weight = semi_structured.transposable(16, 24, "cpu").float()
     for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
         assert set((groups != 0).sum(1).tolist()) == {2}
 
 
-def exact(weight: Tensor) -> backends24.Product:
+def exact(weight: Tensor) -> semi_structured.Product:
     return lambda x: (x.double() @ weight.double().t()).bfloat16()
 
 
-def path(product: Callable[[Tensor], backends24.Product]) -> backends24.Path:
-    return backends24.Path(
+def path(product: Callable[[Tensor], semi_structured.Product]) -> semi_structured.Path:
+    return semi_structured.Path(
         lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x)
     )
 
@@ -42,7 +42,7 @@ def path(product: Callable[[Tensor], backends24.Product]) -> backends24.Path:
 def test_the_verdict_on_a_product():
     calls: list[int] = []
 
-    def changing(weight: Tensor) -> backends24.Product:
+    def changing(weight: Tensor) -> semi_structured.Product:
         def product(x: Tensor) -> Tensor:
             calls.append(0)
             out = exact(weight)(x)
@@ -51,17 +51,19 @@ def test_the_verdict_on_a_product():
 
         return product
 
-    def refusing(weight: Tensor) -> backends24.Product:
+    def refusing(weight: Tensor) -> semi_structured.Product:
         raise RuntimeError("not on this machine\nand a stack")
 
-    assert backends24.verdict(path(exact), "cpu") == "right"
-    assert backends24.verdict(path(changing), "cpu").startswith("results CHANGE")
-    assert backends24.verdict(path(refusing), "cpu") == "not on this machine"
-    assert backends24.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith(
+    assert semi_structured.verdict(path(exact), "cpu") == "right"
+    assert semi_structured.verdict(path(changing), "cpu").startswith("results CHANGE")
+    assert semi_structured.verdict(path(refusing), "cpu") == "not on this machine"
+    assert semi_structured.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith(
         "WRONG"
     )
-    assert backends24.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith("WRONG")
-    assert backends24.verdict(
+    assert semi_structured.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith(
+        "WRONG"
+    )
+    assert semi_structured.verdict(
         path(lambda weight: lambda x: exact(weight)(x).t()), "cpu"
     ).startswith("WRONG")
 
@@ -75,12 +77,12 @@ def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "_sparse_semi_structured_tile", pack)
     monkeypatch.setattr(torch, "_sparse_semi_structured_mm", lambda packed, meta, x: packed @ x)
     gpu(monkeypatch, 9)
-    assert backends24.verdict(backends24.ONE_PASS, "cpu").startswith(
+    assert semi_structured.verdict(semi_structured.ONE_PASS, "cpu").startswith(
         "not tried: it writes the layout of compute capability 8.x"
     )
     assert packed == []
     gpu(monkeypatch, 8)
-    assert backends24.verdict(backends24.ONE_PASS, "cpu") == "right"
+    assert semi_structured.verdict(semi_structured.ONE_PASS, "cpu") == "right"
     assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
 
 
@@ -92,10 +94,10 @@ def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(
     monkeypatch.setattr(
         torch, "_sparse_semi_structured_tile", lambda *args, **options: pytest.fail("it was pruned")
     )
-    weight = backends24.transposable(16, 32, "cpu")
+    weight = semi_structured.transposable(16, 32, "cpu")
     for other in (None, weight.clone()):
         with pytest.raises(NotImplementedError, match="one weight for both products"):
-            backends24.ONE_PASS.pack(weight, other)
+            semi_structured.ONE_PASS.pack(weight, other)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +127,15 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
     monkeypatch.setattr(doctor, "TOKENS", 4)
     monkeypatch.setattr(
-        backends24, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))}
+        semi_structured, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))}
     )
     monkeypatch.setattr(
-        backends24, "verdict", lambda path, made=backends24.verdict: made(path, "cpu")
+        semi_structured, "verdict", lambda path, made=semi_structured.verdict: made(path, "cpu")
     )
     monkeypatch.setattr(
-        backends24,
+        semi_structured,
         "transposable",
-        lambda *shape, made=backends24.transposable: made(*shape[:2], "cpu"),
+        lambda *shape, made=semi_structured.transposable: made(*shape[:2], "cpu"),
     )
     monkeypatch.setattr(
         torch,
@@ -141,7 +143,7 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
         lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}),
     )
     times = iter([3.0, 2.0])
-    monkeypatch.setattr(backends24, "milliseconds", lambda call: [call(), next(times)][1])
+    monkeypatch.setattr(semi_structured, "milliseconds", lambda call: [call(), next(times)][1])
     assert list(doctor.accelerated()) == [
         ("2:4 products", "good: right"),
         ("2:4 products", "bad: WRONG results: not to be used here"),
@@ -179,7 +181,7 @@ def test_the_whole_of_it_on_a_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(
-        backends24, "bandwidth", lambda measure=backends24.bandwidth: measure(1 << 16)
+        semi_structured, "bandwidth", lambda measure=semi_structured.bandwidth: measure(1 << 16)
     )
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -206,15 +208,15 @@ def test_what_cusparselt_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
     monkeypatch.setattr(cusparselt, "multiply", multiply)
-    weight = backends24.transposable(32, 64, "cpu")
+    weight = semi_structured.transposable(32, 64, "cpu")
     x, dz, bias = (torch.randn(*size, dtype=torch.bfloat16) for size in ((37, 64), (37, 32), (32,)))
-    parts, parts_t = backends24.CUSPARSELT.pack(weight, weight)
+    parts, parts_t = semi_structured.CUSPARSELT.pack(weight, weight)
     torch.testing.assert_close(
-        backends24.named("cusparselt:3").multiply(x, parts, bias),
+        semi_structured.named("cusparselt:3").multiply(x, parts, bias),
         torch.nn.functional.linear(x.double(), weight.double(), bias.double()).bfloat16(),
     )
     torch.testing.assert_close(
-        backends24.CUSPARSELT.multiply(dz, parts_t, None),
+        semi_structured.CUSPARSELT.multiply(dz, parts_t, None),
         (dz.double() @ weight.double()).bfloat16(),
     )
     assert seen == [(48, 64, 3), (48, 32, 0)]
@@ -242,24 +244,26 @@ def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
     monkeypatch.setattr(cusparselt, "multiply", multiply)
     monkeypatch.setattr(cusparselt, "algorithms", lambda packed, x: 5)
-    monkeypatch.setattr(backends24, "milliseconds", milliseconds)
-    weight, x = backends24.transposable(16, 32, "cpu"), torch.randn(16, 32).bfloat16()
-    parts, _ = backends24.CUSPARSELT.pack(weight, None)
+    monkeypatch.setattr(semi_structured, "milliseconds", milliseconds)
+    weight, x = semi_structured.transposable(16, 32, "cpu"), torch.randn(16, 32).bfloat16()
+    parts, _ = semi_structured.CUSPARSELT.pack(weight, None)
     expected = x.float() @ weight.float().t()
-    found = backends24.fastest("cusparselt", x, parts, None, expected)
+    found = semi_structured.fastest("cusparselt", x, parts, None, expected)
     assert found == ("cusparselt:3", 3.0)
     with pytest.raises(ValueError, match="WRONG results"):
-        backends24.fastest("cusparselt", x, parts, None, expected + 5)
+        semi_structured.fastest("cusparselt", x, parts, None, expected + 5)
 
 
 def test_cutlass_packs_what_torch_can_unpack():
     from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 
-    weight = backends24.transposable(32, 128, "cpu")
+    weight = semi_structured.transposable(32, 128, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         # which asks for a GPU
-        patch.setattr(backends24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None)
-        (packed, meta), (packed_t, meta_t) = backends24.CUTLASS.pack(
+        patch.setattr(
+            semi_structured.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None
+        )
+        (packed, meta), (packed_t, meta_t) = semi_structured.CUTLASS.pack(
             weight.repeat(4, 1), weight.repeat(4, 1)
         )
     assert packed.shape == (128, 64)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nmrun
-from nmrun.fast import backends24, probe24
 from nmrun.fast.acceleration import accelerate, obstacle
-from nmrun.fast.kernels import cusparselt, pack24
-from nmrun.fast.linear24 import Packed
+from nmrun.fast.gpu import probe, semi_structured
+from nmrun.fast.gpu.kernels import compression, cusparselt
+from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.kernels import projection
 from nmrun.lab import bench
 from nmrun.lab.train.build import build
@@ -37,16 +37,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, probe24.Times]:
+def found() -> dict[str, probe.Times]:
     if why := obstacle(DEVICE):
         pytest.skip(why)
-    shape = probe24.Shape(512, 256, 1024, torch.bfloat16, both=True, mvue=True)
+    shape = probe.SemiStructuredShape(512, 256, 1024, torch.bfloat16, both=True, mvue=True)
     with torch.no_grad():
-        return probe24.measure(shape, DEVICE)
+        return probe.measure(shape, DEVICE)
 
 
 @pytest.fixture
-def right(found: dict[str, probe24.Times]) -> list[str]:
+def right(found: dict[str, probe.Times]) -> list[str]:
     """The paths that compute the right thing here; without any the test is skipped, and says why."""
     names = [name for name, times in found.items() if name != "dense" and not times.wrong]
     if not names:
@@ -60,7 +60,7 @@ def right(found: dict[str, probe24.Times]) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Of weights with two non-zeros in every group; of others the library chooses which zeros."""
-    if not pack24.works(DEVICE, dtype):
+    if not compression.works(DEVICE, dtype):
         pytest.skip("the library has another layout here: see the log")
     rows, columns = shape
     if dtype.itemsize == 1 and (rows % 32 or columns % 32):
@@ -70,8 +70,9 @@ def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torc
     values = torch.randint(1, 8, places.shape, generator=generator)
     weight = torch.where(places < 2, values, 0).view(shape).to(DEVICE, dtype)
     expected = torch._cslt_compress(weight)
-    got = pack24.compressed(weight, dtype)
-    turned = pack24.compressed(weight.view(torch.int8 if dtype.itemsize == 1 else torch.int16).t().contiguous().t().view(dtype), dtype)  # fmt: skip
+    got = compression.compressed(weight, dtype)
+    bits = weight.view(torch.int8 if dtype.itemsize == 1 else torch.int16)
+    turned = compression.compressed(bits.t().contiguous().t().view(dtype), dtype)
     assert got.shape == turned.shape == expected.shape
     kept, tile = rows * columns // 2 * dtype.itemsize, 32 * 2 // dtype.itemsize
     # of the last tiles only what is there is compared, by the product below
@@ -96,7 +97,7 @@ def test_any_weight_that_fits_into_2_4_is_compressed_whole(right: list[str], spa
     if sparser == "-0.0":
         weight = torch.where(weight == 0, -0.0, weight)
     low, x = weight.bfloat16(), normal(64, 336, seed=1).bfloat16()
-    blob = pack24.compressed(weight if sparser == "float32" else low, torch.bfloat16)
+    blob = compression.compressed(weight if sparser == "float32" else low, torch.bfloat16)
     exact = x.double() @ low.double().t()
     torch.testing.assert_close(
         cusparselt.multiply(blob, x).double(), exact, rtol=2**-8, atol=1e-4 * float(exact.std())
@@ -107,7 +108,7 @@ def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> N
     """Layers of one size share a plan, which remembers the bias that it was given last."""
     weight = hard_threshold(normal(64, 128), Pattern(2, 4)).bfloat16()
     x, biases = normal(32, 128, seed=1).bfloat16(), normal(3, 64, seed=2).bfloat16()
-    blob = pack24.compressed(weight, torch.bfloat16)
+    blob = compression.compressed(weight, torch.bfloat16)
     plain = x.double() @ weight.double().t()
 
     def asked() -> bool:
@@ -131,8 +132,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def test_each_path_is_right_or_says_why_not(found: dict[str, probe24.Times]) -> None:
-    assert set(found) == {"dense", *backends24.candidates(fp8=False)}
+def test_each_path_is_right_or_says_why_not(found: dict[str, probe.Times]) -> None:
+    assert set(found) == {"dense", *semi_structured.candidates(fp8=False)}
     for name, times in found.items():
         if not times.wrong:
             assert times.forward > 0, name
@@ -144,9 +145,9 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
     """Of the simulation, on this device and on the CPU."""
     if why := obstacle(DEVICE):
         pytest.skip(why)
-    shape = probe24.Shape(512, 256, 1024, torch.bfloat16, both=True, fp8=True)
+    shape = probe.SemiStructuredShape(512, 256, 1024, torch.bfloat16, both=True, fp8=True)
     with torch.no_grad():
-        found = probe24.measure(shape, DEVICE)["cusparselt_fp8"]
+        found = probe.measure(shape, DEVICE)["cusparselt_fp8"]
     if found.wrong:
         assert "WRONG" not in found.wrong, "refused, and nobody knows why"
         pytest.skip(found.wrong)
@@ -156,7 +157,9 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
         normal(1024, 256, seed=1).bfloat16(),
     )
     z = (
-        Packed("cusparselt_fp8", weight, None, torch.bfloat16, both=True)(x, weight, None)
+        SemiStructuredProducts("cusparselt_fp8", weight, None, torch.bfloat16, both=True)(
+            x, weight, None
+        )
         .cpu()
         .float()
     )
@@ -165,12 +168,12 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
 
 
 def test_one_pass_packing_is_for_compute_capability_8_alone(
-    found: dict[str, probe24.Times],
+    found: dict[str, probe.Times],
 ) -> None:
     if torch.cuda.get_device_capability(DEVICE)[0] == 8:
         pytest.skip("this GPU is of compute capability 8")
     assert found["one_pass"].wrong.startswith("not tried")
-    assert backends24.verdict(backends24.ONE_PASS, DEVICE).startswith("not tried")
+    assert semi_structured.verdict(semi_structured.ONE_PASS, DEVICE).startswith("not tried")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
     expected = functional.linear(x.double(), weight.double(), bias.double())
     gradients = dz.double() @ weight.double(), dz.double().t() @ x.double()
     for path in right:
-        packed = Packed(path, weight, None, torch.bfloat16, both=True)
+        packed = SemiStructuredProducts(path, weight, None, torch.bfloat16, both=True)
         z = packed(x, weight, bias)
         got = torch.autograd.grad(z, (x, weight), dz)
         for name, value, truth in zip(
@@ -332,7 +335,7 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
     ids=lambda words: words[0],
 )
 def test_benchmarks_run(
-    found: dict[str, probe24.Times], words: tuple[str, ...], tmp_path: Path
+    found: dict[str, probe.Times], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert bench.main([*words, "--rounds", "2", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"{words[0]}_gpu.json").read_text())

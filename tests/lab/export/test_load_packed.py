@@ -21,15 +21,15 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError, RunError
 from nmrun.fast import packed
-from nmrun.fast.kernels import cpu_int8, cpu_products
-from nmrun.fast.packed_convolution import PackedConvolution
-from nmrun.fast.packed_int8 import Int8Linear
-from nmrun.fast.packed_linear import PackedLinear
+from nmrun.fast.cpu.kernels import int8, products
+from nmrun.fast.cpu.packed_convolution import PackedConvolution
+from nmrun.fast.cpu.packed_int8 import Int8Linear
+from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.kernels import compiled
 from nmrun.lab.export import cli, finished
 
 PACKED = (PackedLinear, PackedConvolution)
-pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 
 
 def encoder() -> nn.Module:
@@ -194,17 +194,17 @@ def test_another_model_and_no_compiler(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"the file is of another model: "):
         nmrun.load_packed(path, encoder())
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
-    cpu_products._library.cache_clear()
+    products._library.cache_clear()
     try:
         with pytest.raises(ConfigError, match="packed layers need a C compiler"):
             nmrun.load_packed(path, images())
     finally:
-        cpu_products._library.cache_clear()
+        products._library.cache_clear()
 
 
 # --- int8 -----------------------------------------------------------------------------------------
 
-needs_int8 = pytest.mark.skipif(bool(cpu_int8.obstacle()), reason=cpu_int8.obstacle())
+needs_int8 = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
 
 
 @needs_int8
@@ -284,7 +284,7 @@ def test_int8_without_its_products_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported(tmp_path, encoder(), pad=True)
-    monkeypatch.setattr(cpu_int8, "obstacle", lambda: "no such instructions")
+    monkeypatch.setattr(int8, "obstacle", lambda: "no such instructions")
     words = [str(tmp_path / "run"), "--to", str(tmp_path / "low"), "--format", "packed"]
     with pytest.raises(RunError, match=r"^--precision int8: no such instructions$"):
         cli.main([*words, "--precision", "int8"])

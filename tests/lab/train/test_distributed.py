@@ -15,7 +15,7 @@ import pytest
 import torch
 import two_killed
 import two_ranks
-from played24 import play
+from played_gpu import play
 from runs import RECIPES, TINY, config, rows
 from safetensors.torch import load_file
 

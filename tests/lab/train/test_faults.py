@@ -17,7 +17,7 @@ import pytest
 import torch
 from runs import TINY, config
 
-from nmrun.fast.kernels import cpu_products
+from nmrun.fast.cpu.kernels import products
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.loop import Loop
@@ -242,8 +242,8 @@ def test_the_pass_before_training_is_halved_too(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return loss(task, model, batch)
 
-    looks = ("trainer.acceleration=force",) if cpu_products.available() else ()
-    monkeypatch.setattr("nmrun.fast.probe_cpu.SMALLEST", 1)
+    looks = ("trainer.acceleration=force",) if products.available() else ()
+    monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
     made = config(tmp_path, *looks)
     assert runner.run(made, run_folder(made))["status"] == "finished"
     monkeypatch.setattr(Classification, "loss", limited)

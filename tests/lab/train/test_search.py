@@ -20,8 +20,8 @@ from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast import probe_cpu
-from nmrun.fast.times import Times
+from nmrun.fast.cpu import probe
+from nmrun.fast.measurement import Times
 from nmrun.lab.train import ratio_search, runner
 from nmrun.lab.train.ratio_costs import flops_by_layer, times_by_layer
 from nmrun.lab.train.ratio_search import best_choice, search_ratios
@@ -217,7 +217,7 @@ def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None
     """Times in place of measured ones: each dense product takes 4 ms, a sparse one N/2, packing 2,
     the weight gradient of the kept entries 1; oneDNN, if it is there, the given time for each."""
 
-    def probe(shape):
+    def measured(shape, device=None):
         found = {"dense": Times(0.0, 4.0, 4.0, 4.0), "onednn": Times(wrong="there is none")}
         if onednn is not None:
             found["onednn"] = Times(0.0, onednn, onednn, onednn)
@@ -226,7 +226,7 @@ def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None
             found["packed"] = Times(2.0, n / 2, n / 2, 1.0)
         return found
 
-    monkeypatch.setattr(probe_cpu, "probe", probe)
+    monkeypatch.setattr(probe, "measured", measured)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""N:M products on CPUs, for training and for inference."""

@@ -1,0 +1,364 @@
+"""Linear layers around pruned activations on CPUs: products with the activations packed anew in every
+pass, as operators that autograd and ``torch.compile`` know.
+
+By the equations of ``nmrun.sparsity.activations``, with Z = m * A of A = relu(B)^2, B = X V^T::
+
+    the layer that reads Z     Y = Z W^T     dZ = dY W, where Z is not 0     dW = dY^T Z
+    the layer that feeds it    dX = dB V     dV = dB^T X     with dB, which is 0 where Z is
+
+What is 0 for whatever reason is left out: the squared ReLU's own zeros and those of a dropout too.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun import ranks
+from nmrun.fast.cpu import onednn, probe
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.products import PackedMatrix, blocks_of
+from nmrun.fast.cpu.probe import side_by_side
+from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, watched
+from nmrun.patterns import Pattern
+from nmrun.products.layer import Layer
+from nmrun.products.simulated import compute_dtype
+from nmrun.sparsity.activations import keep_largest
+from nmrun.sparsity.layers import forward_class, is_conv1d
+from nmrun.sparsity.weight import SparseWeight
+
+NAME = "packed activations"
+READS, FEEDS = "reads", "feeds"
+
+
+class Pruned(Protocol):
+    """What is asked of activations here: see :class:`nmrun.step.activations.SparseActivations`."""
+
+    sparse: bool
+
+
+def install(module: nn.Module, role: str, by_onednn: bool, activations: Pruned) -> None:
+    """Let a linear layer compute its products so in training, in float32, in steps that prune.
+
+    In all other passes the layer computes as before.
+
+    Args:
+        module: ``nn.Linear`` or Hugging Face's ``Conv1D``.
+        role: ``reads`` the activations, or ``feeds`` them.
+        by_onednn: the dense product of what feeds is oneDNN's.
+        activations: the model's.
+    """
+    before = vars(module).get("forward")
+    own: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
+    stored = isinstance(module, nn.Linear)
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        if not (activations.sparse and onednn.takes(module, x)):
+            return own(module, x)
+        weight = module.weight if stored else module.weight.t()
+        flat = x.reshape(-1, x.shape[-1])
+        if role == READS:
+            y = reads(flat, weight, module.bias)
+        else:
+            y = feeds(flat, weight, module.bias, by_onednn)
+        return y.view(*x.shape[:-1], len(weight))
+
+    module.forward = types.MethodType(forward, module)
+
+
+def packed(matrix: Tensor, turned: bool = False) -> list[PackedMatrix]:
+    """What is not 0 of a matrix (rows, columns), and of its transpose if asked for."""
+    shape = matrix.shape
+    made = [_room(*shape), _room(*reversed(shape))][: 1 + turned]
+    products.pack(matrix.contiguous(), *made)
+    count = made[0].count
+    return [
+        PackedMatrix(p.values[:count], p.index[:count], p.start, p.rows, p.columns) for p in made
+    ]
+
+
+def _room(rows: int, columns: int) -> PackedMatrix:
+    """Memory for any matrix of this shape, of which only what is filled is ever touched."""
+    size = rows * columns
+    start = torch.zeros(blocks_of(columns) * rows + 1, dtype=torch.int32)
+    return PackedMatrix(
+        torch.empty(size), torch.empty(size, dtype=torch.uint8), start, rows, columns
+    )
+
+
+@torch.library.custom_op("nmrun::reads_cpu", mutates_args=())
+def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``z W^T + bias`` (tokens, outputs), with z (tokens, features), mostly 0; its gradient where z
+    is 0 is 0."""
+    (rows,) = packed(z)
+    y = products.multiply(weight.t(), rows, turned=True)
+    return y if bias is None else y.add_(bias)
+
+
+@reads.register_fake
+def _(z, weight, bias):  # type: ignore[no-untyped-def]
+    return z.new_empty(len(z), len(weight))
+
+
+@torch.library.custom_op("nmrun::reads_back_cpu", mutates_args=())
+def reads_back(z: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """dZ (tokens, features) and dW (outputs, features)."""
+    rows, turned = packed(z, turned=True)
+    dz = products.sampled(weight, dy.t(), rows)
+    return dz, products.multiply(dy, turned, turned=True).t().contiguous()
+
+
+@reads_back.register_fake
+def _(z, weight, dy):  # type: ignore[no-untyped-def]
+    return z.new_empty(z.shape), z.new_empty(weight.shape)
+
+
+@torch.library.custom_op("nmrun::feeds_cpu", mutates_args=())
+def feeds(x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: bool) -> Tensor:
+    """``x V^T + bias`` (tokens, features), whose gradient is mostly 0."""
+    if by_onednn:
+        return onednn.product(x, weight, bias)
+    return nn.functional.linear(x, weight, bias)
+
+
+@feeds.register_fake
+def _(x, weight, bias, by_onednn):  # type: ignore[no-untyped-def]
+    return x.new_empty(len(x), len(weight))
+
+
+@torch.library.custom_op("nmrun::feeds_back_cpu", mutates_args=())
+def feeds_back(db: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dX (tokens, inputs) and dV (features, inputs)."""
+    rows, turned = packed(db, turned=True)
+    dx = products.multiply(weight, rows, turned=True)
+    return dx, products.multiply(x, turned, turned=True)
+
+
+@feeds_back.register_fake
+def _(db, x, weight):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), x.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _reads_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dz, dw = reads_back(*ctx.saved_tensors, dy)
+    return dz, dw, dy.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _feeds_backward(ctx: Any, db: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dv = feeds_back(db, *ctx.saved_tensors)
+    return dx, dv, db.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+reads.register_autograd(_reads_backward, setup_context=_save)
+feeds.register_autograd(_feeds_backward, setup_context=_save)
+
+
+@dataclass(frozen=True)
+class ActivationShape:
+    """A linear layer in training that ``reads`` or ``feeds`` activations: rows = outputs, columns =
+    inputs, tokens of one micro-batch, ``pattern`` of the activations. float32."""
+
+    rows: int
+    columns: int
+    tokens: int
+    role: str
+    pattern: Pattern
+
+    @property
+    def multiplications(self) -> int:
+        """Of a dense product."""
+        return self.rows * self.columns * self.tokens
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is tried."""
+        return ("dense", *((ONEDNN,) if onednn.available() else ()), NAME)
+
+    def __str__(self) -> str:
+        size = f"{self.columns} to {self.rows}, {self.tokens} tokens"
+        return f"{size}, float32, {self.role} {self.pattern} activations"
+
+
+def measure(shape: ActivationShape) -> dict[str, Times]:
+    """The times of the layer by every path: the forward product, and both gradients as one."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns), (shape.tokens, shape.rows))
+    weight, x, d = (torch.randn(*size, generator=generator) for size in sizes)
+    reading = shape.role == READS
+    of = x if reading else d
+    of.copy_(keep_largest(of.relu().square_(), shape.pattern))
+    zeros = (x != 0) if reading else torch.ones_like(x)  # what masks the input's gradient
+
+    def dense(product: Callable[[Tensor, Tensor], Tensor]) -> list[Callable[[], list[Tensor]]]:
+        return [
+            lambda: [product(x, weight)],
+            lambda: [product(d, weight.t()), product(d.t(), x.t())],
+        ]
+
+    calls = {"dense": dense(functional.linear)}
+    if ONEDNN in shape.paths:
+        calls[ONEDNN] = dense(onednn.product)
+    if reading:
+        calls[NAME] = [
+            lambda: [reads(x, weight, None)],
+            lambda: [*reads_back(x, weight, d)],
+        ]
+    else:
+        calls[NAME] = [
+            calls[ONEDNN if ONEDNN in calls else "dense"][0],
+            lambda: [*feeds_back(d, x, weight)],
+        ]
+    forward, (dx, dw) = calls["dense"][0](), calls["dense"][1]()
+    expected = [*forward, dx * zeros, dw]
+    found: dict[str, Times] = {}
+    for name, own in calls.items():
+        parts = [(own[0], 0), (own[1], 0), (own[1], 1)]
+        made = [functools.partial(lambda call, i: call()[i], *part) for part in parts]
+        if name == NAME and (wrong := next(filter(None, map(fault, made, expected)), "")):
+            found[name] = Times(wrong=wrong)
+    right = [name for name in calls if name not in found]
+    taken = zip(*(side_by_side(*(calls[name][i] for name in right)) for i in range(2)), strict=True)
+    return found | {n: Times(0.0, *times) for n, times in zip(right, taken, strict=True)}
+
+
+class Activations(Pruned, Protocol):
+    """What is asked of activations here: see :class:`nmrun.step.activations.SparseActivations`."""
+
+    pattern: Pattern | None
+    modules: list[str]
+    sparse_steps: range | None
+
+
+def pack_activations(
+    model: nn.Module,
+    activations: Activations,
+    sample: Callable[[], object],
+    choices: Sequence[Choice],
+    sparse: Iterable[SparseWeight] = (),
+    mode: str = "auto",
+    accumulate: int = 1,
+    known: Mapping[str, Mapping[str, Times]] | None = None,
+) -> list[Choice]:
+    """Let the linear layers next to pruned activations train with these packed, on a CPU in float32,
+    where that is right and faster than what the layers have got already.
+
+    A layer that prunes its activations in every step packs its weight no more. Results differ from
+    the dense products by the rounding of float32. Where several processes train, rank 0 decides.
+
+    Args:
+        model: on the CPU.
+        activations: of it.
+        sample: as of :func:`nmrun.fast.acceleration.accelerate`.
+        choices: what that function returned.
+        sparse: the model's sparse weights.
+        mode: ``auto``; ``force`` packs where it is right, even where it is slower; with any other
+            nothing is packed.
+        accumulate: the micro-batches of a step.
+        known: times by shape that are taken in place of measured ones.
+
+    Returns:
+        What the layers got that were measured.
+    """
+    pattern = activations.pattern
+    if pattern is None or mode not in ("auto", "force") or not products.available():
+        return []
+    before = {choice.name: choice for choice in choices}
+    layers = {weight.module: weight.layer for weight in sparse}
+    names, found = {module: name for name, module in model.named_modules()}, list[Choice]()
+    for module, (role, size) in _around(model, activations.modules, sample).items():
+        rows = module.weight.numel() // size[-1]
+        shape = ActivationShape(rows, size[-1], size.numel() // size[-1], role, pattern)
+        small = shape.multiplications < probe.SMALLEST
+        if small or not _plain(module, layers.get(module)):
+            continue
+        times = (known or {}).get(str(shape)) or ranks.from_leader(
+            probe.measured(shape, by=measure) if ranks.leads() else {}
+        )
+        name = f"{names[module]}.weight"
+        always = activations.sparse_steps is None
+        path, reason = _best(times, before.get(name), mode, accumulate, always)
+        if path is not None:
+            by_onednn = role == FEEDS and onednn.is_faster(times)
+            install(module, role, by_onednn, activations)
+            layer = layers.get(module)
+            if layer is not None and always:
+                layer.packed = None
+        found.append(Choice(name, path, reason, shape, times, always_dense=True))
+    return found
+
+
+def _best(
+    times: Mapping[str, Times], before: Choice | None, mode: str, accumulate: int, always: bool
+) -> tuple[str | None, str]:
+    """Whether a layer packs activations, and what was found. Where it does not ``always``, a packed
+    weight has to be kept up beside them.
+    """
+    own = times[NAME]
+    if own.wrong:
+        return None, f"{NAME}: {own.wrong}"
+    taken = own.dense
+    rivals = {name: t.dense for name, t in times.items() if name != NAME and not t.wrong}
+    if before is not None and before.is_sparse:
+        product = before.times[str(before.path)]
+        rivals[f"{before.path} weight"] = product.step(accumulate) + min(
+            t.weight_gradient for t in before.times.values() if not t.wrong
+        )
+        taken += 0 if always else product.pack / accumulate
+    rival = min(rivals, key=lambda name: rivals[name])
+    faster = taken < onednn.FASTER * rivals[rival]
+    told = f"{rival} {rivals[rival]:.3f} ms, {NAME} {taken:.3f} ms"
+    return (
+        NAME if faster or mode == "force" else None,
+        f"{told} ({rivals[rival] / taken:.2f}x)",
+    )
+
+
+def _plain(module: Any, layer: Layer | None) -> bool:
+    """Whether a layer computes X W^T and its gradients by whatever way, and no estimates of them."""
+    current = getattr(vars(module).get("forward"), "__module__", "nmrun.fast.")
+    other = layer is not None and (layer.mvue or layer.fp8 or layer.other_input_gradient)
+    own = type(module.weight) is nn.Parameter and module.weight.requires_grad
+    return own and not other and current.startswith(("nmrun.products.", "nmrun.fast."))
+
+
+def _around(
+    model: nn.Module, names: Sequence[str], sample: Callable[[], object]
+) -> dict[Any, tuple[str, torch.Size]]:
+    """The linear layers in float32 whose very output goes into the modules of these names, or that
+    take in what comes out: their role, and the shape of their input."""
+    found: dict[Any, tuple[str, torch.Size]] = {}
+    last: dict[str, Any] = {}
+
+    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0] is last.get("pruned") and compute_dtype(inputs[0]) == torch.float32:
+            found[module] = READS, inputs[0].shape
+
+    def behind(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        last["made"], last["made by"] = output, (module, inputs[0].shape)
+
+    def prunes(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        last["pruned"] = output
+        if inputs[0] is last.get("made") and inputs[0].dtype == torch.float32:
+            feeding, shape = last["made by"]
+            found.setdefault(feeding, (FEEDS, shape))
+
+    hooks = [module.register_forward_hook(prunes) for module in map(model.get_submodule, names)]
+    for module in model.modules():
+        if forward_class(module) is nn.Linear or is_conv1d(module):
+            hooks += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(behind),
+            ]
+    watched(hooks, sample)
+    return found

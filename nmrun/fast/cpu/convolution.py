@@ -1,0 +1,156 @@
+"""A convolution through N:M products on the CPU, as operators that autograd and ``torch.compile``
+know.
+
+As :mod:`nmrun.fast.cpu.linear`: the forward product and the gradient of the input are sparse,
+the gradient of the weight is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
+from nmrun.fast.cpu.kernels.products import PackedMatrix
+from nmrun.fast.cpu.linear import KINDS, PARTS
+from nmrun.patterns import Pattern
+
+
+def window_of(module: nn.Conv2d) -> Window:
+    """How the kernel of a convolution moves.
+
+    Raises:
+        ValueError: why it cannot be packed.
+    """
+    if module.groups != 1:
+        raise ValueError("grouped convolutions are not packed")
+    padding = module.padding
+    if isinstance(padding, str):  # valid, or same, which may be wider on one side
+        left, right, top, bottom = module._reversed_padding_repeated_twice
+        padding = (top, left) if (top, left) == (bottom, right) else padding
+    if module.padding_mode != "zeros" or isinstance(padding, str):
+        raise ValueError(f"padding {module.padding_mode}, {module.padding} is not packed")
+    taps, stride, padding, dilation = (
+        (p[0], p[1]) for p in (module.kernel_size, module.stride, padding, module.dilation)
+    )
+    return Window(taps, stride, padding, dilation)
+
+
+class ConvolutionProducts(nn.Module):
+    """The packed weight of one convolution, in buffers that keep their addresses; empty until
+    :meth:`write`.
+
+    Args:
+        shape: (out channels, channels) of the weight.
+        window: how its kernel moves.
+        pattern: of the weight, along its channels.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, shape: Pair, window: Window, pattern: Pattern) -> None:
+        super().__init__()
+        self.shape, self.window = shape, window
+        taps = window.positions
+        (rows, columns), m = shape, pattern.m
+        # the weight of the input gradient may be N:M along the outputs instead
+        room = taps * pattern.n * max(rows * -(-columns // m), columns * -(-rows // m))
+        for kind, sides in zip(KINDS, ((rows, columns), (columns, rows)), strict=True):
+            empty = PackedMatrix.empty(sides[0], sides[1], room, taps)
+            for part in PARTS:
+                self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
+
+    @torch.no_grad()
+    def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
+        """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one.
+
+        Args:
+            weight: of the forward product.
+            other: of the input gradient, where that is not ``weight``.
+            masked: not used; the weight gradient is whole.
+        """
+        forward, backward = (self._matrix(kind) for kind in KINDS)
+        if other is not None:
+            products.pack(by_taps(other.transpose(0, 1)), backward)
+        products.pack(by_taps(weight), forward, None if other is not None else backward)
+
+    def _matrix(self, kind: str) -> PackedMatrix:
+        rows, columns = self.shape if kind == KINDS[0] else reversed(self.shape)
+        parts = [getattr(self, f"{kind}_{part}") for part in PARTS]
+        return PackedMatrix.of(parts, rows, columns, self.window.positions)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (images, channels, height, width) to (images, out channels, height, width), channels
+        last. ``weight`` is not read: it receives the gradient."""
+        w = self.window
+        parts = ([getattr(self, f"{kind}_{part}") for part in PARTS] for kind in KINDS)
+        return convolution(x, weight, bias, *parts, w.stride, w.padding, w.dilation)
+
+
+def by_taps(weight: Tensor) -> Tensor:
+    """A weight as (out channels, taps * channels), contiguous: no copy of a weight with channels last."""
+    return weight.detach().permute(0, 2, 3, 1).contiguous().flatten(1)
+
+
+def _window(weight: Tensor, moves: Sequence[Sequence[int]]) -> Window:
+    stride, padding, dilation = ((move[0], move[1]) for move in moves)
+    return Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+
+
+@torch.library.custom_op("nmrun::convolution_cpu", mutates_args=())
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+) -> Tensor:  # fmt: skip
+    window = _window(weight, (stride, padding, dilation))
+    matrix = PackedMatrix.of(forward, weight.shape[0], weight.shape[1], window.positions)
+    return convolve(x, matrix, bias, window)
+
+
+@convolution.register_fake
+def _(x, weight, bias, forward, backward, stride, padding, dilation):  # type: ignore[no-untyped-def]
+    height, width = _window(weight, (stride, padding, dilation)).out(x.shape[2], x.shape[3])
+    return x.new_empty((x.shape[0], height, width, weight.shape[0])).permute(0, 3, 1, 2)
+
+
+@torch.library.custom_op("nmrun::convolution_back_cpu", mutates_args=())
+def convolution_back(
+    dz: Tensor, weight: Tensor, parts: list[Tensor], size: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """The gradient of an input of height and width ``size``."""
+    window = _window(weight, (stride, padding, dilation))
+    matrix = PackedMatrix.of(parts, weight.shape[1], weight.shape[0], window.positions)
+    return convolve_back(dz, matrix, window, (size[0], size[1]))
+
+
+@convolution_back.register_fake
+def _(dz, weight, parts, size, stride, padding, dilation):  # type: ignore[no-untyped-def]
+    return dz.new_empty((dz.shape[0], size[0], size[1], weight.shape[1])).permute(0, 3, 1, 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, _, backward, *ctx.moves = inputs
+    ctx.save_for_backward(x, weight, *backward)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    x, weight, *backward = ctx.saved_tensors
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = convolution_back(dz, weight, backward, x.shape[2:], *ctx.moves)
+    wanted = [False, ctx.needs_input_grad[1], ctx.has_bias and ctx.needs_input_grad[2]]
+    bias = [weight.shape[0]] if ctx.has_bias else None
+    stride, padding, dilation = ctx.moves
+    _, dw, db = torch.ops.aten.convolution_backward(
+        dz, x, weight, bias, stride, padding, dilation, False, [0, 0], 1, wanted
+    )
+    return dx, dw, db, [None] * 3, [None] * 3, None, None, None
+
+
+convolution.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,1 @@
+"""Kernels of the N:M products, in C."""

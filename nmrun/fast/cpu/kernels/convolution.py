@@ -1,0 +1,123 @@
+"""Convolutions with an N:M weight on the CPU: ``nm_convolution.c``.
+
+Images lie in the lanes, so that it takes a batch to be fast; any kernel, stride, padding and
+dilation of two dimensions is right. Padding costs nothing: taps outside of the image are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix, loaded
+from nmrun.kernels.compiled import BEGIN, END, in_parts
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a kernel moves over an image, (rows, columns) each."""
+
+    taps: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+    @property
+    def positions(self) -> int:
+        """How many taps the kernel has."""
+        return self.taps[0] * self.taps[1]
+
+    def out(self, height: int, width: int) -> Pair:
+        """The size of the output for an input of this size."""
+        h, w = (
+            (size + 2 * self.padding[i] - self.dilation[i] * (self.taps[i] - 1) - 1)
+            // self.stride[i] + 1
+            for i, size in enumerate((height, width))
+        )  # fmt: skip
+        return h, w
+
+
+class _Geometry(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in
+          ("height", "width", "columns", "out_height", "out_width", "rows")),
+        *((name, ctypes.c_int64 * 2) for name in ("taps", "stride", "padding", "dilation")),
+        ("backward", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+def convolve(x: Tensor, weight: PackedMatrix, bias: Tensor | None, window: Window) -> Tensor:
+    """The convolution of a batch.
+
+    Args:
+        x: (images, channels, height, width), float32; read with channels last.
+        weight: (out channels, channels) for each tap, in the order of rows of the kernel.
+        bias: (out channels,), or None.
+        window: how the kernel moves.
+
+    Returns:
+        (images, out channels, height, width), channels last.
+    """
+    height, width = window.out(x.shape[2], x.shape[3])
+    return _run(x, weight, bias, window, height, width, backward=False)
+
+
+def convolve_back(dz: Tensor, weight: PackedMatrix, window: Window, size: Pair) -> Tensor:
+    """The gradient of the input of :func:`convolve`.
+
+    Args:
+        dz: (images, out channels, height, width), float32, of the output.
+        weight: the transpose of every tap: (channels, out channels) each.
+        window: that of the convolution.
+        size: height and width of the input.
+
+    Returns:
+        (images, channels, *size), channels last.
+    """
+    return _run(dz, weight, None, window, *size, backward=True)
+
+
+def _run(
+    x: Tensor, weight: PackedMatrix, bias: Tensor | None, window: Window, height: int, width: int,
+    backward: bool,
+) -> Tensor:  # fmt: skip
+    library = loaded()
+    images, columns, in_height, in_width = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    out = x.new_empty((images, height, width, weight.rows)).permute(0, 3, 1, 2)
+    bias = None if bias is None else bias.float().contiguous()
+    pairs = [(ctypes.c_int64 * 2)(*pair) for pair in
+             (window.taps, window.stride, window.padding, window.dilation)]  # fmt: skip
+    geometry = _Geometry(
+        *(in_height, in_width, columns, height, width, weight.rows), *pairs, backward
+    )
+    about = ctypes.addressof(geometry)
+    pixels = in_height * in_width
+    turned = _workspace(pixels * columns * PANEL)
+    parts = [t.data_ptr() for t in (weight.values, weight.index, weight.start)]
+    bias_at = 0 if bias is None else bias.data_ptr()
+    work = min(images, PANEL) * len(weight.values) * height * width // WORTH
+    for first in range(0, images, PANEL):
+        some = (first, min(first + PANEL, images))
+        turn = (x.data_ptr(), about, *some, BEGIN, END, turned.data_ptr())
+        in_parts(library.nm_turn, turn, pixels, pixels * columns * PANEL // 8)
+        convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *some, BEGIN, END)
+        in_parts(library.nm_convolution, convolve, height, work)
+    return out
+
+
+_kept = threading.local()
+
+
+def _workspace(floats: int) -> Tensor:
+    """Memory of this thread that stays: fresh one costs a page fault every 4 KB."""
+    memory: Tensor | None = getattr(_kept, "memory", None)
+    if memory is None or len(memory) < floats:
+        memory = _kept.memory = torch.empty(floats)
+    return memory

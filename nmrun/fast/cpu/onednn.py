@@ -1,0 +1,132 @@
+"""Dense linear layers by oneDNN on CPUs where that is faster than what torch calls by itself.
+
+In float32 ``F.linear`` is MKL's on x86, whatever the processor. oneDNN's product is torch's
+operator ``mkldnn._linear_pointwise``, which code of ``torch.compile`` for CPUs calls. It reads
+matrices by rows and by columns alike, so all three products of a training step are calls of it:
+
+    Z = X W^T,    dX = dZ (W^T)^T,    dW = dZ^T (X^T)^T
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.fast.measurement import ONEDNN, Times
+from nmrun.products.simulated import compute_dtype
+from nmrun.sparsity.layers import forward_class
+
+# of torch's time: what is closer than that differs from probe to probe
+FASTER = 0.97
+
+
+def available() -> bool:
+    """Whether torch has oneDNN's products here."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def is_faster(times: Mapping[str, Times]) -> bool:
+    """Whether oneDNN is right and beats torch's default in a layer with these times by path."""
+    own = times.get(ONEDNN, Times(wrong="not measured"))
+    return not own.wrong and own.dense < FASTER * times["dense"].dense
+
+
+def best_gradient(times: Mapping[str, Times]) -> str:
+    """By which path a dense weight gradient is the faster."""
+    own, torchs = times.get(ONEDNN), times["dense"].weight_gradient
+    faster = own is not None and not own.wrong and own.weight_gradient < FASTER * torchs
+    return ONEDNN if faster else "dense"
+
+
+def weight_of(module: Any) -> Tensor | None:
+    """The weight of a linear layer as (outputs, inputs); None for any other module, and for one
+    with a ``forward`` of its own."""
+    if "forward" in vars(module):
+        return None
+    owner = forward_class(module)
+    if owner is nn.Linear:
+        return module.weight
+    if f"{owner.__module__}.{owner.__name__}" == "transformers.pytorch_utils.Conv1D":
+        return module.weight.t()
+    return None
+
+
+def takes(module: nn.Module, x: Tensor) -> bool:
+    """Whether a layer that is faster so computes this input so: in training, in float32."""
+    return module.training and x.numel() > 0 and compute_dtype(x) == torch.float32
+
+
+def install(module: nn.Module) -> None:
+    """Let a linear layer compute its products so in training."""
+    stored = isinstance(module, nn.Linear)
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        if not takes(module, x):
+            return type(module).forward(module, x)
+        return linear(x, module.weight if stored else module.weight.t(), module.bias)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``: x (..., inputs), weight (outputs, inputs), bias (outputs,) or None, float32."""
+    z: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    return z.view(*x.shape[:-1], len(weight))
+
+
+class OneDNNLinear(nn.Linear):
+    """A dense linear layer for inference that oneDNN computes, in float32.
+
+    Args:
+        weight: (outputs, inputs), which stays where it is.
+        bias: (outputs,), or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        held = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., inputs) to (..., outputs)."""
+        if x.numel() and compute_dtype(x) == torch.float32:
+            return linear(x, self.weight, self.bias)
+        return super().forward(x)
+
+
+class _Product(torch.autograd.Function):
+    """``a b^T + bias``, a (m, k), b (n, k), bias (n,); gradients of gradients are such products."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return product(a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        (a, b), (needs_a, needs_b, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            _Product.apply(d, b.t(), None) if needs_a else None,
+            _Product.apply(d.t(), a.t(), None) if needs_b else None,
+            d.sum(0) if needs_bias else None,
+        )
+
+
+@torch.library.custom_op("nmrun::product_onednn", mutates_args=())
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a b^T + bias``, (m, n), with a (m, k) and b (n, k), by rows or by columns."""
+    # slices of columns are slow, and gradients may come expanded
+    a, b = (t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous() for t in (a, b))
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return made
+
+
+@product.register_fake
+def _(a, b, bias=None):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[0])

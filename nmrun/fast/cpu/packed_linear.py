@@ -1,0 +1,153 @@
+"""A linear layer for inference on the CPU whose N:M weight is packed in tiles.
+
+It stands in the place of ``nn.Linear`` and Hugging Face's ``Conv1D``. Nothing in it is trained, but
+gradients pass through to the input.
+
+The state dict of a :class:`PackedLinear` has ``values`` (slots, 16), ``index`` (slots, 16) and
+``counts`` (blocks, tiles, 8), see :class:`nmrun.fast.cpu.kernels.tiles.TiledMatrix`, and ``bias`` where
+there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.fast.cpu.kernels import products, tiles
+from nmrun.fast.cpu.kernels.tiles import TiledMatrix
+from nmrun.products.simulated import compute_dtype
+
+
+class PackedLinear(nn.Module):
+    """``x W^T + bias`` with an N:M weight, float32 or bfloat16, on the CPU.
+
+    Args:
+        matrix: W, (out_features, in_features), a :class:`TiledMatrix`.
+        bias: (out_features,), or None.
+    """
+
+    values: Tensor
+    index: Tensor
+    counts: Tensor
+    start: Tensor
+    bias: Tensor | None
+    PARTS: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
+
+    def __init__(self, matrix: Any, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = matrix.columns, matrix.rows
+        self._hold(matrix)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """The layer of a weight (out_features, in_features) with zeros."""
+        row, column = weight.nonzero(as_tuple=True)
+        matrix = tiles.pack(row, column, weight.detach()[row, column], *weight.shape)
+        return cls(matrix, bias)
+
+    def _hold(self, matrix: Any) -> None:
+        for name in self.PARTS:
+            self.register_buffer(name, getattr(matrix, name))
+        self.register_buffer("start", matrix.start, persistent=False)
+        self.same = matrix.same
+
+    def _matrix(self, *parts: Tensor) -> Any:
+        """Raises ValueError: for tensors that hold no matrix of this shape."""
+        values, index, counts = parts
+        shape = (self.out_features, self.in_features)
+        return TiledMatrix.of(values.to(self.values), index, counts, *shape)
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        parts = [state.get(prefix + name) for name in self.PARTS]
+        if all(isinstance(part, Tensor) for part in parts):
+            try:  # another weight of this shape may have another number of slots
+                self._hold(self._matrix(*(part.clone() for part in parts)))  # type: ignore[union-attr]
+            except ValueError as error:
+                errors.append(f"{prefix.removesuffix('.')}: {error}")
+                return
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., out_features), in the dtype of x, summed in float32."""
+        parts = (self.values, self.index, self.counts, self.start, self.bias)
+        x = x.to(compute_dtype(x))
+        flat, shape = x.reshape(-1, x.shape[-1]), (self.out_features, self.in_features)
+        # an operator is what a compiler and autograd know; the call alone is faster
+        differentiated = x.requires_grad and torch.is_grad_enabled()
+        call = packed_linear if torch.compiler.is_compiling() or differentiated else _product
+        return call(flat, *parts, *shape, self.same).view(*x.shape[:-1], self.out_features)
+
+    def dense(self) -> Tensor:
+        """The weight with its zeros."""
+        parts = (self.values, self.index, self.counts, self.start)
+        return unpacked(*parts, self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
+    """Raise RuntimeError for an input of another width, and for tensors that are not on the CPU."""
+    if x.device.type != "cpu" or values.device.type != "cpu":
+        raise RuntimeError(
+            f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
+        )
+    if x.shape[-1] != columns:
+        raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
+
+
+def _product(
+    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
+    rows: int, columns: int, same: int,
+) -> Tensor:  # fmt: skip
+    check_operands(x, values, columns)
+    for tensor, name in ((x, "x"), (values, "weights")):
+        if tensor.dtype not in products.DTYPES:
+            raise RuntimeError(f"{name} of {tensor.dtype}: packed layers take float32 and bfloat16")
+    bias = None if bias is None else bias.float()
+    return tiles.multiply(x, TiledMatrix(values, index, counts, rows, columns, start, same), bias)
+
+
+@torch.library.custom_op("nmrun::packed_linear", mutates_args=())
+def packed_linear(
+    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
+    rows: int, columns: int, same: int,
+) -> Tensor:  # fmt: skip
+    return _product(x.detach(), values, index, counts, start, bias, rows, columns, same)
+
+
+@packed_linear.register_fake
+def _(x, values, index, counts, start, bias, rows, columns, same):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], rows)
+
+
+@torch.library.custom_op("nmrun::unpacked", mutates_args=())
+def unpacked(
+    values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
+) -> Tensor:
+    """A packed weight with its zeros."""
+    return TiledMatrix(values, index, counts, rows, columns, start, 0).dense()
+
+
+@unpacked.register_fake
+def _(values, index, counts, start, rows, columns):  # type: ignore[no-untyped-def]
+    return values.new_empty(rows, columns)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *parts, _, ctx.rows, ctx.columns, _ = inputs
+    ctx.save_for_backward(*parts)
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    dense = unpacked(*ctx.saved_tensors, ctx.rows, ctx.columns)
+    return dz @ dense.to(dz.dtype), *[None] * 8
+
+
+packed_linear.register_autograd(_backward, setup_context=_save)

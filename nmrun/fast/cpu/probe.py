@@ -1,0 +1,375 @@
+"""Which layers N:M products on the CPU can take, and which dense layers oneDNN; whether these are
+right and faster: tested and timed once a shape, and remembered on disk; how a layer gets them.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.fast import measurement
+from nmrun.fast.cpu import convolution, linear, onednn
+from nmrun.fast.cpu.convolution import ConvolutionProducts
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.convolution import Window
+from nmrun.fast.cpu.linear import LinearProducts
+from nmrun.fast.measurement import ONEDNN, Times, fault, recall, remember, version
+from nmrun.patterns import Pattern
+from nmrun.products import layer
+from nmrun.products.layer import Phase
+from nmrun.products.simulated import estimate
+from nmrun.sparsity.masks import hard_threshold
+from nmrun.sparsity.weight import SparseWeight
+
+FILE = "probe_cpu.json"
+DTYPES = (torch.float32, torch.bfloat16)
+# multiplications of one product below which a layer is left alone: some 0.2 ms, where what
+# Python does around an operator eats the gain
+SMALLEST = 1 << 24
+ROUNDS = 9
+ENOUGH = 1.0  # seconds of one product's rounds after which three are enough
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch.
+
+    ``pattern``: None for a layer that is always dense. ``mvue``: the pattern of an estimate of the
+    output's gradient along the tokens, or None.
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+    pattern: Pattern | None
+    mvue: Pattern | None = None
+
+    @property
+    def multiplications(self) -> int:
+        """Of a dense product."""
+        return self.rows * self.columns * self.tokens
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is tried."""
+        sparse = ("packed",) if self.pattern else ()
+        plain = self.dtype == torch.float32 and self.mvue is None
+        dense = (ONEDNN,) if plain and onednn.available() else ()
+        return ("dense", *dense, *sparse)
+
+    def __str__(self) -> str:
+        kinds = (f" {self.pattern}" if self.pattern else "") + (
+            f" mvue {self.mvue}" if self.mvue else ""
+        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.columns} to {self.rows}, {self.tokens} tokens, {dtype}{kinds}"
+
+
+@dataclass(frozen=True)
+class ConvolutionShape:
+    """A convolution in training, of ``images`` of a micro-batch with (height, width) ``size``."""
+
+    rows: int
+    columns: int
+    images: int
+    size: tuple[int, int]
+    window: Window
+    pattern: Pattern
+    channels_last: bool
+    dtype: torch.dtype = torch.float32
+    paths: ClassVar[tuple[str, ...]] = ("dense", "packed")
+
+    @property
+    def multiplications(self) -> int:
+        """Of a dense product, edges included."""
+        (height, width), (h, w) = self.window.out(*self.size), self.window.taps
+        return self.rows * self.columns * h * w * height * width * self.images
+
+    def __str__(self) -> str:
+        w, (height, width) = self.window, self.size
+        kernel = f"{w.taps[0]}x{w.taps[1]}" + "".join(
+            f" {name} {pair[0]}x{pair[1]}"
+            for name, pair, usual in (("stride", w.stride, 1), ("dilation", w.dilation, 1))
+            if pair != (usual, usual)
+        )
+        last = ", channels last" if self.channels_last else ""
+        return (
+            f"{self.columns} to {self.rows} channels, {kernel}, padding {w.padding[0]}x"
+            f"{w.padding[1]}, {self.images} images of {height}x{width}{last}, {self.pattern}"
+        )
+
+
+def measured(
+    shape: Any,
+    device: torch.device | None = None,
+    by: Callable[[Any], dict[str, Times]] | None = None,
+) -> dict[str, Times]:
+    """The times of the layer by every path that is tried; from the disk if they are known there for
+    this processor and this number of threads.
+
+    Args:
+        shape: its string says all of it, its ``paths`` what is tried.
+        device: the processor, whatever is given.
+        by: what measures, default :func:`measure`.
+    """
+    machine = _machine()
+    if (known := recall(FILE, machine, str(shape), shape.paths)) is not None:
+        return known
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found = (by or measure)(shape)
+    remember(FILE, machine, str(shape), found)
+    return found
+
+
+def measure(shape: LinearShape | ConvolutionShape) -> dict[str, Times]:
+    """The same, always measured: the fastest of :data:`ROUNDS` rounds in which all take turns."""
+    return _of_convolution(shape) if isinstance(shape, ConvolutionShape) else _of_linear(shape)
+
+
+def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
+    generator, window = torch.Generator().manual_seed(1), shape.window
+    order = torch.channels_last if shape.channels_last else torch.contiguous_format
+    out = (shape.images, shape.rows, *window.out(*shape.size))
+    weight, x, dz = (
+        torch.randn(*size, generator=generator).contiguous(memory_format=order)
+        for size in ((shape.rows, shape.columns, *window.taps),
+                     (shape.images, shape.columns, *shape.size), out)
+    )  # fmt: skip
+    weight = hard_threshold(weight, shape.pattern, 1).contiguous(memory_format=order)
+    packed = ConvolutionProducts((shape.rows, shape.columns), window, shape.pattern)
+    packed.write(weight, None)
+    moves = (window.stride, window.padding, window.dilation)
+    backward = [getattr(packed, f"backward_{part}") for part in linear.PARTS]
+
+    def z() -> Tensor:
+        return packed(x, weight, None)
+
+    def dx() -> Tensor:
+        return convolution.convolution_back(dz, weight, backward, shape.size, *moves)
+
+    def dense_z() -> Tensor:
+        return functional.conv2d(x, weight, None, *moves)
+
+    def dense_gradient(which: int) -> Tensor:
+        wanted = [which == 0, which == 1, False]
+        gradients = torch.ops.aten.convolution_backward(
+            dz, x, weight, None, *moves, False, [0, 0], 1, wanted
+        )
+        found: Tensor = gradients[which]
+        return found
+
+    def dense_dx() -> Tensor:
+        return dense_gradient(0)
+
+    if wrong := fault(z, dense_z()) or fault(dx, dense_dx()):
+        return {"dense": Times(), "packed": Times(wrong=wrong)}
+    calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
+    (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (side_by_side(*p) for p in calls)
+    (dw,) = side_by_side(lambda: dense_gradient(1))  # dense by either path
+    dense, packed_times = Times(0.0, z_dense, dx_dense, dw), Times(pack, z_packed, dx_packed, dw)
+    return {"dense": dense, "packed": packed_times}
+
+
+def _of_linear(shape: LinearShape) -> dict[str, Times]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns),
+             (shape.tokens, shape.rows), (shape.rows,))  # fmt: skip
+    weight, x, dz, bias = (torch.randn(*size, generator=generator) for size in sizes)
+    if shape.pattern is not None:
+        weight = hard_threshold(weight, shape.pattern, 1).contiguous()
+    low, x, dz, low_bias = (t.to(shape.dtype) for t in (weight, x, dz, bias))
+    estimated = dz if shape.mvue is None else estimate(dz, shape.mvue, generator)
+    # forward product, input gradient and weight gradient by each path
+    calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
+        "dense": (
+            lambda: functional.linear(x, low, low_bias),
+            lambda: dz @ low,
+            lambda: estimated.t() @ x,
+        )
+    }
+    exact = [
+        functional.linear(x.float(), weight, bias),
+        dz.float() @ weight,
+        estimated.float().t() @ x.float(),
+    ]
+    expected, pack = {"dense": exact}, 0.0
+    if ONEDNN in shape.paths:
+        expected[ONEDNN] = exact
+        calls[ONEDNN] = (
+            lambda: onednn.product(x, weight, bias),
+            lambda: onednn.product(dz, weight.t()),
+            lambda: onednn.product(dz.t(), x.t()),
+        )
+    if shape.pattern is not None:
+        packed = LinearProducts((shape.rows, shape.columns), shape.dtype, shape.pattern)
+        packed.write(weight, None)
+        calls["packed"] = _packed(packed, shape, weight, x, dz, bias, estimated)
+        kept = exact[2] if shape.mvue else exact[2] * (weight != 0)
+        expected["packed"] = [*exact[:2], kept]
+        _, pack = side_by_side(lambda: None, lambda: packed.write(weight, None))
+    wrong = {
+        name: next(filter(None, map(fault, of, expected[name])), "")
+        for name, of in calls.items()
+        if name != "dense"
+    }
+    found = {name: Times(wrong=said) for name, said in wrong.items() if said}
+    right = [name for name in calls if name not in found]
+    forward, dx, dw = (side_by_side(*(calls[name][i] for name in right)) for i in range(3))
+    for name, *taken in zip(right, forward, dx, dw, strict=True):
+        found[name] = Times(pack if name == "packed" else 0.0, taken[0], taken[1], taken[2])
+    return found
+
+
+def _packed(
+    packed: LinearProducts, shape: LinearShape, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
+    estimated: Tensor,
+) -> tuple[Callable[[], Tensor], ...]:  # fmt: skip
+    forward, backward = (
+        [getattr(packed, f"{kind}_{part}") for part in linear.PARTS] for kind in linear.KINDS
+    )
+
+    def dw() -> Tensor:
+        if shape.mvue is not None:
+            groups = -(-shape.tokens // shape.mvue.m) * shape.mvue.n
+            return linear.estimated_product(estimated, x, groups)
+        return linear.sampled(dz, x, forward)
+
+    return (
+        lambda: linear.linear(x, weight, bias, forward, backward, "dense"),
+        lambda: linear.multiply(dz, backward, shape.columns),
+        dw,
+    )
+
+
+def side_by_side(*calls: Callable[[], object]) -> list[float]:
+    """The milliseconds of each call in the fastest of :data:`ROUNDS` rounds, in which all take turns.
+
+    The fastest is what other work disturbs least: where other processes take half of each core,
+    the ratio of two such times is up to a fifth off, that of the medians up to a third.
+    """
+    taken: list[list[float]] = [[] for _ in calls]
+    began = time.perf_counter()
+    for done in range(ROUNDS + 1):
+        if done > 3 and time.perf_counter() - began > ENOUGH:
+            break
+        for call, times in zip(calls, taken, strict=True):
+            begin = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return [min(times[1:]) for times in taken]  # the first warms up
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts = dict(line.split(":", 1) for line in lines if ":" in line)
+        wanted = ("model name\t", "cpu family\t", "model\t\t")
+        return " ".join(facts[key].strip() for key in wanted)
+    except (OSError, KeyError):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _version() -> str:
+    rooms = (resources.files(room) for room in ("nmrun.kernels", "nmrun.fast.cpu.kernels"))
+    sources = sorted((file for room in rooms for file in room.iterdir()), key=lambda f: f.name)
+    kernels = [file for file in sources if file.name.endswith(".c")]
+    return version(
+        [
+            *kernels,
+            Path(__file__),
+            Path(measurement.__file__),
+            Path(__file__).with_name("activations.py"),
+        ]
+    )
+
+
+def _machine() -> str:
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{_processor()}, {threads}, torch {torch.__version__}, kernels {_version()}"
+
+
+def obstacle(device: torch.device) -> str:
+    """Why there are no N:M products on this CPU; empty if there might be."""
+    return "" if products.available() else "no C compiler works here, which the CPU's need"
+
+
+def eligible(
+    weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
+) -> tuple[str, LinearShape | ConvolutionShape | None]:
+    """The reason why a layer cannot be accelerated, or the shape that can be tried."""
+    if weight.is_sharded and weight.layer is not None and weight.layer.input_weight is not None:
+        return "the weight of its input gradient is sharded (FSDP)", None
+    if seen is None or not layer.replaceable(weight):
+        return "it is not called as a layer", None
+    if weight.layer is not None and weight.layer.input_mvue is not None:
+        return layer.ESTIMATED_INPUT, None
+    if weight.layer is not None and weight.layer.fp8:
+        return "FP8 is simulated, in dense products", None
+    convolution, (inputs, dtype) = weight.parameter.dim() > 2, seen
+    if dtype not in DTYPES[: 1 if convolution else 2] or not _is_float32(weight):
+        return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None
+    shape: LinearShape | ConvolutionShape
+    if convolution:
+        try:
+            shape = _convolution(weight, inputs)
+        except ValueError as error:
+            return str(error), None
+    else:
+        mvue = None if weight.layer is None else weight.layer.mvue
+        rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
+        tokens = inputs.numel() // max(1, inputs[-1])
+        shape = LinearShape(rows, columns, tokens, dtype, weight.pattern.by_rows, mvue)
+    if shape.multiplications < SMALLEST:
+        return f"its products are too small to gain ({shape})", None
+    return "", shape
+
+
+def dense(module: nn.Module, seen: tuple[torch.Size, torch.dtype]) -> LinearShape | None:
+    """The shape that can be tried by oneDNN, of a module that has no sparse weight; None where it
+    cannot."""
+    weight, (inputs, dtype) = onednn.weight_of(module), seen
+    if weight is None or not dtype == weight.dtype == torch.float32 or not onednn.available():
+        return None
+    rows, columns = weight.shape
+    shape = LinearShape(rows, columns, inputs.numel() // max(1, inputs[-1]), dtype, None)
+    return shape if shape.multiplications >= SMALLEST else None
+
+
+def _is_float32(weight: SparseWeight) -> bool:
+    return weight.parameter.dtype == torch.float32
+
+
+def _convolution(weight: SparseWeight, inputs: torch.Size) -> ConvolutionShape:
+    """Raises ValueError: why it cannot be packed."""
+    if not isinstance(weight.module, nn.Conv2d) or len(inputs) != 4:
+        raise ValueError("of convolutions those of batches of images are packed")
+    window, (rows, columns, *_) = convolution.window_of(weight.module), weight.shape
+    last = weight.parameter.is_contiguous(memory_format=torch.channels_last)
+    pattern = weight.pattern.by_rows
+    return ConvolutionShape(rows, columns, inputs[0], (inputs[2], inputs[3]), window, pattern, last)
+
+
+def packed(
+    own: layer.Layer, path: str, times: dict[str, Times], shape: LinearShape | ConvolutionShape
+) -> LinearProducts | ConvolutionProducts:
+    """What the products of a layer read by a path."""
+    sides = (shape.rows, shape.columns)
+    if isinstance(shape, ConvolutionShape):
+        return ConvolutionProducts(sides, shape.window, shape.pattern)
+    dense = onednn.best_gradient(times)
+    faster = bool(times[path].weight_gradient < times[dense].weight_gradient)
+    assert shape.pattern is not None  # of a sparse layer
+    return LinearProducts(sides, shape.dtype, shape.pattern, faster, dense)

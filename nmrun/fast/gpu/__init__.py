@@ -1,0 +1,1 @@
+"""2:4 products on GPUs, for training and for inference."""

@@ -1,0 +1,275 @@
+"""Products with a compressed 2:4 weight by cuSPARSELt's C interface, with plans that are kept.
+
+``torch._cslt_sparse_mm`` makes a plan in every call, some 0.4 ms of the host, and takes the
+library's default algorithm, which on an H100 is slower than the dense product where another is 1.4
+to 1.6 times as fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import threading
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OLDEST = (0, 6)  # its enumerations are those below
+OPAQUE = 11264  # bytes of a structure: 512 since 0.8, 11024 before
+ALIGNMENT = 16
+
+
+def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
+    """((major, minor, patch), path), asked of the very library that is mapped: a wheel's metadata
+    may say otherwise. None without one.
+    """
+    try:
+        found = re.search(r"/\S*libcusparseLt\S*", Path("/proc/self/maps").read_text())
+        if found is None:
+            return None
+        asked = ctypes.CDLL(found[0])
+        numbers = []
+        # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
+        for which in range(3):
+            number = ctypes.c_int()
+            if asked.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
+                return None
+            numbers.append(number.value)
+    except (OSError, AttributeError):
+        return None
+    return tuple(numbers), found[0]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        RuntimeError: where there is none, or an old one.
+    """
+    found = loaded_cusparselt()
+    if found is None:
+        raise RuntimeError("this torch has no cuSPARSELt")
+    version, path = found
+    if version < OLDEST:
+        raise RuntimeError(
+            f"cuSPARSELt {'.'.join(map(str, version))}: {'.'.join(map(str, OLDEST))} or later is needed"
+        )
+    loaded = ctypes.CDLL(path)
+    loaded.cusparseLtGetErrorString.restype = ctypes.c_char_p
+    return loaded
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function.
+
+    Args:
+        name: without ``cusparseLt``.
+        arguments: ctypes' values.
+
+    Raises:
+        RuntimeError: where it returns an error; with the library's words.
+    """
+    if status := getattr(library(), f"cusparseLt{name}")(*arguments):
+        said = library().cusparseLtGetErrorString(status)
+        raise RuntimeError(f"cuSPARSELt's {name}: {said.decode() if said else status}")
+
+
+class Opaque(ctypes.c_void_p):
+    """The address of a structure that only the library reads."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(OPAQUE + ALIGNMENT)
+        super().__init__(-(-ctypes.addressof(self.memory) // ALIGNMENT) * ALIGNMENT)
+
+
+PLANS = 128  # kept by each thread: a layer has one for each number of tokens
+# of CUDA's cudaDataType
+TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+}
+# of cuSPARSELt's header and cuSPARSE's
+COLUMN_ORDER, ROW_ORDER = 1, 2
+PLAIN, TRANSPOSED = 0, 1
+HALF = 0  # sparsity
+IN_FLOAT32 = 2
+BIAS_POINTER = 8  # of a product
+PLACE = 256  # of a bias, until there is one: a plan is made with a bias or without
+ALGORITHM, LAST_ALGORITHM = 0, 1  # of an algorithm selection
+ONE, ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+
+def multiply(
+    packed: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    out: torch.dtype | None = None,
+    algorithm: int = 0,
+) -> Tensor:
+    """Compute ``x W^T + bias``.
+
+    Args:
+        packed: W, (rows, some), compressed from (rows, columns).
+        x: (tokens, columns), stored by rows or by columns, in the dtype of ``packed``; tokens are a
+            multiple of 8 (of 16 where a number has 8 bits).
+        bias: (rows), in the dtype of the result.
+        out: dtype of the result; None: that of ``x``.
+        algorithm: one of :func:`algorithms`; 0 is the library's default.
+
+    Returns:
+        (tokens, rows).
+
+    Raises:
+        RuntimeError: where the library refuses.
+    """
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        x = x.contiguous()
+    x, bias = _aligned(x), None if bias is None else _aligned(bias)
+    plan = _plan(packed, x, out, bias is not None, algorithm)
+    with torch.cuda.device(x.device):
+        return plan(packed, x, bias)
+
+
+def algorithms(packed: Tensor, x: Tensor, out: torch.dtype | None = None) -> int:
+    """How many algorithms the library has for a product; some may refuse it, or be wrong.
+
+    Args:
+        packed, x, out: as of :func:`multiply`.
+    """
+    return _plan(packed, x, out, False, 0).algorithms
+
+
+def _plan(
+    packed: Tensor, x: Tensor, out: torch.dtype | None, biased: bool, algorithm: int
+) -> _Plan:
+    tokens, columns = x.shape
+    return _state.plan(
+        *(x.device, packed.shape[0], columns, tokens, packed.dtype, out or x.dtype),
+        *(not x.is_contiguous(), biased, algorithm),
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A part of a tensor may begin anywhere; a copy begins where the library wants it."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+class _Plan:
+    """One product: sizes, dtypes, with a bias or without, an algorithm. Which bias is set before
+    each call: layers of a size share a plan.
+    """
+
+    def __init__(
+        self, handle: Opaque, rows: int, columns: int, tokens: int, dtype: torch.dtype, out: torch.dtype,
+        by_columns: bool, biased: bool, algorithm: int,
+    ) -> None:  # fmt: skip
+        self.handle, self.shape, self.out = handle, (tokens, rows), out
+        self.made: list[tuple[str, Opaque]] = []
+        weight, x, z, self.product, self.selection, self.plan = (Opaque() for _ in range(6))
+        size, number = ctypes.c_int64, ctypes.c_int
+        alignment, kind = ctypes.c_uint32(ALIGNMENT), number(TYPES[dtype])
+        stored = (columns, tokens) if by_columns else (tokens, columns)
+        call(
+            "StructuredDescriptorInit", handle, weight,
+            *map(size, (rows, columns, columns)), alignment, kind, number(ROW_ORDER), number(HALF),
+        )  # fmt: skip
+        self.made.append(("MatDescriptorDestroy", weight))
+        call(
+            "DenseDescriptorInit", handle, x,
+            *map(size, (*stored, stored[1])), alignment, kind, number(ROW_ORDER),
+        )  # fmt: skip
+        self.made.append(("MatDescriptorDestroy", x))
+        call(
+            "DenseDescriptorInit", handle, z,
+            *map(size, (rows, tokens, rows)), alignment, number(TYPES[out]), number(COLUMN_ORDER),
+        )  # fmt: skip
+        self.made.append(("MatDescriptorDestroy", z))
+        turned = number(PLAIN if by_columns else TRANSPOSED)
+        call(
+            "MatmulDescriptorInit", handle, self.product,
+            number(PLAIN), turned, weight, x, z, z, number(IN_FLOAT32),
+        )  # fmt: skip
+        if biased:
+            self._set_bias(PLACE)
+        call("MatmulAlgSelectionInit", handle, self.selection, self.product, number(0))
+        last, chosen, four = number(), number(algorithm), ctypes.c_size_t(4)
+        call(
+            *("MatmulAlgGetAttribute", handle, self.selection, number(LAST_ALGORITHM)),
+            *(ctypes.byref(last), four),
+        )
+        self.algorithms = last.value
+        if algorithm:
+            call(
+                *("MatmulAlgSetAttribute", handle, self.selection, number(ALGORITHM)),
+                *(ctypes.byref(chosen), four),
+            )
+        call("MatmulPlanInit", handle, self.plan, self.product, self.selection)
+        self.made.append(("MatmulPlanDestroy", self.plan))
+        needed = ctypes.c_size_t()
+        call("MatmulGetWorkspace", handle, self.plan, ctypes.byref(needed))
+        self.workspace = needed.value
+
+    def __call__(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        z = torch.empty(self.shape, dtype=self.out, device=x.device)
+        # of torch's allocator, which knows of streams and of captured graphs
+        space = torch.empty(self.workspace, dtype=torch.int8, device=x.device)
+        if bias is not None:
+            self._set_bias(bias.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        to = ctypes.c_void_p(z.data_ptr())
+        call(
+            "Matmul", self.handle, self.plan, ctypes.byref(ONE), ctypes.c_void_p(packed.data_ptr()), ctypes.c_void_p(x.data_ptr()),
+            ctypes.byref(ZERO), to, to, ctypes.c_void_p(space.data_ptr()), ctypes.byref(stream), ctypes.c_int(1),
+        )  # fmt: skip
+        return z
+
+    def _set_bias(self, address: int) -> None:
+        place = ctypes.c_void_p(address)
+        call(
+            *("MatmulDescSetAttribute", self.handle, self.product, ctypes.c_int(BIAS_POINTER)),
+            *(ctypes.byref(place), ctypes.c_size_t(8)),
+        )
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for destroy, structure in reversed(self.made):
+                getattr(library(), f"cusparseLt{destroy}")(structure)
+
+
+class _State(threading.local):
+    """What one thread has of the library: a handle serves the thread that made it."""
+
+    def __init__(self) -> None:
+        self._handles: dict[torch.device, Opaque] = {}
+        self.plan = lru_cache(maxsize=PLANS)(self._plan)
+
+    def _plan(
+        self, device: torch.device, rows: int, columns: int, tokens: int, dtype: torch.dtype, out: torch.dtype,
+        by_columns: bool, biased: bool, algorithm: int,
+    ) -> _Plan:  # fmt: skip
+        with torch.cuda.device(device):
+            if device not in self._handles:
+                handle = Opaque()
+                call("Init", handle)
+                self._handles[device] = handle
+            return _Plan(
+                self._handles[device],
+                rows,
+                columns,
+                tokens,
+                dtype,
+                out,
+                by_columns,
+                biased,
+                algorithm,
+            )
+
+
+_state = _State()

@@ -1,0 +1,228 @@
+"""A linear layer through 2:4 products, as operators that autograd, ``torch.compile`` and CUDA
+graphs know.
+
+The dense weight stays the parameter. :class:`SemiStructuredProducts` holds what the products read, packed once per
+optimizer step and shared by all micro-batches and by the recomputation of checkpointed activations;
+it is no part of any state dict, since the layout is the GPU's.
+
+    Z = X W^T      sparse
+    dX = dZ V      sparse where V^T is 2:4 too (transposable masks, double pruning), else dense;
+                   V is W unless the recipe has another
+    dW = dZ^T X    dense; with MVUE, E^T X with a 2:4 estimate E of dZ, sparse where that is faster
+
+By a path of FP8 products the operands are rounded to it, those of dense products as well (see
+``nmrun.products.simulated.linear``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
+from nmrun.patterns import Pattern
+from nmrun.products.simulated import backward_product, compute_dtype, estimate
+
+
+class SemiStructuredProducts(nn.Module):
+    """The packed weight of one layer, in buffers that keep their addresses: compiled code and CUDA
+    graphs see the new values.
+
+    ``weight``: (rows, columns), 2:4 along its columns, in float32 or already in ``dtype``.
+    ``other``: the weight of the input gradient where that is not ``weight``. ``both``: V is 2:4
+    along its rows, so the input gradient is sparse as well. ``weight_path`` is the path for the
+    weight gradient with MVUE, or None, and ``input_path`` that of the input gradient where it is
+    another algorithm.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        weight: Tensor,
+        other: Tensor | None,
+        dtype: torch.dtype,
+        both: bool,
+        weight_path: str | None = None,
+        input_path: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.path, self.dtype, self.both, self.weight_path = path, dtype, both, weight_path
+        self.input_path = input_path
+        parts, parts_t, dense = self._pack(weight, other)
+        self.counts = (len(parts), len(parts_t))
+        for i, part in enumerate([*parts, *parts_t, *dense]):
+            self.register_buffer(f"part{i}", part, persistent=False)
+
+    def _pack(
+        self, weight: Tensor, other: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        low = self._cast(weight)
+        low_other = low if other is None else self._cast(other)
+        parts, parts_t = semi_structured.named(self.path).pack(
+            low, low_other if self.both else None
+        )
+        return parts, parts_t, [] if self.both else [low_other]
+
+    def _cast(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
+        # a mask times a negative weight is -0.0, which compressors may take for a number
+        return torch.add(weight.detach(), 0.0, out=out)
+
+    @torch.no_grad()
+    def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
+        """Pack these values in place of the old ones; the weight gradient is whole, also where a
+        ``masked`` one would do."""
+        buffers, (forward, both) = list(self.buffers()), self.counts
+        rewrite = semi_structured.named(self.path).rewrite
+        if rewrite is None:
+            parts, parts_t, dense = self._pack(weight, other)
+            for buffer, part in zip(buffers, [*parts, *parts_t, *dense], strict=True):
+                buffer.copy_(part)
+            return
+        rewrite(buffers[:forward], weight)
+        backward = weight if other is None else other
+        if both:
+            rewrite(buffers[forward:], backward.t())
+        else:
+            self._cast(backward, buffers[forward])
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
+    ) -> Tensor:
+        """x (..., columns) to (..., rows). ``weight`` is not read: it receives the gradient."""
+        parts = list(self.buffers())
+        forward, both = self.counts
+        x, bias = x.to(self.dtype), None if bias is None else bias.to(self.dtype)
+        z = linear24(
+            *(x.reshape(-1, x.shape[-1]), weight, bias, parts[:forward], parts[forward : forward + both], parts[forward + both :]),
+            *(self.path, self.weight_path, None if mvue is None else str(mvue), self.input_path),
+        )  # fmt: skip
+        return z.view(*x.shape[:-1], z.shape[-1])
+
+
+@torch.library.custom_op("nmrun::linear24", mutates_args=())
+def linear24(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Tensor], parts_t: list[Tensor], dense: list[Tensor],
+    path: str, weight_path: str | None, mvue: str | None, input_path: str | None,
+) -> Tensor:  # fmt: skip
+    return semi_structured.named(path).multiply(x, parts, bias)
+
+
+@torch.library.custom_op("nmrun::multiply24", mutates_args=())
+def multiply24(
+    x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
+) -> Tensor:
+    """x S^T + bias, (tokens, rows), with S as it was packed."""
+    return semi_structured.named(path).multiply(x, parts, bias)
+
+
+@torch.library.custom_op("nmrun::pack_multiply24", mutates_args=())
+def once(x: Tensor, sparse: Tensor, path: str) -> Tensor:
+    """x S^T with S (rows, columns) 2:4 along its columns, packed for this one product."""
+    x, sparse = (padded(t, 2 * ROUND_UP, 1) for t in (x, sparse))
+    parts, _ = semi_structured.named(path).pack(sparse, None)
+    return semi_structured.named(path).multiply(x, parts, None)
+
+
+@linear24.register_fake
+def _(x, weight, bias, parts, parts_t, dense, path, weight_path, mvue, input_path):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@multiply24.register_fake
+def _(x, parts, rows, path, bias=None):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], rows)
+
+
+@once.register_fake
+def _(x, sparse, path):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], sparse.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, mvue, ctx.input_path = inputs
+    ctx.save_for_backward(x, *parts_t, *dense)
+    ctx.sparse_input, ctx.rows, ctx.dtypes = (
+        bool(parts_t),
+        x.shape[1],
+        (weight.dtype, None if bias is None else bias.dtype),
+    )
+    ctx.mvue = None if mvue is None else Pattern.parse(mvue)
+    ctx.nothing = tuple([None] * len(tensors) for tensors in (parts, parts_t, dense))
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    x, *stored = ctx.saved_tensors
+    dx = dw = db = None
+    weight_dtype, bias_dtype = ctx.dtypes
+    dz = dz.contiguous()  # a gradient may come expanded
+    fp8 = semi_structured.named(ctx.path).fp8
+    if ctx.needs_input_grad[0]:
+        dx = (
+            multiply24(dz, stored, ctx.rows, ctx.input_path or ctx.path)
+            if ctx.sparse_input
+            else backward_product(dz, stored[0], fp8)
+        )
+    if ctx.needs_input_grad[2]:
+        db = dz.sum(0).to(bias_dtype)
+    if ctx.needs_input_grad[1]:
+        if ctx.mvue is not None:
+            dz = estimate(dz, ctx.mvue, None)
+        if ctx.mvue is not None and ctx.weight_path is not None:
+            dw = once(x.t(), dz.t(), ctx.weight_path).t()
+        else:
+            dw = backward_product(dz.t(), x, fp8)
+        dw = dw.to(weight_dtype)
+    return dx, dw, db, *ctx.nothing, None, None, None, None
+
+
+linear24.register_autograd(_backward, setup_context=_save)
+
+
+class SemiStructuredLinear(nn.Module):
+    """The same on CUDA, with a weight that fits into 2:4, by a path of ``semi_structured.PATHS``."""
+
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.out_features, self.in_features = weight.shape
+        # a mask times a negative weight is -0.0, which compressors may take for a number
+        parts, _ = semi_structured.named(path).pack((weight.detach() + 0.0).contiguous(), None)
+        self.parts = len(parts)
+        for i, part in enumerate(parts):
+            self.register_buffer(f"part{i}", part)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def choose(self, x: Tensor, weight: Tensor) -> None:
+        """Take the library's fastest right algorithm for inputs of this size.
+
+        Args:
+            x: (..., in_features), in the dtype of the products.
+            weight: what was packed.
+
+        Raises:
+            ValueError: where none is right.
+        """
+        flat, kind = x.reshape(-1, x.shape[-1]), self.path.partition(":")[0]
+        bias = None if self.bias is None else self.bias.float()
+        expected = functional.linear(flat.float(), weight.float(), bias)
+        self.path, _ = semi_structured.fastest(kind, flat, self._parts(), self.bias, expected)
+
+    def _parts(self) -> list[Tensor]:
+        return [getattr(self, f"part{i}") for i in range(self.parts)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(compute_dtype(x))
+        flat = x.reshape(-1, x.shape[-1])
+        z = multiply24(flat, self._parts(), self.out_features, self.path, self.bias)
+        return z.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, path={self.path}"

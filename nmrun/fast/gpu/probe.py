@@ -1,0 +1,232 @@
+"""Which layers 2:4 products on a GPU can take, which path is right and fast for one: tested and
+timed once a shape, and remembered on disk; how a layer gets it.
+
+A path is tested before it is timed: its products must be those of float32 within the rounding of
+the dtype, and the same bits in every repetition. What is remembered is by GPU, torch, cuSPARSELt
+and the version of this file, in ``probe24.json`` beside the compiled kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nmrun.fast import measurement
+from nmrun.fast.gpu import linear, semi_structured
+from nmrun.fast.gpu.linear import SemiStructuredProducts
+from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
+from nmrun.fast.measurement import Times, recall, remember, version
+from nmrun.products import layer, simulated
+from nmrun.products.layer import Phase
+from nmrun.sparsity.weight import SparseWeight
+
+FILE = "probe24.json"
+NO_MEMORY = "not enough memory is free to try it"
+
+
+@dataclass(frozen=True)
+class SemiStructuredShape:
+    """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch.
+    ``both``: the input gradient is sparse too; ``mvue``: so may the weight gradient be; ``fp8``:
+    operands of this dtype are rounded to FP8."""
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+    both: bool = False
+    mvue: bool = False
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        kinds = "".join(f" {name}" for name in ("both", "mvue", "fp8") if getattr(self, name))
+        return f"{self.columns} to {self.rows}, {self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}{kinds}"
+
+
+def measured(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times]:
+    """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if
+    they are known there.
+    """
+    machine = _machine(device)
+    paths = {"dense", *semi_structured.candidates(shape.fp8)}
+    if (known := recall(FILE, machine, str(shape), paths)) is not None:
+        return known
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found = measure(shape, device)
+    if all(times.wrong != NO_MEMORY for times in found.values()):  # there may be more next time
+        remember(FILE, machine, str(shape), found)
+    return found
+
+
+def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times]:
+    """The same, always measured."""
+    generator = torch.Generator().manual_seed(1)
+    weight = semi_structured.transposable(shape.rows, shape.columns, device).to(shape.dtype)
+    sizes = ((shape.tokens, shape.columns), (shape.tokens, shape.rows), (shape.rows,))
+    x, dz, bias = (
+        torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes
+    )
+    kept = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[
+        : shape.tokens, None
+    ]
+    estimate = torch.where(kept, dz, 0.0)  # 2:4 along the tokens
+    time = semi_structured.milliseconds
+    last = estimate if shape.mvue else dz
+    dense = Times(
+        forward=time(lambda: _forward(x, weight, bias, shape)),
+        input_gradient=time(lambda: simulated.backward_product(dz, weight, shape.fp8)),
+        weight_gradient=time(lambda: simulated.backward_product(last.t(), x, shape.fp8)),
+    )
+    found = {"dense": dense}
+    for name, path in semi_structured.candidates(shape.fp8).items():
+        try:
+            found[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
+        except torch.OutOfMemoryError:
+            found[name] = Times(wrong=NO_MEMORY)
+        except measurement.ERRORS as error:
+            found[name] = Times(wrong=measurement.first_line(error))
+    return found
+
+
+def _times(
+    path: semi_structured.Path, name: str, shape: SemiStructuredShape, dense: Times,
+    weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor, estimate: Tensor,
+) -> Times:  # fmt: skip
+    other = weight if shape.both else None
+    parts, parts_t = path.pack(weight, other)
+    expected = _forward(x.float(), weight.float(), bias.float(), shape)
+    named, forward = semi_structured.fastest(name, x, parts, bias, expected)
+    algorithms, input_gradient, weight_gradient = (
+        [named] * 3,
+        dense.input_gradient,
+        dense.weight_gradient,
+    )
+    if shape.both:
+        expected = simulated.backward_product(dz.float(), weight.float(), shape.fp8)
+        algorithms[1], input_gradient = semi_structured.fastest(name, dz, parts_t, None, expected)
+    if shape.mvue:
+        try:
+            algorithms[2], weight_gradient = _once(name, x, estimate)
+        except torch.OutOfMemoryError:
+            raise
+        except measurement.ERRORS:
+            weight_gradient = float("inf")  # then it stays dense
+    whole = weight.float()
+    packed = SemiStructuredProducts(name, whole, None, shape.dtype, shape.both)
+    return Times(
+        semi_structured.milliseconds(lambda: packed.write(whole, None)),
+        forward,
+        input_gradient,
+        weight_gradient,
+        algorithms=algorithms if algorithms != [name] * 3 else (),
+    )
+
+
+def _once(name: str, x: Tensor, estimate: Tensor) -> tuple[str, float]:
+    """The product ``x^T estimate`` by the fastest right algorithm, with packing."""
+    inputs, expected = x.t(), x.t().float() @ estimate.float()
+    filled, sparse = (padded(t, 2 * ROUND_UP, 1) for t in (inputs, estimate.t()))
+    parts, _ = semi_structured.named(name).pack(sparse, None)
+    named, _ = semi_structured.fastest(name, filled, parts, None, expected)
+    return named, semi_structured.milliseconds(lambda: linear.once(inputs, estimate.t(), named))
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: SemiStructuredShape) -> Tensor:
+    return (
+        simulated.linear(x, weight, bias, fp8=True)
+        if shape.fp8
+        else functional.linear(x, weight, bias)
+    )
+
+
+def _machine(device: torch.device) -> str:
+    from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
+
+    library = loaded_cusparselt()
+    number = ".".join(map(str, library[0])) if library else "none"
+    return (
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {number}, "
+        f"probe {version([Path(__file__), Path(semi_structured.__file__)])}"
+    )
+
+
+# of rows and columns, without FP8 and with it; paths that want more say so when tried
+MULTIPLE = {
+    False: 16,
+    True: 32,
+}
+
+
+def obstacle(device: torch.device) -> str:
+    """Why there are no 2:4 products on this device; empty if there might be."""
+    if device.type != "cuda":
+        return "no CUDA device"
+    capable = torch.cuda.get_device_capability(device)[0] >= 8
+    return "" if capable else "this GPU has no sparse tensor cores"
+
+
+def eligible(
+    weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
+) -> tuple[str, SemiStructuredShape | None]:
+    """The reason why a layer cannot be accelerated, or the shape that can be tried."""
+    if weight.is_sharded:
+        return "its weight is sharded (FSDP)", None
+    if weight.layer is not None and weight.layer.input_mvue is not None:
+        return layer.ESTIMATED_INPUT, None
+    if weight.parameter.dim() != 2:
+        return "torch has no sparse convolution", None
+    if not weight.pattern.fits_2_4:
+        return f"{weight.pattern} weights do not fit into 2:4", None
+    if seen is None or not layer.replaceable(weight):
+        return "it is not called as a layer", None
+    tokens, dtype = seen[0].numel() // max(1, seen[0][-1]), seen[1]
+    mvue, fp8 = (None, False) if weight.layer is None else (weight.layer.mvue, weight.layer.fp8)
+    rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
+    if dtype not in measurement.ALLOWED:
+        return (
+            f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)",
+            None,
+        )
+    if rows % MULTIPLE[fp8] or columns % MULTIPLE[fp8]:
+        return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE[fp8]}", None
+    estimated = mvue is not None and mvue.fits_2_4 and not fp8
+    return "", SemiStructuredShape(
+        rows, columns, tokens, dtype, _both(weight, recipe), estimated, fp8
+    )
+
+
+def _both(weight: SparseWeight, recipe: Phase) -> bool:
+    """Whether the weight of the input gradient is N:M along the outputs in their order.
+
+    Bi-Mask's is in another order.
+    """
+    pruned_again = weight.layer is not None and weight.layer.prune_again in weight.dependents
+    return recipe.transposable or pruned_again
+
+
+def packed(
+    own: layer.Layer, path: str, times: dict[str, Times], shape: SemiStructuredShape
+) -> SemiStructuredProducts:
+    """What the products of a layer read by a path."""
+    weight = own.weight
+    other, matrix = own.matrix(own.input_weight), own.matrix(weight.weight)
+    weight_path = min(
+        (name for name, t in times.items() if not t.wrong),
+        key=lambda name: times[name].weight_gradient,
+    )
+    forward, input_gradient, _ = _algorithms(path, times)
+    return SemiStructuredProducts(
+        *(forward, matrix, other, shape.dtype, shape.both),
+        None if weight_path == "dense" else _algorithms(weight_path, times)[2],
+        input_gradient,
+    )
+
+
+def _algorithms(path: str, times: dict[str, Times]) -> tuple[str, str, str]:
+    """The names of a path for the three products."""
+    forward, input_gradient, weight_gradient = times[path].algorithms or (path,) * 3
+    return forward, input_gradient, weight_gradient

@@ -1,0 +1,364 @@
+"""The ways in which torch multiplies with a 2:4 weight on sparse tensor cores, each with a test of
+its own before it is believed.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
+
+from nmrun.fast.gpu.kernels import compression, cusparselt
+from nmrun.fast.measurement import ERRORS, fault, first_line
+from nmrun.patterns import Pattern
+from nmrun.products import simulated
+from nmrun.sparsity.masks import hard_threshold
+
+Parts = list[Tensor]
+# tokens: a dense operand of 16-bit numbers has to have a multiple of 8, and fp8 of 16
+ROUND_UP = 16
+
+
+def padded(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """A matrix with zeros up to a multiple of rows (dim 0) or columns (1); itself where there is
+    nothing to add, which ``pad`` copies.
+    """
+    missing = -x.shape[dim] % multiple
+    return functional.pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing)) if missing else x
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute ``x W^T``, W (rows, columns) 2:4 along its columns, x (tokens, columns).
+
+    ``pack(W, V)`` compresses W, and V^T where a second weight V (rows, columns), 2:4 along its
+    rows, is given: that of the input gradient ``dz V``. ``multiply(x, parts, bias)`` is the product
+    with what was packed, of shape (tokens, rows). ``fp8``: operands are rounded as
+    :func:`nmrun.products.simulated.linear` does with ``fp8``, those of ``x W^T`` to e4m3fn and
+    those of ``dz V`` to e5m2. ``rewrite(parts, W)`` compresses another W in the place of one.
+    ``algorithms(x, parts)`` is how many ``multiply`` can choose from by its keyword ``algorithm``.
+    """
+
+    pack: Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]
+    multiply: Callable[..., Tensor]
+    fp8: bool = False
+    rewrite: Callable[[Parts, Tensor], None] | None = None
+    algorithms: Callable[[Tensor, Parts], int] | None = None
+
+
+def _separately(
+    compress: Callable[[Tensor], Parts],
+) -> Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]:
+    return lambda w, v: (
+        compress(w.contiguous()),
+        [] if v is None else compress(v.t().contiguous()),
+    )
+
+
+def _cutlass_compress(weight: Tensor) -> Parts:
+    Cutlass._validate_device_dim_dtype_shape(weight)
+    return list(sparse_semi_structured_from_dense_cutlass(weight))
+
+
+def _cutlass(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+    tokens = len(x)
+    x = padded(x, ROUND_UP)
+    if bias is None:
+        product = torch._sparse_semi_structured_mm(parts[0], parts[1], x.t())
+    else:
+        product = torch._sparse_semi_structured_addmm(bias, parts[0], parts[1], x.t())
+    return product[:, :tokens].t().contiguous()
+
+
+def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
+    major = torch.cuda.get_device_capability(weight.device)[0]
+    if major != 8:
+        raise NotImplementedError(
+            f"not tried: it writes the layout of compute capability 8.x, and this is {major}.x"
+        )
+    if other is not weight:
+        raise NotImplementedError(
+            "it packs one weight for both products, and prunes what is not 2:4 both ways"
+        )
+    # by default it compares signed values
+    packed, meta, packed_t, meta_t, _ = torch._sparse_semi_structured_tile(
+        weight, algorithm="largest_abs_values_greedy", use_cutlass=True
+    )
+    return [packed, meta], [packed_t, meta_t]
+
+
+def cusparselt_pack(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
+    """As ``Path.pack``.
+
+    Args:
+        weight: W, (rows, columns), in bfloat16 or float16.
+        other: V, of its shape, or None.
+
+    Returns:
+        W, and V^T where there is a V.
+    """
+    parts = [compression.compressed(weight, weight.dtype)]
+    return parts, [] if other is None else [compression.compressed(other.t(), other.dtype)]
+
+
+def cusparselt_rewrite(parts: Parts, weight: Tensor) -> None:
+    """As ``Path.rewrite``.
+
+    Args:
+        parts: what is overwritten.
+        weight: (rows, columns), stored by rows or by columns.
+    """
+    compression.compressed(weight, parts[0].dtype, out=parts[0])
+
+
+def cusparselt_multiply(x: Tensor, parts: Parts, bias: Tensor | None, algorithm: int = 0) -> Tensor:
+    z = cusparselt.multiply(parts[0], padded(x, ROUND_UP), bias, algorithm=algorithm)
+    return z[: len(x)]
+
+
+def cusparselt_algorithms(x: Tensor, parts: Parts) -> int:
+    return cusparselt.algorithms(parts[0], padded(x, ROUND_UP))
+
+
+def cusparselt_pack_fp8(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
+    """As :func:`cusparselt_pack`, with W rounded to e4m3fn and V^T to e5m2; each with its scale.
+
+    Args:
+        weight: W, (rows, columns).
+        other: V, of its shape, or None.
+
+    Returns:
+        W, and V^T where there is a V.
+    """
+    values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
+    parts_t: Parts = []
+    # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
+    if other is not None:
+        values_t, scale_t = simulated.quantize(other.t(), simulated.BACKWARD_FP8)
+        parts_t = [compression.compressed(values_t.bfloat16(), torch.bfloat16), scale_t]
+    return [compression.compressed(values, simulated.FORWARD_FP8), scale], parts_t
+
+
+def cusparselt_rewrite_fp8(parts: Parts, weight: Tensor) -> None:
+    """As :func:`cusparselt_rewrite`, of what :func:`cusparselt_pack_fp8` returned.
+
+    Args:
+        parts: what is overwritten.
+        weight: (rows, columns), stored by rows or by columns.
+    """
+    forward = parts[0].dtype == simulated.FORWARD_FP8
+    values, scale = simulated.quantize(
+        weight, simulated.FORWARD_FP8 if forward else simulated.BACKWARD_FP8
+    )
+    compression.compressed(values if forward else values.bfloat16(), parts[0].dtype, out=parts[0])
+    parts[1].copy_(scale)
+
+
+def _operand(x: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """(x as the library takes it, its scale)."""
+    forward = parts[0].dtype == simulated.FORWARD_FP8
+    kind = simulated.FORWARD_FP8 if forward else simulated.BACKWARD_FP8
+    values, scale = simulated.quantize(padded(x, ROUND_UP), kind)
+    return values.to(parts[0].dtype), scale
+
+
+def cusparselt_multiply_fp8(
+    x: Tensor, parts: Parts, bias: Tensor | None, algorithm: int = 0
+) -> Tensor:
+    values, scale = _operand(x, parts)
+    # the library takes no scales that lie on the device; before them float16 would overflow
+    out = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    z = cusparselt.multiply(parts[0], values, out=out, algorithm=algorithm)
+    return unscaled(z[: len(x)], parts[1], scale, bias, x.dtype)
+
+
+def cusparselt_algorithms_fp8(x: Tensor, parts: Parts) -> int:
+    out = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    return cusparselt.algorithms(parts[0], _operand(x, parts)[0], out)
+
+
+def unscaled(
+    z: Tensor, scale: Tensor, scale_x: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``z / scale / scale_x + bias``, computed in float32 and rounded once, contiguous."""
+    out = torch.empty(z.shape, dtype=dtype, device=z.device)
+    # with a dimension it makes the product float32
+    factor = (scale.reciprocal() * scale_x.reciprocal()).view(1)
+    return (
+        torch.mul(z, factor, out=out)
+        if bias is None
+        else torch.addcmul(bias.float(), z, factor, out=out)
+    )
+
+
+# NVIDIA's library: Ampere and later
+CUSPARSELT = Path(
+    cusparselt_pack,
+    cusparselt_multiply,
+    rewrite=cusparselt_rewrite,
+    algorithms=cusparselt_algorithms,
+)
+# torch's kernel: compiled for compute capability 8.x, refused elsewhere
+CUTLASS = Path(_separately(_cutlass_compress), _cutlass)
+# Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs:
+# elsewhere results are wrong. What is not 2:4 both ways it prunes by a rule of its own.
+ONE_PASS = Path(_one_pass, _cutlass)
+CUSPARSELT_FP8 = Path(  # Ada, Hopper and later
+    cusparselt_pack_fp8,
+    cusparselt_multiply_fp8,
+    fp8=True,
+    rewrite=cusparselt_rewrite_fp8,
+    algorithms=cusparselt_algorithms_fp8,
+)
+PATHS: dict[str, Path] = {
+    "cusparselt": CUSPARSELT,
+    "cutlass": CUTLASS,
+    "one_pass": ONE_PASS,
+    "cusparselt_fp8": CUSPARSELT_FP8,
+}
+# The reference, on any device: the zeros are multiplied too.
+MASKED = Path(
+    lambda w, v: ([w.clone()], [] if v is None else [v.t().contiguous()]),
+    lambda x, parts, bias: functional.linear(x, parts[0], bias),
+)
+
+
+def candidates(fp8: bool) -> dict[str, Path]:
+    """The paths for operands rounded to FP8, or those for others."""
+    return {name: path for name, path in PATHS.items() if path.fp8 == fp8}
+
+
+def named(name: str) -> Path:
+    """The path of a name: of ``PATHS``, with an algorithm (``cusparselt:17``) or without, or
+    ``masked``.
+    """
+    if name == "masked":
+        return MASKED
+    kind, _, number = name.partition(":")
+    path = PATHS[kind]
+    if not number:
+        return path
+    return replace(path, multiply=partial(path.multiply, algorithm=int(number)))
+
+
+def fastest(
+    name: str, x: Tensor, parts: Parts, bias: Tensor | None, expected: Tensor
+) -> tuple[str, float]:
+    """Find the fastest right algorithm of a path for a product.
+
+    Args:
+        name: of ``PATHS``.
+        x, parts, bias: as of ``multiply``.
+        expected: the product in float32.
+
+    Returns:
+        The name with its algorithm, for :func:`named`, and the milliseconds.
+
+    Raises:
+        ValueError: where none is right; it says what is wrong.
+    """
+    times: dict[str, float] = {}
+    found, wrong = _with_algorithms(name, x, parts), ""
+    if len(found) > 1:
+        for each in found:
+            path = named(each)
+            try:
+                times[each] = milliseconds(lambda path=path: path.multiply(x, parts, bias), 5)  # type: ignore[misc]
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                wrong = first_line(error)
+        found = sorted(times, key=lambda each: times[each])
+    for each in found:
+        path = named(each)
+        wrong = fault(lambda path=path: path.multiply(x, parts, bias), expected, fp8=path.fp8)  # type: ignore[misc]
+        if not wrong:
+            return each, milliseconds(lambda path=path: path.multiply(x, parts, bias))  # type: ignore[misc]
+    raise ValueError(wrong)
+
+
+def _with_algorithms(name: str, x: Tensor, parts: Parts) -> Sequence[str]:
+    count = named(name).algorithms
+    return [name] if count is None else [f"{name}:{i}" for i in range(count(x, parts))] or [name]
+
+
+def transposable(rows: int, columns: int, device: torch.device | str) -> Tensor:
+    """A bfloat16 weight of N(0, 1) numbers that is 2:4 along both dimensions, so that no path has a
+    choice what to prune.
+    """
+    values = torch.randn(
+        rows, columns, generator=torch.Generator(device).manual_seed(0), device=device
+    )
+    pairs = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).to(device)
+    return (values * pairs.repeat(rows // 4, columns // 4) + 0.0).bfloat16()
+
+
+def verdict(path: Path, device: torch.device | str = "cuda") -> str:
+    """``"right"``, or what is wrong with a path, by one product in bfloat16."""
+    weight = transposable(256, 512, device)
+    x = torch.randn(384, 512, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the format is a prototype
+            parts, _ = path.pack(weight, weight)
+            expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
+            found = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
+    except ERRORS as error:
+        return first_line(error)
+    return (
+        f"{found}: not to be used here"
+        if found.startswith(("WRONG", "results"))
+        else found or "right"
+    )
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
+    """The median time of ``call`` on the current GPU, after three calls to warm up."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def bandwidth(weights: int = 1 << 22) -> tuple[float, float]:
+    """GB/s (read and written) on this CPU: of the 2:4 projection, compiled where it can be, and of
+    a plain copy of the same tensor.
+    """
+    from nmrun.kernels import cpu
+
+    weight, out, pattern = (
+        torch.randn(1024, weights // 1024),
+        torch.empty(1024, weights // 1024),
+        Pattern(2, 4),
+    )
+
+    def project() -> None:
+        if not cpu.project(weight, out, pattern, 1):
+            out.copy_(hard_threshold(weight, pattern, 1))
+
+    return _rate(project, weight), _rate(lambda: out.copy_(weight), weight)
+
+
+def _rate(call: Callable[[], object], weight: Tensor) -> float:
+    call()
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return 2 * weight.nbytes / best / 1e9

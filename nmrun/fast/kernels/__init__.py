@@ -1,1 +1,0 @@
-"""Kernels of the N:M products, in C, Triton and cuSPARSELt."""

@@ -1,0 +1,177 @@
+"""What is measured of a way to compute a layer: whether it is right and what it takes, kept on disk
+between runs; and what the layer got by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from nmrun import atomic
+from nmrun.kernels.compiled import cache_folder
+
+ONEDNN = "onednn"  # the path of dense products by oneDNN
+REPEATS = 10  # products that must have the same bits
+ALLOWED = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # twice the rounding of one number
+# Tensor cores sum products of FP8 numbers in fewer bits than float32 has. In standard deviations of
+# the result, of one number and of all: an H100 is off by up to 0.054 and 0.0026 where 16384 are
+# summed, as torch's dense product with fast accumulation is, and rounding to FP8 itself by 0.037.
+ALLOWED_FP8 = 2**-3, 2**-7
+# what a path raises that cannot be used here; NotImplementedError is a RuntimeError, and so is
+# torch.OutOfMemoryError, which says nothing of the path
+ERRORS = RuntimeError, ValueError, AttributeError
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of the products of one micro-batch, and of packing the weight, once per
+    optimizer step. ``wrong``: why this path cannot be used. Packing the operand of the weight
+    gradient, with ``mvue``, is part of that. ``algorithms``: the names of the path with the
+    library's algorithm, for the three products, where there is a choice of them."""
+
+    pack: float = 0.0
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    wrong: str = ""
+    algorithms: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        # a list where they come from a file
+        object.__setattr__(self, "algorithms", tuple(self.algorithms))
+
+    def step(self, accumulate: int) -> float:
+        """What the products with the weight take for one of ``accumulate`` micro-batches."""
+        return self.pack / accumulate + self.forward + self.input_gradient
+
+    @property
+    def dense(self) -> float:
+        """What the three products of a dense layer take."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+def version(sources: Iterable[Traversable]) -> str:
+    """A mark of what measures and is measured: times are those of one version."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:8]
+
+
+def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[str, Times] | None:
+    """The times of ``paths`` for a shape on this machine, if a file of the cache has just those."""
+    # a file of another version, or damaged
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        known = json.loads((cache_folder() / file).read_text())[machine][shape]
+        if set(paths) == set(known):
+            return {name: Times(**times) for name, times in known.items()}
+    return None
+
+
+def remember(file: str, machine: str, shape: str, found: Mapping[str, Times]) -> None:
+    """Keep times for :func:`recall`."""
+    path, known = cache_folder() / file, dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(path.read_text())
+    known.setdefault(machine, {})[shape] = {name: asdict(times) for name, times in found.items()}
+    with contextlib.suppress(OSError):  # next time it is measured again
+        atomic.write(path, json.dumps(known, indent=1), shared=True)
+
+
+def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Times by shape and path as plain data."""
+    return {
+        shape: {path: asdict(taken) for path, taken in paths.items()}
+        for shape, paths in times.items()
+    }
+
+
+def from_data(data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Times]]:
+    """The inverse of :func:`as_data`."""
+    return {
+        shape: {path: Times(**taken) for path, taken in paths.items()}
+        for shape, paths in data.items()
+    }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and the ``times``
+    of the paths where it was measured. ``always_dense``: it has no sparse weight.
+    """
+
+    name: str
+    path: str | None
+    reason: str
+    shape: object | None = None
+    times: Mapping[str, Times] = field(default_factory=dict)
+    always_dense: bool = False
+
+    def __repr__(self) -> str:
+        kind = f"always dense, {self.path}" if self.always_dense and self.path else self.path
+        return f"Choice({self.name}: {kind or 'dense'}; {self.reason})"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the layer is computed with its kept weights alone."""
+        return not self.always_dense and self.path not in (None, ONEDNN)
+
+
+def fault(call: Callable[[], Tensor], expected: Tensor, fp8: bool = False) -> str:
+    """What is wrong with a product, empty if nothing is: against float32's, within the rounding of
+    its dtype, the same bits every time.
+
+    ``fp8``: of operands rounded to FP8, whose products tensor cores sum with fewer bits. Running
+    out of memory is no fault: it raises.
+    """
+    try:
+        first = call()
+        if first.shape != expected.shape or not _near(first.float(), expected, first.dtype, fp8):
+            return "WRONG results"
+        return (
+            ""
+            if all(torch.equal(first, call()) for _ in range(REPEATS))
+            else "results CHANGE from call to call"
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except ERRORS as error:
+        return first_line(error)
+
+
+def _near(found: Tensor, expected: Tensor, dtype: torch.dtype, fp8: bool) -> bool:
+    spread = float(expected.std())
+    if fp8:
+        each, all_ = ALLOWED_FP8
+        error = (found - expected).abs_()
+        return float(error.amax()) <= each * spread and float(error.norm()) <= all_ * spread * (
+            error.numel() ** 0.5
+        )
+    bound = ALLOWED.get(dtype, 1e-4)
+    return torch.allclose(found, expected, rtol=bound, atol=bound * spread)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the stack that torch adds."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> None:
+    """Compute a forward pass that leaves no trace, and remove the hooks that looked at it.
+
+    Args:
+        hooks: on modules of the model.
+        sample: as of :func:`nmrun.accelerate`.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            sample()
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,127 @@
+"""Convolutions that train through N:M products on the CPU, against masks in dense ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmrun import accelerate, optim, sparsify
+from nmrun.fast.cpu import convolution, probe
+from nmrun.fast.cpu.convolution import ConvolutionProducts
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.convolution import Window
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler here")
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "SMALLEST", 1)
+    monkeypatch.setattr(probe, "ROUNDS", 2)
+    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
+
+
+def net(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1, **options),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False),
+        nn.ReLU(),
+        nn.Conv2d(24, 24, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(24, 4),
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(70, 8, 9, 7, generator=torch.Generator().manual_seed(step))
+    return x, 3 * x[:, :4].mean((2, 3)).argmax(1) % 4
+
+
+def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: Any) -> Any:
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), 3e-2)
+    handle = sparsify(model, optimizer, recipe, pattern, exclude=["7"], total_steps=10, **options)
+    choices = accelerate(handle, lambda: model(batch(0)[0]), mode)
+    losses = []
+    for step in range(10):
+        x, target = batch(step)
+        loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, handle, choices, losses
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pattern", "options"),
+    [
+        ("sr_ste", "2:4", {}),
+        ("step", "1:8", {"switch": 0.3}),
+        ("s_ste", "2:4", {}),
+        ("ste", "1:4", {"input_gradient": "double_prune"}),
+        ("ste", "3:7", {"pad": True}),
+    ],
+)
+def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str, Any]) -> None:
+    _, _, _, wanted = train("off", recipe, pattern, **options)
+    _, handle, choices, found = train("packed", recipe, pattern, **options)
+    assert [c.path for c in choices if not c.always_dense] == ["packed"] * 3
+    assert found == pytest.approx(wanted, rel=1e-3)
+    assert found[-1] != found[0]
+    assert all(isinstance(w.layer.packed, ConvolutionProducts) for w in handle.sparse)
+    assert all(int(w.layer.packed.forward_start[-1]) for w in handle.sparse)
+
+
+def test_all_gradients_are_those_of_finite_differences() -> None:
+    p = Pattern(2, 4)
+    weight = hard_threshold(torch.randn(6, 8, 3, 2), p, 1).requires_grad_()
+    packed = ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)), p)
+    packed.write(weight, None)
+    x, bias = torch.randn(3, 8, 5, 4, requires_grad=True), torch.randn(6, requires_grad=True)
+    dz = torch.randn(packed(x, weight, bias).shape)
+    found = torch.autograd.grad(packed(x, weight, bias), (x, weight, bias), dz)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    z = F.conv2d(*exact, (2, 1), (1, 1))
+    for a, b in zip(found, torch.autograd.grad(z, exact, dz.double()), strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_operators_are_as_torch_wants_them() -> None:
+    p = Pattern(2, 4)
+    weight = hard_threshold(torch.randn(6, 8, 3, 3), p, 1)
+    packed = ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)), p)
+    packed.write(weight, None)
+    parts = [[getattr(packed, f"{kind}_{part}") for part in ("values", "index", "start")]
+             for kind in ("forward", "backward")]  # fmt: skip
+    moves = ([1, 1], [1, 1], [1, 1])
+    x = torch.randn(3, 8, 5, 4, requires_grad=True)
+    operands = (x, weight.clone().requires_grad_(), None, *parts, *moves)
+    torch.library.opcheck(convolution.convolution, operands)
+    dz = torch.randn(3, 6, 5, 4)
+    torch.library.opcheck(convolution.convolution_back, (dz, weight, parts[1], [5, 4], *moves))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"groups": 2}, "grouped"),
+        ({"padding_mode": "reflect"}, "padding reflect"),
+    ],
+)
+def test_what_is_not_packed_says_why(options: dict[str, Any], reason: str) -> None:
+    model = net(**options)
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", exclude=["7"])
+    choices = accelerate(handle, lambda: model(batch(0)[0]), "packed")
+    assert reason in choices[0].reason
+    assert [c.path for c in choices if not c.always_dense] == [None, "packed", "packed"]

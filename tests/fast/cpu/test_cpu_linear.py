@@ -1,0 +1,361 @@
+"""Training through N:M products on the CPU, against masks in dense products."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmrun import accelerate, optim, sparsify
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration
+from nmrun.fast.cpu import linear, probe
+from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.linear import LinearProducts
+from nmrun.fast.measurement import Times, as_data, from_data
+from nmrun.kernels import compiled
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler here")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Small layers too; what is measured stays in this test."""
+    monkeypatch.setattr(probe, "SMALLEST", 1)
+    monkeypatch.setattr(probe, "ROUNDS", 2)
+    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
+    return
+
+
+def mlp(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(36, 64, bias), nn.ReLU(), nn.Linear(64, 48, bias), nn.ReLU(), nn.Linear(48, 10)
+    )
+
+
+def batch(step: int, tokens: int = 70) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(tokens, 36, generator=g)
+    return x, x.abs().argmax(1) % 10
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range = range(8),
+    accumulate: int = 2,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    low: bool = False,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in range(accumulate):
+            x, target = batch(10 * step + part)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = F.cross_entropy((forward or model)(x), target)
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def both(
+    recipe: str, pattern: str = "2:4", **options: Any
+) -> tuple[tuple[nn.Module, Any, Any], tuple[nn.Module, Any, Any]]:
+    """The same run by masks and by packed products."""
+    made = []
+    for packed in (False, True):
+        model = mlp()
+        optimizer = optim.AdamW(model.parameters(), 1e-2)
+        handle = sparsify(model, optimizer, recipe, pattern, total_steps=8, **options)
+        if packed:
+            accelerate(handle, lambda model=model: model(batch(0)[0]), "packed")
+        made.append((model, optimizer, handle))
+    return made[0], made[1]
+
+
+# --- the products ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:3", "3:8", "1:16"])
+@pytest.mark.filterwarnings("ignore:Input #")
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+def test_gradients_are_those_of_finite_differences(pattern: str, stored: str) -> None:
+    p = Pattern.parse(pattern).over(21)
+    w = hard_threshold(torch.randn(10, 21), p, 1)
+    w = w.t().contiguous().t() if stored == "columns" else w.contiguous()
+    packed = LinearProducts((10, 21), torch.float32, p)
+    packed.write(w, None)
+    inputs = [t.requires_grad_() for t in (torch.randn(2, 3, 21), torch.randn(10))]
+    # linear in each input: a wide difference has no error but rounding
+    torch.autograd.gradcheck(
+        lambda x, b: packed(x, w, b), inputs, eps=0.5, atol=1e-4, rtol=1e-4, nondet_tol=0
+    )
+    x, weight = torch.randn(7, 21), w.detach().clone().requires_grad_()
+    dz = torch.randn(7, 10)
+    packed(x, weight, None).backward(dz)
+    assert torch.allclose(weight.grad, dz.t() @ x, atol=1e-5)  # of pruned weights too
+
+
+def test_operators_are_as_torch_wants_them() -> None:
+    p = Pattern(2, 4)
+    w = hard_threshold(torch.randn(8, 16), p, 1)
+    packed = LinearProducts((8, 16), torch.float32, p)
+    packed.write(w, None)
+    parts = [[getattr(packed, f"{kind}_{part}") for part in ("values", "index", "start")]
+             for kind in ("forward", "backward")]  # fmt: skip
+    x, dz = torch.randn(5, 16, requires_grad=True), torch.randn(5, 8)
+    weight = w.clone().requires_grad_()
+    torch.library.opcheck(linear.linear, (x, weight, None, *parts, "dense"))
+    torch.library.opcheck(linear.multiply, (dz, parts[1], 16))
+    torch.library.opcheck(linear.sampled, (dz, x.detach(), parts[0]))
+    torch.library.opcheck(linear.estimated_product, (dz, x.detach(), 5))
+
+
+def test_mvue_is_computed_from_the_estimate() -> None:
+    p = Pattern(2, 4)
+    w = hard_threshold(torch.randn(8, 16), p, 1)
+    x, dz = torch.randn(30, 16), torch.randn(30, 8)
+    found = []
+    for faster in (False, True):
+        packed = LinearProducts((8, 16), torch.float32, p, faster)
+        packed.write(w, None)
+        weight = w.clone().requires_grad_()
+        torch.manual_seed(5)
+        packed(x, weight, None, Pattern(1, 4)).backward(dz)
+        found.append(weight.grad)
+    assert torch.allclose(*found, atol=1e-5)
+    assert not torch.allclose(found[0], dz.t() @ x, atol=1e-2)
+
+
+def test_a_kept_weight_that_is_zero_gets_its_gradient() -> None:
+    """The packed matrix does not know it from a pruned one."""
+    p = Pattern(2, 4)
+    w = hard_threshold(torch.randn(8, 16), p, 1)
+    x, dz = torch.randn(5, 16), torch.randn(5, 8)
+    packed = LinearProducts((8, 16), torch.float32, p, gradient_is_faster=True)
+    for zeros in (0, 1):
+        w[0, w[0].nonzero()[:zeros]] = 0.0
+        packed.write(w, None, masked=True)
+        weight = w.clone().requires_grad_()
+        packed(x, weight, None).backward(dz)
+        kept = torch.ones_like(w) if zeros else w != 0
+        assert torch.allclose(weight.grad, dz.t() @ x * kept, atol=1e-5)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "ste": {}, "sr_ste": {"decay": 1e-2}, "s_ste": {}, "asp": {}, "step": {"switch": 0.5},
+    "t_sr_ste": {"interval": 3}, "ste_periodic": {"interval": 3}, "lbc": {},
+    "mdgf_linear": {"dense": 0.25, "final": 0.25}, "sdgf_stepwise": {"dense": 0.25, "final": 0.25},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_as_it_does_with_masks_alone(recipe: str) -> None:
+    exclude = ["4"] if recipe == "t_sr_ste" else []
+    masks, packed = both(recipe, exclude=exclude, **RECIPES[recipe])
+    wanted, found = train(*masks[:2]), train(*packed[:2])
+    assert found == pytest.approx(wanted, rel=1e-3)
+    assert any(w.layer.packed.forward_start[-1] for w in packed[2].sparse)
+    for a, b in zip(masks[0].parameters(), packed[0].parameters(), strict=True):
+        assert (a - b).abs().max() < 5e-3  # Adam turns roundings near 0 into steps
+
+
+@pytest.mark.parametrize("pattern", ["1:4", "3:7", "1:16", "5:32"])
+def test_any_pattern_with_a_tail(pattern: str) -> None:
+    masks, packed = both("ste", pattern, pad=True)
+    assert train(*packed[:2]) == pytest.approx(train(*masks[:2]), rel=1e-3)
+
+
+@pytest.mark.parametrize("option", [{"input_gradient": "double_prune"}, {"mvue": "2:4"}])
+def test_with_other_backward_products(option: dict[str, str]) -> None:
+    masks, packed = both("ste", exclude=["4"], **option)
+    torch.manual_seed(1)
+    wanted = train(*masks[:2])
+    torch.manual_seed(1)
+    assert train(*packed[:2]) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_under_autocast_to_bfloat16() -> None:
+    masks, _ = both("sr_ste")
+    model = mlp()
+    optimizer = optim.AdamW(model.parameters(), 1e-2)
+    handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8)
+
+    def sample() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch(0)[0])
+
+    choices = accelerate(handle, sample, "packed")
+    assert {c.shape.dtype for c in choices} == {torch.bfloat16}
+    wanted = train(*masks[:2], low=True)
+    assert train(model, optimizer, low=True) == pytest.approx(wanted, rel=2e-2)
+
+
+def test_compiled_as_one_graph() -> None:
+    (plain, optimizer, _), (model, other, _) = both("sr_ste")
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    wanted = train(plain, optimizer)
+    assert train(model, other, forward=whole) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_recomputed_activations_give_the_same_bits() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    _, (model, optimizer, _) = both("sr_ste")
+    _, (other, again, _) = both("sr_ste")
+    losses = train(model, optimizer)
+    assert losses == train(
+        other, again, forward=lambda x: checkpoint(other, x, use_reentrant=False)
+    )
+
+
+def test_resumed_equals_uninterrupted() -> None:
+    _, (model, optimizer, _) = both("step", switch=0.5)
+    whole = train(model, optimizer)
+    _, (first, early, _) = both("step", switch=0.5)
+    losses = train(first, early, range(5))
+    state = copy.deepcopy((first.state_dict(), early.state_dict()))
+    _, (second, late, _) = both("step", switch=0.5)
+    second.load_state_dict(state[0])
+    late.load_state_dict(state[1])
+    assert losses + train(second, late, range(5, 8)) == whole
+    for a, b in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_evaluation_and_state_dicts_know_nothing() -> None:
+    _, (model, optimizer, handle) = both("ste")
+    train(model, optimizer, range(2))
+    x, _ = batch(3)
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(x), plain(x))
+    with handle.dense_weights():
+        assert not torch.equal(model.train()(x), plain(x))
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_masked_gradients_are_sampled_unless_the_loop_looks_at_all(looks: bool) -> None:
+    model = mlp()
+    optimizer = optim.AdamW(model.parameters(), 1e-2)
+    handle = sparsify(model, optimizer, "ste_periodic", "1:4", total_steps=8, interval=100)
+    accelerate(handle, lambda: model(batch(0)[0]), "packed", whole_gradients=looks)
+    for weight in handle.sparse:
+        weight.layer.packed.gradient_is_faster = True
+    handle.refresh()
+    x, target = batch(0)
+    F.cross_entropy(model(x), target).backward()
+    pruned = model[2].weight == 0
+    assert bool((model[2].weight.grad[pruned] == 0).all()) is not looks
+
+
+def test_lbc_scores_need_the_gradients_of_pruned_weights() -> None:
+    _, (model, optimizer, handle) = both("lbc")
+    train(model, optimizer)
+    assert handle.recipe.is_sparse is False or not handle.recipe.masks_gradient(handle.sparse[0])
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def choose(times: dict[str, Times], monkeypatch: pytest.MonkeyPatch, mode: str = "auto") -> Any:
+    monkeypatch.setattr(probe, "measure", lambda shape: times)
+    model = mlp()
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8)
+    return model, handle, accelerate(handle, lambda: model(batch(0)[0]), mode)
+
+
+def test_what_is_slower_or_wrong_is_left_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = Times(0.0, 2.0, 2.0, 2.0)
+    cases = {
+        "faster": (Times(0.5, 1.0, 1.0, 2.0), True),
+        "slower": (Times(2.5, 1.0, 1.0, 0.1), False),
+        "wrong": (Times(wrong="WRONG results"), False),
+    }
+    for name, (packed, taken) in cases.items():
+        monkeypatch.setattr("nmrun.fast.measurement.recall", lambda *_: None)
+        monkeypatch.setattr(probe, "recall", lambda *_: None)
+        _model, _handle, choices = choose({"dense": dense, "packed": packed}, monkeypatch)
+        assert [c.path for c in choices] == ["packed" if taken else None] * 3, name
+        said = "\n".join(acceleration.lines(choices))
+        assert ("N:M products in 3 of 3" in said) is taken
+    with pytest.raises(ConfigError, match=r"no layer can be accelerated here .*WRONG"):
+        choose({"dense": dense, "packed": Times(wrong="WRONG results")}, monkeypatch, "force")
+
+
+def test_small_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SMALLEST", 70 * 64 * 48)
+    _, _, choices = choose(
+        {"dense": Times(0, 2, 2, 2), "packed": Times(0, 1, 1, 1)}, monkeypatch, "auto"
+    )
+    assert [c.path for c in choices] == [None, "packed", None]
+    assert "too small to gain (36 to 64, 70 tokens, float32 1:4" in choices[0].reason
+
+
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    products._library.cache_clear()
+    try:
+        model = mlp()
+        handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+        choices = accelerate(handle, lambda: model(batch(0)[0]))
+        assert acceleration.lines(choices) == [
+            "masks only, nothing is accelerated: no C compiler works here, which the CPU's need"
+        ]
+    finally:
+        products._library.cache_clear()
+
+
+def test_measured_once_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = probe.LinearShape(64, 36, 70, torch.float32, Pattern(2, 4))
+    first = probe.measured(shape)
+    assert set(first) == {"dense", "onednn", "packed"}
+    assert not first["packed"].wrong
+    monkeypatch.setattr(probe, "measure", lambda shape: pytest.fail("measured again"))
+    assert probe.measured(shape) == first
+    other = {"dense": Times(0.0, 1.0, 1.0, 1.0)}
+    monkeypatch.setattr(probe, "measure", lambda shape: other)
+    monkeypatch.setattr(probe, "_version", lambda: "of another version")
+    assert probe.measured(shape) == other
+
+
+def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "recall", lambda *_: None)
+    fast, slow = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
+    _, _, before = choose({"dense": slow, "packed": fast}, monkeypatch)
+    kept = as_data({str(c.shape): c.times for c in before})
+    monkeypatch.setattr(probe, "measure", lambda shape: {"dense": fast, "packed": slow})
+    model = mlp()
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8)
+    again = accelerate(handle, lambda: model(batch(0)[0]), known=from_data(kept))
+    assert [c.path for c in again] == [c.path for c in before] == ["packed"] * 3
+    assert [c.path for c in accelerate(handle, lambda: model(batch(0)[0]))] == [None] * 3
+
+
+def test_other_work_on_the_machine_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A takes 2 ms and B 3 ms; in most rounds another process takes the core from A for 5 ms."""
+    now, rounds = [0.0], itertools.count()
+
+    def a() -> None:
+        now[0] += 0.002 if next(rounds) % 4 == 2 else 0.007
+
+    def b() -> None:
+        now[0] += 0.003
+
+    monkeypatch.setattr(probe, "ROUNDS", 9)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
+    assert probe.side_by_side(a, b) == pytest.approx([2.0, 3.0])

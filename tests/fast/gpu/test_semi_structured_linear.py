@@ -1,0 +1,194 @@
+"""The 2:4 linear layer as operators: products and gradients against F.linear, torch's own check of
+operators, compiled graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from played_gpu import COMPRESSED, along_inputs, both_ways, multiply, normal
+from torch.utils.checkpoint import checkpoint
+
+from nmrun.fast.gpu import linear, semi_structured
+from nmrun.fast.gpu.linear import SemiStructuredProducts
+from nmrun.patterns import Pattern
+from nmrun.products import simulated
+
+PAIRS = Pattern(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semi_structured, "PATHS", {"compressed": COMPRESSED})
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("path", ["masked", "compressed"])
+def test_products_and_gradients(shape: tuple[int, ...], bias: bool, both: bool, path: str) -> None:
+    weight = (both_ways if both else along_inputs)(8, 16).requires_grad_()
+    leaves = [normal(*shape).requires_grad_(), weight] + (
+        [normal(8, seed=2).requires_grad_()] if bias else []
+    )
+    b = leaves[2] if bias else None
+    packed = SemiStructuredProducts(path, weight, None, torch.float64, both)
+    z, expected = packed(leaves[0], weight, b), F.linear(leaves[0], weight, b)
+    torch.testing.assert_close(z, expected)
+    dz = normal(*z.shape, seed=5)
+    torch.testing.assert_close(
+        torch.autograd.grad(z, leaves, dz), torch.autograd.grad(expected, leaves, dz)
+    )
+    assert packed.counts == (1 if path == "masked" else 2, (1 if path == "masked" else 2) * both)
+
+
+def test_half_the_values_are_all_that_is_read() -> None:
+    """The path of these tests is no disguise of the dense product: of a weight that is not 2:4 it
+    loses values.
+    """
+    weight = normal(8, 16)
+    parts, _ = COMPRESSED.pack(weight, None)
+    got = COMPRESSED.multiply(normal(3, 16), parts, None)
+    assert not torch.allclose(got, normal(3, 16) @ weight.t())
+
+
+def test_another_weight_for_the_input_gradient() -> None:
+    weight, other, x, dz = (
+        along_inputs(8, 16),
+        both_ways(8, 16),
+        normal(5, 16).requires_grad_(),
+        normal(5, 8, seed=1),
+    )
+    for both in (True, False):
+        packed = SemiStructuredProducts("compressed", weight, other, torch.float64, both)
+        torch.testing.assert_close(packed(x, weight, None), x @ weight.t())
+        torch.testing.assert_close(
+            torch.autograd.grad(packed(x, weight, None), x, dz)[0], dz @ other
+        )
+
+
+def test_what_is_written_is_what_is_used_in_the_same_memory() -> None:
+    packed = SemiStructuredProducts("compressed", both_ways(8, 16), None, torch.float64, True)
+    addresses = [buffer.data_ptr() for buffer in packed.buffers()]
+    x, new = normal(5, 16).requires_grad_(), both_ways(16, 8).t().roll(4, 0)
+    run = torch.compile(lambda x: packed(x, new, None), fullgraph=True, backend="aot_eager")
+    assert not torch.allclose(run(x), x @ new.t())
+    packed.write(new, None)
+    assert [buffer.data_ptr() for buffer in packed.buffers()] == addresses
+    torch.testing.assert_close(run(x), x @ new.t())
+    (dx,) = torch.autograd.grad(run(x).sum(), x)
+    torch.testing.assert_close(dx, new.sum(0).expand(5, -1))
+    assert packed.state_dict() == {}
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("mvue", [None, "2:4"])
+def test_the_operator_keeps_what_it_promises(both: bool, mvue: str | None) -> None:
+    """Schema, autograd, fake tensors and traced graphs, by torch's own check of operators."""
+    weight = both_ways(8, 16)
+    packed = SemiStructuredProducts("compressed", weight, None, torch.float64, both)
+    parts = list(packed.buffers())
+    leaves = [t.clone().requires_grad_() for t in (normal(4, 16), weight, normal(8))]
+    arguments = (
+        *leaves,
+        parts[:2],
+        parts[2:] if both else [],
+        [] if both else parts[2:],
+        "compressed",
+        None,
+        mvue,
+        None,
+    )
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor") + (
+        ("test_aot_dispatch_dynamic",) if not mvue else ()
+    )
+    torch.library.opcheck(linear.linear24, arguments, test_utils=utils)
+    torch.library.opcheck(linear.multiply24, (normal(4, 16), parts[:2], 8, "compressed"))
+    torch.library.opcheck(linear.once, (normal(4, 16), weight, "compressed"))
+
+
+@pytest.mark.parametrize("path", ["compressed", None])
+@pytest.mark.parametrize("tokens", [16, 10])
+def test_estimated_weight_gradient(path: str | None, tokens: int) -> None:
+    """The same draws of the estimate as the simulation, whose tests show that it is unbiased; the
+    last group is filled with zeros.
+    """
+    weight, x, dz = (
+        along_inputs(8, 16).requires_grad_(),
+        normal(tokens, 16),
+        normal(tokens, 8, seed=1),
+    )
+    packed = SemiStructuredProducts("compressed", weight, None, torch.float64, False, path)
+    torch.manual_seed(0)
+    (found,) = torch.autograd.grad(packed(x, weight, None, PAIRS), weight, dz)
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(simulated.linear(x, weight, None, None, PAIRS), weight, dz)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, dz.t() @ x)
+
+
+def test_rounding_is_that_of_the_layer_it_replaces() -> None:
+    """float32 parameters under autocast: the products of bfloat16, gradients in the dtypes of their
+    tensors.
+    """
+    weight = both_ways(16, 32).float().requires_grad_()
+    x, bias = (
+        normal(8, 32, dtype=torch.float32).requires_grad_(),
+        normal(16, dtype=torch.float32).requires_grad_(),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        for both in (True, False):
+            z = SemiStructuredProducts("masked", weight, None, torch.bfloat16, both)(
+                x, weight, bias
+            )
+            expected = F.linear(x, weight, bias)
+            assert z.dtype == torch.bfloat16
+            assert torch.equal(z, expected)
+            dz = normal(8, 16, seed=1).bfloat16()
+            for found, wanted in zip(
+                *(torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected)), strict=True
+            ):
+                assert found.dtype == wanted.dtype == torch.float32
+                torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
+
+
+def test_recomputed_activations_share_the_packed_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = both_ways(8, 16), normal(5, 16).requires_grad_()
+    packed, calls = SemiStructuredProducts("compressed", weight, None, torch.float64, True), []
+    monkeypatch.setattr(SemiStructuredProducts, "_pack", lambda *args: calls.append(args))
+    z: Any = checkpoint(lambda x: packed(x, weight, None).relu(), x, use_reentrant=False)
+    (dx,) = torch.autograd.grad(z.sum(), x)
+    torch.testing.assert_close(dx, ((x @ weight.t()) > 0).double() @ weight)
+    assert calls == []
+
+
+def test_pruned_weights_are_plain_zeros_when_they_are_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compressor that looks at bits sees a number in -0.0, as a product with a mask leaves it."""
+    seen = []
+    monkeypatch.setitem(
+        semi_structured.PATHS,
+        "looking",
+        semi_structured.Path(lambda w, v: (seen.append(w) or [w.clone()], []), multiply),
+    )
+    weight = -normal(8, 16, dtype=torch.float32).abs() * (along_inputs(8, 16) != 0)
+    assert ((weight == 0) & weight.signbit()).any()
+    SemiStructuredProducts("looking", weight, None, torch.bfloat16, False).write(weight, None)
+    assert len(seen) == 2
+    assert not any(((w == 0) & w.signbit()).any() for w in seen)
+    assert torch.equal(seen[1], weight.bfloat16())
+
+
+def test_what_needs_no_filling_is_not_copied() -> None:
+    x = normal(32, 16)
+    assert semi_structured.padded(x, 16) is x
+    assert semi_structured.padded(x, 16, 1) is x
+    for dim, shape in ((0, (48, 16)), (1, (32, 24))):
+        filled = semi_structured.padded(x, 24, dim)
+        assert filled.shape == shape
+        assert torch.equal(filled[:32, :16], x)
+        assert filled.count_nonzero() == x.count_nonzero()

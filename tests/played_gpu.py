@@ -1,0 +1,113 @@
+"""2:4 products and the GPU for them, played on a CPU: a path that stores half the values, and times
+that are made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import nmrun
+from nmrun.fast import acceleration, measurement
+from nmrun.fast.gpu import probe, semi_structured
+from nmrun.fast.gpu.kernels import cusparselt
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def both_ways(rows: int, columns: int) -> Tensor:
+    return normal(rows, columns, seed=3) * nmrun.sparsity.transposable_mask(
+        normal(rows, columns, seed=3), "2:4"
+    )
+
+
+def along_inputs(rows: int, columns: int) -> Tensor:
+    return nmrun.sparsity.hard_threshold(normal(rows, columns, seed=4), "2:4")
+
+
+def two_values(weight: Tensor) -> list[Tensor]:
+    """Half the values and where they stood: whoever has more than two non-zeros in a group loses
+    some.
+    """
+    groups = weight.unflatten(1, (-1, 4))
+    where = (
+        (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
+    )
+    return [groups.gather(2, where).contiguous(), where]
+
+
+def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
+    values, where = parts
+    return F.linear(
+        x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias
+    )
+
+
+COMPRESSED = semi_structured.Path(semi_structured._separately(two_values), multiply)
+
+
+def cslt_compress(weight: Tensor) -> Tensor:
+    """In the place of ``torch._cslt_compress``: values and where they stood, in one tensor of the
+    weight's dtype.
+    """
+    assert weight.is_contiguous()
+    return torch.cat([part.float() for part in two_values(weight.float())], 2).to(weight.dtype)
+
+
+def cusparselt_multiply(
+    packed: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    out: torch.dtype | None = None,
+    algorithm: int = 0,
+) -> Tensor:
+    """In the place of ``cusparselt.multiply``, which takes two of a dtype, a multiple of 8 tokens or
+    of 16, and of biases those of the result's dtype.
+    """
+    assert packed.dtype == x.dtype
+    assert len(x) % (32 // packed.dtype.itemsize // 2) == 0
+    assert bias is None or bias.dtype == (out or x.dtype)
+    values, where = packed.float().chunk(2, 2)
+    return multiply(x.float(), [values, where.long()], None if bias is None else bias.float()).to(
+        out or x.dtype
+    )
+
+
+class Machine:
+    """A GPU that is none: ``milliseconds`` by what a call does, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.dense, self.fast, self.pack, self.timed = 3.0, 1.0, 0.0, 0
+
+    def milliseconds(self, call: Any, repeats: int = 20) -> float:
+        self.timed += 1
+        used = set(call.__code__.co_names)
+        if {"pack", "write"} & used:
+            return self.pack
+        return self.fast if {"multiply", "once"} & used else self.dense
+
+
+def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
+    """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
+    made = Machine()
+    setattr(
+        semi_structured,
+        "PATHS",
+        {"compressed": COMPRESSED, "cusparselt_fp8": semi_structured.CUSPARSELT_FP8},
+    )
+    setattr(torch, "_cslt_compress", cslt_compress)
+    setattr(cusparselt, "multiply", cusparselt_multiply)
+    setattr(cusparselt, "algorithms", lambda packed, x, out=None: 1)
+    setattr(semi_structured, "milliseconds", made.milliseconds)
+    setattr(probe, "_machine", lambda device: "Test GPU")
+    setattr(measurement, "cache_folder", lambda: cache)
+    setattr(probe, "obstacle", lambda device: "")
+    setattr(acceleration, "_side", lambda device: probe)
+    return made
