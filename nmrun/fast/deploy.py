@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.fast import measurement
 from nmrun.fast.cpu import probe as on_cpu
-from nmrun.fast.cpu.kernels import int8, products
+from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.onednn import FASTER, OneDNNLinear, available
+from nmrun.fast.cpu.packed_bf16 import BF16, Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution, packed
 from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
@@ -46,7 +47,8 @@ def deploy(
 
     Linear layers, Hugging Face's ``Conv1D`` and the projections of ``nn.MultiheadAttention`` become
     layers of :mod:`nmrun.fast.cpu.packed_linear`, which hold the non-zeros and their places alone:
-    on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. On the CPU ``nn.Conv2d`` in
+    on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. In bfloat16 they may become
+    :class:`~nmrun.fast.cpu.packed_bf16.Bf16Linear` where the processor has the instruction. On the CPU ``nn.Conv2d`` in
     float32 becomes a :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution`, 1.25 N/M of the
     bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
     layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
@@ -164,7 +166,8 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
             raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
         if not products.available():
             raise ValueError(NO_COMPILER)
-        return {"packed": PackedLinear.of}
+        low = dtype == torch.bfloat16 and not bf16.obstacle()
+        return {"packed": PackedLinear.of, **({BF16: Bf16Linear.of} if low else {})}
     if why := on_gpu.obstacle(device):
         raise ValueError(why)
     if dtype not in measurement.ALLOWED:

@@ -226,7 +226,15 @@ def loaded() -> ctypes.CDLL:
 def _library() -> ctypes.CDLL | None:
     library = compiled.library(
         "nm_product",
-        ("nm_scratch", "nm_product", "nm_token", "nm_sampled", "nm_convolution", "nm_pack"),
+        (
+            "nm_scratch",
+            "nm_vectors",
+            "nm_product",
+            "nm_token",
+            "nm_sampled",
+            "nm_convolution",
+            "nm_pack",
+        ),
         FLAGS,
         __package__,
     )

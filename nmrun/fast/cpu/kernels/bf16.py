@@ -1,0 +1,211 @@
+"""Products of bfloat16 with an N:M matrix on the CPU, by the instruction ``vdpbf16ps``: ``nm_bf16.c``,
+whose layout this is.
+
+Numbers are bfloat16, sums float32, and the bias is float32. In products subnormal numbers are zero.
+The bits of a result depend on nothing but the operands, whatever the number of threads or tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import compiled
+from nmrun.kernels.compiled import BEGIN, END, in_parts
+
+TILE = 16  # rows, as in nm_bf16.c
+SEGMENT = 32  # columns
+SEGMENTS = 16  # of a block
+BLOCK = SEGMENT * SEGMENTS
+DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
+MOST = 16  # tokens that share a pass over the matrix
+FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+
+
+@dataclass(frozen=True)
+class Bf16Matrix:
+    """A sparse matrix (rows, columns) in slots of 32 non-zeros, two of each row of a tile.
+
+    Attributes:
+        values: (slots, 32), bfloat16; zeros fill up rows that have fewer non-zeros. There may be
+            room behind them.
+        index: (slots, 32), uint8: their columns, counted from the segment's first.
+        counts: (blocks, tiles, 16), uint8: the slots of each segment of 32 columns.
+        start: int32, (blocks * tiles + 1): where the slots of a tile in a block begin.
+    """
+
+    values: Tensor
+    index: Tensor
+    counts: Tensor
+    start: Tensor
+    rows: int
+    columns: int
+
+    @classmethod
+    def empty(cls, rows: int, columns: int) -> Bf16Matrix:
+        """Memory for any matrix of this shape, of which only what is filled is ever touched; it
+        holds none yet."""
+        blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
+        slots = tiles * -(-columns // SEGMENT) * TILE
+        return cls(
+            torch.empty(slots, SEGMENT, dtype=torch.bfloat16),
+            torch.empty(slots, SEGMENT, dtype=torch.uint8),
+            torch.zeros(blocks, tiles, SEGMENTS, dtype=torch.uint8),
+            torch.zeros(blocks * tiles + 1, dtype=torch.int32),
+            rows,
+            columns,
+        )
+
+    @classmethod
+    def of(
+        cls, values: Tensor, index: Tensor, counts: Tensor, rows: int, columns: int
+    ) -> Bf16Matrix:
+        """The matrix that these tensors hold.
+
+        Raises:
+            ValueError: for tensors that hold none of this shape.
+        """
+        blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
+        if counts.shape != (blocks, tiles, SEGMENTS) or counts.dtype != torch.uint8:
+            raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
+        start = torch.zeros(blocks * tiles + 1, dtype=torch.int32)
+        start[1:] = counts.sum(2, dtype=torch.int64).flatten().cumsum(0)
+        slots = (int(start[-1]), SEGMENT)
+        if values.shape != slots or index.shape != slots or index.dtype != torch.uint8:
+            raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
+        if values.dtype != torch.bfloat16:
+            raise ValueError(f"values of {values.dtype}, not bfloat16")
+        made = cls(
+            values.contiguous(), index.contiguous(), counts.contiguous(), start, rows, columns
+        )
+        _, column = made._places()
+        # an empty place reads its segment's first column: nothing outside of x is read
+        if bool((index >= SEGMENT).any()) or bool((column >= columns).any()):
+            raise ValueError("a column that is not of its segment")
+        return made
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return int(self.start[-1])
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """The row and the column of each place, (slots, 32)."""
+        tiles = -(-self.rows // TILE)
+        segment = torch.arange(self.counts.numel()).repeat_interleave(self.counts.flatten().long())
+        place = segment // SEGMENTS
+        first = place // tiles * BLOCK + segment % SEGMENTS * SEGMENT
+        row = (place % tiles * TILE)[:, None] + torch.arange(SEGMENT) // DEEP
+        return row, first[:, None] + self.index[: self.slots].long()
+
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, bfloat16."""
+        (row, column), values = self._places(), self.values[: self.slots]
+        held = values != 0
+        out = torch.zeros(self.rows, self.columns, dtype=torch.bfloat16)
+        out[row[held], column[held]] = values[held]
+        return out
+
+
+def obstacle() -> str:
+    """Why there are no such products on this machine; empty if there are."""
+    library = _library()
+    if library is None:
+        return "no C compiler works here (cc, gcc, clang or $CC)"
+    return "" if hasattr(library, "nm_bf16") else "this processor has no AVX-512 with BF16"
+
+
+def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
+    """Round a matrix and pack it into memory of :meth:`Bf16Matrix.empty`.
+
+    Args:
+        matrix: of the shape of ``into``, or (columns, rows) if ``turned``; float32, contiguous.
+        into: gets the matrix, or its transpose.
+        turned: pack the transpose.
+
+    Returns:
+        How many non-zeros there are, rounded.
+    """
+    library, size = _loaded(), matrix.numel()
+    tiles, source = into.counts.shape[1], (matrix.data_ptr(), int(turned), into.rows, into.columns)
+    kept = torch.empty(tiles, len(into.counts), dtype=torch.int32)
+    counts = into.counts.data_ptr()
+    in_parts(library.nm_bf16_count, (*source, BEGIN, END, counts, kept.data_ptr()), tiles, size)
+    into.start[1:] = into.counts.sum(2, dtype=torch.int32).flatten().cumsum(0)
+    to = (into.start.data_ptr(), into.values.data_ptr(), into.index.data_ptr())
+    in_parts(library.nm_bf16_fill, (*source, BEGIN, END, counts, *to), tiles, size)
+    return int(kept.sum())
+
+
+def packed(matrix: Tensor) -> Bf16Matrix:
+    """A matrix (rows, columns) with zeros, packed, without room behind it."""
+    made = Bf16Matrix.empty(*matrix.shape)
+    pack(matrix.float().contiguous(), made)
+    return Bf16Matrix(
+        made.values[: made.slots].clone(), made.index[: made.slots].clone(), made.counts,
+        made.start, made.rows, made.columns,
+    )  # fmt: skip
+
+
+def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tensor:
+    """``x S^T + bias``, with x (tokens, columns) in bfloat16 and bias (rows,) in float32; (tokens,
+    rows) in bfloat16, rounded once.
+
+    Raises:
+        RuntimeError: where there are no such products.
+    """
+    library, x = _loaded(), x.contiguous()
+    tokens, rows, columns = len(x), matrix.rows, matrix.columns
+    out = x.new_empty(tokens, rows)
+    bias = None if bias is None else bias.contiguous()
+    operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    operands += [*_addresses(matrix), rows, columns]
+    tiles, work = matrix.counts.shape[1], tokens * matrix.slots * SEGMENT // WORTH
+    if -(-tokens // MOST) >= torch.get_num_threads():
+        in_parts(library.nm_bf16, (*operands, BEGIN, END, 0, tiles), tokens, work, MOST)
+    else:
+        in_parts(library.nm_bf16, (*operands, 0, tokens, BEGIN, END), tiles, work)
+    return out
+
+
+def sampled(x: Tensor, y: Tensor, kept: Bf16Matrix) -> Tensor:
+    """``y^T x`` where ``kept`` (rows, columns) has non-zeros, zero elsewhere, in float32; x (tokens,
+    columns) and y (tokens, rows) in bfloat16.
+    """
+    library, x, y = _loaded(), x.contiguous(), y.contiguous()
+    sums, out = torch.zeros(kept.slots, SEGMENT), torch.zeros(kept.rows, kept.columns)
+    operands = [x.data_ptr(), y.data_ptr(), *_addresses(kept), kept.rows, kept.columns, len(x)]
+    tiles = kept.counts.shape[1]
+    to = (BEGIN, END, sums.data_ptr(), out.data_ptr())
+    in_parts(library.nm_bf16_sampled, (*operands, *to), tiles, len(x) * sums.numel() // WORTH)
+    return out
+
+
+def _addresses(matrix: Bf16Matrix) -> list[int]:
+    parts = (matrix.values, matrix.index, matrix.counts, matrix.start)
+    return [part.data_ptr() for part in parts]
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    if library is None or not hasattr(library, "nm_bf16"):
+        raise RuntimeError(f"products of bfloat16: {obstacle()}")
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    sources = ("nm_scratch", "nm_vectors", "nm_bf16")
+    library = compiled.library("nm_bf16", sources, FLAGS, __package__)
+    if library is not None and hasattr(library, "nm_bf16"):
+        p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        library.nm_bf16.argtypes = [*[p] * 7, *[n] * 6]
+        library.nm_bf16_count.argtypes = [p, flag, *[n] * 4, p, p]
+        library.nm_bf16_fill.argtypes = [p, flag, *[n] * 4, *[p] * 4]
+        library.nm_bf16_sampled.argtypes = [*[p] * 6, *[n] * 5, p, p]
+    return library

@@ -1,0 +1,107 @@
+"""A linear layer for inference whose N:M weight is multiplied in bfloat16
+(:mod:`nmrun.fast.cpu.kernels.bf16`), on processors that have the instruction.
+
+Its state dict has ``values`` (slots, 32), ``index`` (slots, 32), ``counts`` (blocks, tiles, 16), and
+``bias`` where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
+from nmrun.products.simulated import compute_dtype
+
+BF16 = "packed bf16"  # the path; of "packed" the numbers are bfloat16 and the arithmetic float32
+
+
+class Bf16Linear(PackedLinear):
+    """``x W^T + bias`` with an N:M weight of bfloat16, on the CPU; other inputs are rounded to it."""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Bf16Linear:
+        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16."""
+        return cls(bf16.packed(weight.detach()), bias)
+
+    def _hold(self, matrix: Any) -> None:
+        for name in self.PARTS:
+            self.register_buffer(name, getattr(matrix, name))
+        self.register_buffer("start", matrix.start, persistent=False)
+
+    def _matrix(self, *parts: Tensor) -> Any:
+        values, index, counts = parts
+        return Bf16Matrix.of(values.bfloat16(), index, counts, self.out_features, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., out_features), in the dtype of x."""
+        x = x.to(compute_dtype(x))
+        differentiated = x.requires_grad and torch.is_grad_enabled()
+        call = bf16_linear if torch.compiler.is_compiling() or differentiated else _product
+        parts = (self.values, self.index, self.counts, self.start, self.bias)
+        flat, shape = x.reshape(-1, x.shape[-1]), (self.out_features, self.in_features)
+        return call(flat, *parts, *shape).view(*x.shape[:-1], self.out_features)
+
+    def dense(self) -> Tensor:
+        """The weight with its zeros, bfloat16."""
+        parts = (self.values, self.index, self.counts, self.start)
+        return unpacked_bf16(*parts, self.out_features, self.in_features)
+
+
+def _matrix(
+    values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
+) -> Bf16Matrix:
+    # a model that is cast casts values as well
+    return Bf16Matrix(values.bfloat16(), index, counts, start, rows, columns)
+
+
+def _product(
+    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
+    rows: int, columns: int,
+) -> Tensor:  # fmt: skip
+    check_operands(x, values, columns)
+    matrix = _matrix(values, index, counts, start, rows, columns)
+    bias = None if bias is None else bias.float()
+    return bf16.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+
+
+@torch.library.custom_op("nmrun::bf16_linear", mutates_args=())
+def bf16_linear(
+    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
+    rows: int, columns: int,
+) -> Tensor:  # fmt: skip
+    return _product(x.detach(), values, index, counts, start, bias, rows, columns)
+
+
+@bf16_linear.register_fake
+def _(x, values, index, counts, start, bias, rows, columns):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], rows)
+
+
+@torch.library.custom_op("nmrun::unpacked_bf16", mutates_args=())
+def unpacked_bf16(
+    values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
+) -> Tensor:
+    return _matrix(values, index, counts, start, rows, columns).dense()
+
+
+@unpacked_bf16.register_fake
+def _(values, index, counts, start, rows, columns):  # type: ignore[no-untyped-def]
+    return values.new_empty(rows, columns, dtype=torch.bfloat16)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *parts, _, ctx.rows, ctx.columns = inputs
+    ctx.save_for_backward(*parts)
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    dense = unpacked_bf16(*ctx.saved_tensors, ctx.rows, ctx.columns)
+    return dz @ dense.to(dz.dtype), *[None] * 7
+
+
+bf16_linear.register_autograd(_backward, setup_context=_save)

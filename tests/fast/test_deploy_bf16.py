@@ -1,0 +1,159 @@
+"""nmrun.deploy of models in bfloat16, whose products the processor has or a test emulates."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from bf16_emulated import HAS_THEM, emulation
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.fast import deploy as deploying
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.packed_bf16 import Bf16Linear
+from nmrun.kernels import compiled
+from nmrun.sparsity import nm_mask
+
+TOOK = {"packed": 0.5, "packed bf16": 0.25}
+
+
+@pytest.fixture
+def products() -> Iterator[None]:
+    with emulation():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        return {name: TOOK.get(name, 1.0) for name in arms}
+
+    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+
+
+def mlp(pattern: str = "1:4") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 50), nn.ReLU(), nn.Linear(50, 30, bias=False))
+    for layer in (model[0], model[2]):
+        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
+    return model.bfloat16().eval()
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "1:32", "3:7"])
+def test_layers_take_the_fastest_right_products(pattern: str) -> None:
+    model, x = mlp(pattern), normal(3, 5, 80)
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    choices = nmrun.deploy(model, x)
+    assert [(c.path, c.is_sparse) for c in choices] == [("packed bf16", True)] * 2
+    assert [type(model[i]) for i in (0, 2)] == [Bf16Linear] * 2
+    with torch.no_grad():
+        found = model(x)
+        assert torch.equal(model(x[:1, :1]), found[:1, :1])
+    assert found.dtype == torch.bfloat16
+    assert float((found.double() - exact).norm() / exact.norm()) < 0.005
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x.float()), found)
+    assert not list(model.parameters())
+
+
+@pytest.mark.usefixtures("products")
+def test_float32_is_left_to_float32() -> None:
+    model = mlp().float()
+    assert [c.path for c in nmrun.deploy(model, normal(3, 80).float())] == ["packed"] * 2
+
+
+@pytest.mark.usefixtures("products")
+def test_the_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for took, path in ((0.6, "packed"), (0.4, "packed bf16")):
+        monkeypatch.setitem(TOOK, "packed bf16", took)
+        assert [c.path for c in nmrun.deploy(mlp(), normal(3, 80))] == [path] * 2
+    monkeypatch.setitem(TOOK, "packed bf16", 1.1)
+    monkeypatch.setitem(TOOK, "packed", 1.2)
+    assert [c.path for c in nmrun.deploy(mlp(), normal(3, 80))] == [None] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("products")
+def test_state_dict_pickle_copy_compile_and_gradient() -> None:
+    model, other, x = mlp(), mlp("1:16"), normal(3, 5, 80)
+    dense = copy.deepcopy(model)
+    for one in (model, other):
+        nmrun.deploy(one, x)
+    with torch.no_grad():
+        wanted = model(x)
+    names = ("values", "index", "counts")
+    assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
+    reloaded = copy.deepcopy(other)
+    reloaded.load_state_dict(model.state_dict())
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
+            assert torch.equal(one(x), wanted)
+    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
+    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
+        reloaded.load_state_dict(wrong)
+    for i in (0, 2):
+        assert torch.equal(model[i].dense(), dense[i].weight)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(a).sum().backward()
+    dense(b).sum().backward()
+    assert float((a.grad - b.grad).norm() / b.grad.norm()) < 0.1  # a ReLU may see another sign
+    parts = [getattr(model[0], name) for name in (*names, "start", "bias")]
+    operands = (normal(3, 80).requires_grad_(), *parts, 50, 80)
+    torch.library.opcheck(torch.ops.nmrun.bf16_linear.default, operands)
+
+
+def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
+    """A model that was deployed where there is one, unpickled here."""
+    x = normal(3, 80)
+    with emulation():
+        model = mlp()
+        nmrun.deploy(model, x)
+        wanted, stored = model(x), pickle.dumps(model)
+    model = pickle.loads(stored)
+    if HAS_THEM:
+        assert torch.equal(model(x), wanted)
+        return
+    with pytest.raises(
+        RuntimeError, match=r"^products of bfloat16: this processor has no AVX-512 with BF16$"
+    ):
+        model(x)
+    choices = nmrun.deploy(mlp(), x)
+    assert [c.path for c in choices] == ["packed"] * 2
+    assert torch.equal(model[0].dense(), mlp()[0].weight)  # what was packed can be had dense
+
+
+def test_a_cache_shared_between_machines_hands_none_the_others_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is built depends on the processor, and so does its file."""
+    built = []
+    monkeypatch.setattr(compiled, "_build", lambda *args: built.append(args[-1]))
+    monkeypatch.setattr(compiled, "_trusted", lambda path: False)
+    for flags in ("flags : avx512f", "flags : avx512f avx512_bf16"):
+        monkeypatch.setattr(compiled, "_processor", lambda flags=flags: flags)
+        bf16._library.cache_clear()
+        bf16._library()
+    bf16._library.cache_clear()
+    assert len(set(built)) == 2
+
+
+def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    bf16._library.cache_clear()
+    try:
+        assert bf16.obstacle().startswith("no C compiler works here")
+        with pytest.raises(RuntimeError, match=r"^products of bfloat16: no C compiler works here"):
+            bf16.packed(torch.ones(4, 4))
+    finally:
+        bf16._library.cache_clear()
