@@ -17,10 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ NO_MEMORY = "out of memory"
 # of nvidia-smi's query
 ON_GPU = {"power": "power.limit", "clock": "clocks.max.sm", "driver": "driver_version"}
 Row = dict[str, Any]
+Arm = TypeVar("Arm", bound=Hashable)  # its name
 Machine = dict[str, Any]
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -63,8 +64,9 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
     device, cpu = torch.device(device), platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        said = {key.strip(): of.strip() for key, _, of in (line.partition(":") for line in lines)}
+        cpu = f"{said['model name']} (family {said['cpu family']}, model {said['model']})"
+    except (OSError, KeyError):
         pass
     about: Machine = {
         "cpu": cpu,
@@ -159,11 +161,11 @@ def cpu_clock_name() -> str:
 
 
 def rounds(
-    arms: Mapping[str, Callable[[], object]],
+    arms: Mapping[Arm, Callable[[], object]],
     count: int,
     clock: Callable[[Callable[[], object]], float],
     warm_up: int = 2,
-) -> dict[str, list[float]]:
+) -> dict[Arm, list[float]]:
     """Time arms in turns: a round runs every arm once, in an order shuffled anew, so that a machine
     that grows slower or faster meanwhile favours none.
 

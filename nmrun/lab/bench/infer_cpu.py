@@ -1,16 +1,20 @@
-"""``nmrun bench infer`` on a CPU: forward passes of networks with N:M weights, dense by torch, dense
-by oneDNN, and packed, by tokens or images.
+"""``nmrun bench infer`` on a CPU: forward passes of networks, dense by whatever is installed and with
+N:M weights by ``nmrun.deploy``, in the precisions that this processor has.
 
-Weights are random, float32 and pruned by magnitude in all arms: ``torch`` multiplies their zeros as
-the network does by itself, ``onednn`` by torch's oneDNN products and convolutions of reordered
-weights, convolutions between channels last, ``packed`` is what ``nmrun.deploy`` makes of it. Times
-are those of the wall, with one thread its CPU time.
+Weights are random. Dense arms are torch as it is, torch compiled, ``onednn`` (torch's oneDNN
+products and convolutions of reordered weights, convolutions between channels last), ONNX Runtime
+and OpenVINO (:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude.
+All arms of a network and size take turns in one process. Times are those of the wall, with one
+thread the CPU time of the process, threads of runtimes among it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
-from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import Row, rounds, speedup
+from nmrun.lab.bench import harness, peers
+from nmrun.lab.bench.harness import Row, quartiles, ratios, rounds
+from nmrun.lab.bench.options import INFERRING, PRECISIONS
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 
@@ -117,14 +123,16 @@ def network(name: str) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
 
 
-def example(name: str, tokens: int) -> Tensor:
-    """One sequence for an encoder and for a prompt, one token each of so many sequences for a
-    decoder, so many images of 32x32."""
+def example(name: str, size: tuple[int, int]) -> Tensor:
+    """Sequences of so many tokens; for a decoder of one new token each, as many as tokens and
+    sequences, and as many images of 32x32."""
+    sequences, tokens = size
     if name in GPT2:
-        return torch.randint(50257, (tokens, 1) if name == "gpt2" else (1, tokens))
+        shape = (sequences * tokens, 1) if name == "gpt2" else size
+        return torch.randint(50257, shape)
     if name in IMAGES:
-        return torch.randn(tokens, 3, 32, 32)
-    return torch.randn(1, tokens, ENCODERS[name][1])
+        return torch.randn(sequences * tokens, 3, 32, 32)
+    return torch.randn(*size, ENCODERS[name][1])
 
 
 @torch.no_grad()
@@ -158,48 +166,119 @@ def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
+def measure(
+    name: str,
+    patterns: Sequence[Pattern],
+    size: tuple[int, int],
+    precisions: Sequence[str],
+    names: Sequence[str],
+    count: int,
+) -> list[Row]:
     """Measure one network at one size.
 
     Args:
         name: of the network, of ``options.CPU_NETWORKS``.
-        pattern: of all linear layers.
-        tokens: of a sequence; for a decoder sequences of one new token each.
+        patterns: of all linear layers and convolutions, each packed by itself.
+        size: of the input, see :func:`example`.
+        precisions: of ``options.PRECISIONS``.
+        names: of arms, of ``options.INFERRING``.
         count: rounds.
 
     Returns:
-        A row for each arm.
+        A row for each arm, precision and pattern, and one for each runtime that is missing.
     """
     torch.manual_seed(0)
-    model, x = network(name), example(name, tokens)
-    prune(model, pattern)
-    packed = copy.deepcopy(model)
-    choices = deploy(packed, x)
-    arms = {"torch": model, "onednn": by_onednn(model, x), "packed": packed}
-    about = {"model": name, "pattern": str(pattern), "tokens": tokens}
-    expected, wrong = model(x), dict[str, str]()
-    for arm, made in arms.items():
-        if not torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3):
-            wrong[arm] = "WRONG results"
-    calls: dict[str, Callable[[], object]] = {arm: partial(net, x) for arm, net in arms.items()}
-    times = rounds(calls, count, harness.cpu_clock())
-    best = min(("torch", "onednn"), key=lambda arm: sum(times[arm]))
+    model, x = network(name), example(name, size)
+    made, missing = peers.arms([n for n in names if n in peers.RUNTIMES], model, x, precisions)
+    calls: dict[Arm, Callable[[], Tensor]] = {
+        (precision, arm, ""): partial(call, x) for (precision, arm), call in made.items()
+    }
+    if "torch" in names:
+        calls[peers.FLOAT32, "torch", ""] = partial(model, x)
+        if peers.BF16 in precisions:
+            low = copy.deepcopy(model).bfloat16()
+            calls[peers.BF16, "torch", ""] = partial(low, peers.cast(x, peers.BF16))
+    if "onednn" in names and peers.FLOAT32 in precisions:
+        calls[peers.FLOAT32, "onednn", ""] = partial(by_onednn(model, x), x)
+    expected = {"": model(x)}
+    about: dict[Arm, Row] = {}
+    for pattern in patterns if "packed" in names else ():
+        pruned = copy.deepcopy(model)
+        prune(pruned, pattern)
+        expected[str(pattern)] = pruned(x)
+        for precision in precisions:
+            low = copy.deepcopy(pruned)
+            low = low.bfloat16() if precision == peers.BF16 else low
+            given = peers.cast(x, precision)
+            choices = deploy(low, given, precision="int8" if precision == peers.INT8 else None)
+            arm = precision, "packed", str(pattern)
+            calls[arm] = partial(low, given)
+            share = held_bytes(low) / held_bytes(model)
+            packed = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
+            about[arm] = {"layers": packed, "bytes": share}
+    calls = {arm: calls[arm] for arm in sorted(calls, key=_order)}
+    off = {arm: _off(call(), expected[arm[2]]) for arm, call in calls.items()}
+    times = rounds(calls, count, _clock())
+    right = [arm for arm in times if not arm[2] and off[arm] <= OFF[arm[0]]]
+    best = {
+        precision: min(dense, key=lambda arm: statistics.median(times[arm]))
+        for precision in precisions
+        if (dense := [arm for arm in right if arm[0] == precision])
+    }
     rows = []
-    for arm, taken in times.items():
-        row: Row = {**about, "arm": arm, **speedup(taken, times["torch"])}
-        if arm in wrong:
-            row["wrong"] = wrong[arm]
-        over = speedup(taken, times[best])
-        row |= {k.replace("up", "up_over_best"): v for k, v in over.items() if "speedup" in k}
-        row["best"] = best
-        row["bytes"] = held_bytes(arms[arm]) if arm != "onednn" else None
+    (sequences, tokens), numbers = size, peers.versions()
+    shared = {"model": name, "sequences": sequences, "tokens": tokens}
+    for measured, taken in times.items():
+        precision, kind, of = measured
+        row: Row = {**shared, "precision": precision, "arm": kind, "pattern": of}
+        row |= {
+            "n": len(taken),
+            **quartiles("ms", taken),
+            "off": off[measured],
+            **about.get(measured, {}),
+        }
+        row |= {"version": numbers[kind]} if kind in numbers else {}
+        if not off[measured] <= OFF[precision]:
+            row["wrong"] = "WRONG results"
+        over = {"torch": (peers.FLOAT32, "torch", "")} | best
+        for base, other in over.items():
+            if other in times:
+                row |= quartiles(f"over_{base}", ratios(times[other], taken))
+                row[f"over_{base}_by"] = other[1]
         rows.append(row)
-    rows[-1]["layers"] = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
-    return rows
+    return rows + [{**shared, "arm": runtime, "missing": why} for runtime, why in missing.items()]
 
 
-def _unit(name: str) -> str:
-    return "images" if name in IMAGES else "tokens"
+Arm = tuple[str, str, str]  # precision, kind, pattern
+# how far off the outputs of an arm may be, as a share of their norm
+OFF = {peers.FLOAT32: 1e-3, peers.BF16: 0.05, peers.INT8: 0.2}
+
+
+def _order(arm: Arm) -> tuple[int, int]:
+    return INFERRING.index(arm[1]), PRECISIONS.index(arm[0])
+
+
+def _off(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def _clock() -> harness.Clock:
+    """The clock of a CPU; with one thread it counts whatever thread of the process computes."""
+    clock = harness.cpu_clock()
+    if torch.get_num_threads() == 1:
+        clock.now = time.process_time
+    return clock
+
+
+def size_in_words(row: Row) -> str:
+    """``8 x 128 tokens``, ``64 images``."""
+    if row["model"] in IMAGES:
+        return f"{row['tokens']} images"
+    return (
+        f"{row['sequences']} x {row['tokens']} tokens"
+        if row["sequences"] > 1
+        else f"{row['tokens']} tokens"
+    )
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -213,38 +292,70 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
     threads = torch.get_num_threads()
+    there = {peers.BF16: peers.has_bf16(), peers.INT8: not int8.obstacle()}
+    left = [p for p in options.precisions or () if not there.get(p, True)]
+    if left:
+        raise ConfigError(f"--precisions {left[0]}: this processor has no instructions for it")
+    precisions = options.precisions or [p for p in PRECISIONS if there.get(p, True)]
 
     def cases() -> Iterator[list[Row]]:
         for name in options.models:
-            for pattern in options.patterns:
-                for tokens in options.tokens:
-                    harness.note(f"{name}, {pattern}, {tokens} {_unit(name)}")
-                    yield measure(name, pattern, tokens, options.rounds)
-
-    def page(rows: list[Row]) -> str:
-        title = (
-            "Forward passes, float32, N:M in all layers: milliseconds, and how many times as fast as dense, median [quartiles] of paired"
-            f" rounds, n = {options.rounds}; {harness.cpu_clock_name()}, {threads} threads. Packed: over torch; over the better dense;"
-            " bytes of the model over dense."
-        )
-        shown = [
-            {**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} {_unit(r['model'])}"}
-            for r in rows
-        ]
-        size = {row["network"]: row["bytes"] for row in shown if row["arm"] == "torch"}
-
-        def cell(row: Row) -> str:
-            if row["arm"] != "packed":
-                return f"{row['ms']:.4g} ms"
-            over = (harness.spread(row, key) for key in ("speedup", "speedup_over_best"))
-            return (
-                f"{row['ms']:.4g} ms; {'; '.join(over)}; {row['bytes'] / size[row['network']]:.0%}"
-            )
-
-        return f"{title}\n\n{harness.grid(shown, 'network', 'arm', cell)}"
+            for size in options.tokens:
+                harness.note(f"{name}, {size[0]} x {size[1]}")
+                yield measure(
+                    name, options.patterns, size, precisions, options.arms, options.rounds
+                )
+                torch.compiler.reset()  # the compiler keeps what it compiled
+                gc.collect()
 
     try:
-        harness.run("infer", cases(), page, options, argv, device, f"_{threads}_threads")
+        shown = partial(page, count=options.rounds)
+        harness.run("infer", cases(), shown, options, argv, device, f"_{threads}_threads")
     finally:
         torch.set_num_threads(before)
     return 0
+
+
+def page(rows: list[Row], count: int) -> str:
+    """What is printed: times by precision, and how many times as fast packed is."""
+    measured = [row for row in rows if "missing" not in row]
+    shown, over = list[Row](), list[Row]()
+    for row in measured:
+        network = f"{row['model']}, {size_in_words(row)}"
+        arm = f"packed {row['pattern']}" if row["pattern"] else row["arm"]
+        shown.append({**row, "network": f"{network}: {arm}"})
+        if row["pattern"]:
+            line = f"{network}: {row['pattern']} in {row['precision']}"
+            over += [
+                {**row, "network": line, "over": _title(base), "base": f"over_{base}"}
+                for base in ("torch", *PRECISIONS)
+                if f"over_{base}" in row
+            ]
+    parts = [
+        f"Forward passes: milliseconds, median of paired rounds, n = {count}; {'CPU time' if torch.get_num_threads() == 1 else 'wall time'},"
+        f" {torch.get_num_threads()} threads. Packed: layers that are, bytes of the model over dense float32, and how far off the outputs are.",
+        harness.grid(shown, "network", "precision", _cell),
+    ]
+    if over:
+        parts += [
+            "How many times as fast packed is as torch's own float32 and as the fastest dense arm of each precision, median [quartiles] of pairs:",
+            harness.grid(
+                over,
+                "network",
+                "over",
+                lambda row: f"{harness.spread(row, row['base'])} {row[row['base'] + '_by']}",
+            ),
+        ]
+    missing = dict.fromkeys(f"{r['arm']}: {r['missing']}" for r in rows if "missing" in r)
+    found = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
+    return "\n\n".join([*parts, *missing, *([found] if found else [])])
+
+
+def _title(base: str) -> str:
+    return "torch float32" if base == "torch" else f"best {base}"
+
+
+def _cell(row: Row) -> str:
+    if not row["pattern"]:
+        return f"{row['ms']:.4g}"
+    return f"{row['ms']:.4g} ({row['layers']}; {row['bytes']:.0%}; {row['off']:.1g} off)"

@@ -52,7 +52,9 @@ TRAINED = {
 TRAINING_ARMS = ("dense", "torch", "masked", "accelerated", "bare")
 # of infer, on a CPU (infer_cpu.network) and on a GPU
 CPU_NETWORKS = ("transformer", "bert_base", "tiny", "gpt2", "gpt2_prompt", "resnet18")
-INFERRED = {"cuda": ("gpt2", "vit_large"), "cpu": ("transformer", "bert_base", "gpt2")}
+INFERRING = ("torch", "compiled", "onednn", "onnxruntime", "openvino", "packed")
+PRECISIONS = ("float32", "bf16", "int8")
+INFERRED = {"cuda": ("gpt2", "vit_large"), "cpu": ("transformer", "bert_base")}
 
 
 def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -160,6 +162,12 @@ def shape(text: str) -> tuple[int, int]:
             f"{text}: inputs x outputs, multiples of 16, such as 768x3072"
         )
     return int(sides[0]), int(sides[1])
+
+
+def sequences(text: str) -> tuple[int, int]:
+    """``128`` or ``8x128``, sequences and their tokens, for argparse."""
+    count, _, tokens = text.rpartition("x")
+    return positive(count) if count else 1, positive(tokens)
 
 
 # --- the parsers ----------------------------------------------------------------------------------
@@ -271,10 +279,14 @@ def _infer_cpu() -> Parser:
     _several(made, "--models", INFERRED["cpu"], choices=CPU_NETWORKS)
     _several(made, "--patterns", [*map(pattern, CPU_RATIOS)], type=pattern, metavar="N:M")
     told = (
-        "of a sequence; for gpt2 sequences, with one new token each (gpt2_prompt: of a prompt); "
-        "for resnet18 images (default: 1 64 512)"
+        "of a sequence, or sequences x tokens; for gpt2 sequences, with one new token each "
+        "(gpt2_prompt: of a prompt); for resnet18 images (default: 1 128 8x128)"
     )
-    _several(made, "--tokens", [1, 64, 512], type=positive, help=told)
+    _several(made, "--tokens", [(1, 1), (1, 128), (8, 128)], type=sequences, metavar="N", help=told)
+    told = "default: those that this processor has"
+    made.add_argument("--precisions", nargs="+", choices=PRECISIONS, help=told)
+    told = "default: all of them; those of runtimes where these are installed"
+    _several(made, "--arms", INFERRING, choices=INFERRING, help=told)
     made.add_argument("--threads", type=positive, help="default: as many as torch takes")
     return made
 

@@ -32,6 +32,7 @@ from nmrun.lab.bench import (
     masks,
     networks,
     options,
+    peers,
     recipes,
     train,
     update,
@@ -644,7 +645,19 @@ def test_infer(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--models", "tiny", "--patterns", "1:4", "3:7", "--tokens", "1", "9", "--rounds", "2"]
+    words = [
+        "--models",
+        "tiny",
+        "--patterns",
+        "1:4",
+        "3:7",
+        "--tokens",
+        "1",
+        "2x9",
+        "--rounds",
+        "2",
+    ]
+    words += ["--arms", "torch", "onednn", "packed", "--precisions", "float32"]
     threads = torch.get_num_threads()
     out = tmp_path / "out"
     assert (
@@ -653,13 +666,69 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert torch.get_num_threads() == threads
     rows = json.loads((out / "infer_1_threads_cpu.json").read_text())["rows"]
     assert (out / "infer_1_threads_cpu.md").read_text() in capsys.readouterr().out
-    sizes = [(p, t) for p in ("1:4", "3:7") for t in (1, 9)]
-    arms = ("torch", "onednn", "packed")
-    assert [(r["pattern"], r["tokens"], r["arm"]) for r in rows] == [
-        (*s, a) for s in sizes for a in arms
+    arms = (("torch", ""), ("onednn", ""), ("packed", "1:4"), ("packed", "3:7"))
+    assert [((r["sequences"], r["tokens"]), (r["arm"], r["pattern"])) for r in rows] == [
+        (size, arm) for size in ((1, 1), (2, 9)) for arm in arms
     ]
-    assert all("wrong" not in row and row["ms"] > 0 for row in rows)
-    assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
+    assert all("wrong" not in row and row["ms"] > 0 and row["off"] < 1e-5 for row in rows)
+    for row in rows:
+        if row["arm"] == "packed":
+            assert row["layers"].endswith(" of 5")
+            assert row["over_torch_by"] == "torch"
+            assert row["over_float32_by"] in ("torch", "onednn")
+            assert 0 < row["over_float32_q1"] <= row["over_float32"] <= row["over_float32_q3"]
+
+
+@pytest.mark.parametrize("name", list(peers.RUNTIMES))
+def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'far'", name="far")
+
+    def unable(*_: Any) -> Any:
+        raise TypeError("no such\noperator")
+
+    model, x, asked = infer_cpu.network("tiny"), infer_cpu.example("tiny", (1, 3)), ["float32"]
+    for runtime, said in (
+        (absent, "far is not installed: pip install 'nmrun[bench]'"),
+        (unable, "cannot take this network: TypeError: no such"),
+    ):
+        monkeypatch.setitem(peers.RUNTIMES, name, runtime)
+        assert peers.arms([name], model, x, asked) == ({}, {name: said})
+        (first, second) = infer_cpu.measure("tiny", [], (1, 3), asked, ["torch", name], 1)
+        assert first["arm"] == "torch"
+        assert (second["arm"], second["missing"]) == (name, said)
+        assert f"{name}: {said}" in infer_cpu.page([first, second], 1).splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("compiled", "torch"), ("onnxruntime", "onnxruntime"), ("openvino", "nncf")],
+)
+def test_runtimes_compute_what_torch_does(name: str, module: str) -> None:
+    pytest.importorskip(module)
+    torch.manual_seed(0)
+    model, x = infer_cpu.network("tiny"), infer_cpu.example("tiny", (2, 9))
+    precisions = ["float32"] if name == "compiled" else ["float32", "int8"]
+    calls, missing = peers.arms([name], model, x, precisions)
+    assert missing == {}
+    assert list(calls) == [(precision, name) for precision in precisions]
+    with torch.no_grad():
+        wanted = model(x)
+        for (precision, _), call in calls.items():
+            off = float((call(x) - wanted).norm() / wanted.norm())
+            assert off < {"float32": 1e-5, "int8": 0.03}[precision]
+
+
+def test_a_precision_without_instructions_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "has_bf16", lambda: False)
+    assert verb("bench", "infer", "--device", "cpu", "--precisions", "bf16") == 2
+    said = "nmrun: --precisions bf16: this processor has no instructions for it"
+    assert capsys.readouterr().err.splitlines() == [said]
 
 
 @pytest.mark.skipif(not products.available(), reason="no C compiler works here")
@@ -670,11 +739,12 @@ def test_infer_of_a_small_gpt2(
     pytest.importorskip("transformers")
     small = partial(infer_cpu.Decoder, n_layer=2, n_embd=32, n_head=2)
     monkeypatch.setattr(infer_cpu, "Decoder", small)
-    x, model = infer_cpu.example(name, 5), infer_cpu.network(name)
+    x, model = infer_cpu.example(name, (1, 5)), infer_cpu.network(name)
     assert x.shape == inputs
     assert model(x).shape == (inputs[0], 1, 50257)
-    rows = infer_cpu.measure(name, Pattern(1, 4), 5, 2)
-    assert [row["arm"] for row in rows] == ["torch", "onednn", "packed"]
+    arms = ["torch", "onednn", "packed"]
+    rows = infer_cpu.measure(name, [Pattern(1, 4)], (1, 5), ["float32"], arms, 2)
+    assert [row["arm"] for row in rows] == arms
     assert not any("wrong" in row for row in rows)
     assert rows[-1]["layers"].endswith("of 9")  # four a block, and the tied head
 
@@ -683,6 +753,7 @@ def test_infer_of_a_small_gpt2(
 @pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
+    words += ["--arms", "torch", "onednn", "packed", "--precisions", "float32"]
     out = tmp_path / "out"
     assert bench.main(["infer", "--device", "cpu", *words, "--out", str(out)]) == 0
     (file,) = out.glob("infer_*.json")
@@ -690,7 +761,7 @@ def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     assert [row["arm"] for row in rows] == ["torch", "onednn", "packed"]
     assert all("wrong" not in row and row["ms"] > 0 for row in rows)
     assert rows[-1]["layers"].endswith(" of 21")
-    assert "resnet18 1:8, 2 images" in file.with_suffix(".md").read_text()
+    assert "resnet18, 2 images: 1:8 in float32" in file.with_suffix(".md").read_text()
 
 
 def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played_gpu.Machine) -> None:
