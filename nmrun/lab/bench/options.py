@@ -166,8 +166,10 @@ def shape(text: str) -> tuple[int, int]:
 
 def sequences(text: str) -> tuple[int, int]:
     """``128`` or ``8x128``, sequences and their tokens, for argparse."""
-    count, _, tokens = text.rpartition("x")
-    return positive(count) if count else 1, positive(tokens)
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, or two such as 8x128")
+    return int(sides[0]) if len(sides) > 1 else 1, int(sides[-1])
 
 
 # --- the parsers ----------------------------------------------------------------------------------

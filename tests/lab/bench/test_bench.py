@@ -221,6 +221,7 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
         (["train", "--recipe", "stpe"], "stpe"),
         (["train", "model.widht=3"], "widht"),
         (["infer", "--device", "cpu", "--tokens", "x"], "x: a whole number"),
+        (["infer", "--device", "cpu", "--tokens", "8x0"], "8x0: a whole number, or two such as"),
         (["infer", "--device", "cpu", "--patterns", "5:4"], "5:4 is not an N:M pattern"),
     ],
 )
