@@ -6,7 +6,7 @@ weight, nearly every paper does this around an optimizer step::
     gradient   g * (m + (1 - m) * pruned_gradient_factor) + pruned_gradient_decay * (1 - m) * w
     forward    w * (m + (1 - m) * pruned_weight_factor)    or    scale * soft_threshold(w)
 
-A recipe states it once. Torch (``nmrun.sparsity.apply``), C and Triton (``nmrun.kernels``) carry
+A recipe states it once. Torch (``nmrun.sparsity.projections``), C and Triton (``nmrun.kernels``) carry
 it out.
 """
 

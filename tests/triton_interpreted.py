@@ -21,7 +21,7 @@ from nmrun.kernels import triton_groups, triton_mvue, triton_projection
 from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
 from nmrun.sparsity.estimators import inclusion_probabilities
-from nmrun.sparsity.plain import hard_threshold, nm_mask, soft_threshold
+from nmrun.sparsity.reference import hard_threshold, nm_mask, soft_threshold
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy on NaNs

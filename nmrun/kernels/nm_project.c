@@ -5,7 +5,7 @@
    for a convolution's). LANES columns go through a network side by side, which the compiler turns into vector code: the N-th largest
    magnitude is found among the N + 1 largest or the M - N + 1 smallest, put in order by insertion where these are few, else by sorting
    all. Ties keep the lower index, a NaN is kept on top of the N, and every zero written is +0.0: the same bits as
-   nmrun.sparsity.plain. */
+   nmrun.sparsity.reference. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

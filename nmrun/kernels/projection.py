@@ -1,5 +1,5 @@
 """Compiled masks and projections: C on the CPU, Triton on CUDA devices, with the bits of the torch
-reference in ``nmrun.sparsity.plain``.
+reference in ``nmrun.sparsity.reference``.
 """
 
 from __future__ import annotations

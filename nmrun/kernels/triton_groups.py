@@ -119,8 +119,8 @@ def select(
     STRIDED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """(the mask, the group's largest magnitude that is not kept): what plain.nm_mask and
-    plain.soft_threshold are made of.
+    """(the mask, the group's largest magnitude that is not kept): what reference.nm_mask and
+    reference.soft_threshold are made of.
     """
     if M == 4 and not STRIDED and not SHORT:
         kept, shift = _select_four(w, N, COLUMNS)

@@ -1,5 +1,5 @@
 """N:M projections on CUDA devices, in Triton: one weight or all weights in a launch, with the bits
-of ``nmrun.sparsity.plain``.
+of ``nmrun.sparsity.reference``.
 
 16-bit weights are made float32 as soon as they are read: arithmetic on them is then the same on
 every device.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products.simulated import compute_dtype, convolution, linear
-from nmrun.sparsity.apply import keep_largest
 from nmrun.sparsity.layers import forward_class
+from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
 # why packed products do not take a layer

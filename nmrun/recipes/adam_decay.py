@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import decoupled
-from nmrun.recipes.periodic import PeriodicMask
+from nmrun.recipes.periodic_mask import PeriodicMask
 from nmrun.sparsity.weight import SparseWeight
 
 

@@ -28,7 +28,7 @@ from nmrun.patterns import Pattern
 from nmrun.ranges import Check
 from nmrun.registry import did_you_mean
 from nmrun.rule import Rule
-from nmrun.sparsity import apply, masks
+from nmrun.sparsity import masks, projections
 from nmrun.sparsity.transposable import transposable_mask
 from nmrun.sparsity.weight import SparseWeight
 
@@ -130,11 +130,11 @@ class Recipe:
         pattern = rule.pattern or weight.pattern
         if rule.mask is None and self.chooses and rule.soft_threshold_scale is None:
             rule = Rule(mask=self.choose(weight), pruned_weight_factor=rule.pruned_weight_factor)
-        apply.project(weight.dense, out, pattern, weight.dim, rule)
+        projections.project(weight.dense, out, pattern, weight.dim, rule)
 
     def edit_gradient(self, weight: SparseWeight, grad: Tensor) -> None:
         """Change ``grad`` in place, just before the update. Default: by the rule."""
-        apply.edit_gradient(grad, weight.dense, weight.weight, self.rule(weight))
+        projections.edit_gradient(grad, weight.dense, weight.weight, self.rule(weight))
 
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the weight that the run would leave, were it to end now."""
@@ -230,7 +230,7 @@ class Recipe:
         if self.transposable:
             torch.mul(weight.dense, self.largest_mask(weight), out=out)
         else:
-            apply.keep_largest(weight.dense, out, weight.pattern, weight.dim)
+            projections.keep_largest(weight.dense, out, weight.pattern, weight.dim)
 
     def make_transposable(self) -> None:
         """Choose transposable masks from now on.

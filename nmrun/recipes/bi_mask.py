@@ -24,7 +24,7 @@ from nmrun.ranges import log, number, whole
 from nmrun.recipes import draws
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
-from nmrun.sparsity.apply import keep_largest
+from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
 

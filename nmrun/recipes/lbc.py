@@ -24,7 +24,7 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, number
 from nmrun.recipes.parameters import MaskScores
-from nmrun.recipes.periodic import keep_mask
+from nmrun.recipes.periodic_mask import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.candidates import candidates
 from nmrun.sparsity.weight import SparseWeight

@@ -24,7 +24,7 @@ from nmrun.products import layer
 from nmrun.ranges import one_of
 from nmrun.recipes import draws
 from nmrun.recipes.base import Recipe
-from nmrun.recipes.periodic import keep_mask
+from nmrun.recipes.periodic_mask import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight

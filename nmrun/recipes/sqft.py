@@ -23,7 +23,7 @@ from torch import Tensor
 from nmrun.ranges import among, number, whole
 from nmrun.recipes import draws
 from nmrun.recipes.parameters import AddedParameters
-from nmrun.recipes.periodic import keep_mask
+from nmrun.recipes.periodic_mask import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 

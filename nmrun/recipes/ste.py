@@ -9,9 +9,13 @@ adds. Cost: one projection a step, one dense copy of the sparse weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from nmrun.ranges import one_of, whole
 from nmrun.recipes.base import Recipe
+from nmrun.recipes.periodic_mask import PeriodicMask
+from nmrun.rule import Rule
+from nmrun.sparsity.weight import SparseWeight
 
 
 @dataclass
@@ -20,3 +24,26 @@ class STE(Recipe):
 
     name: ClassVar[str] = "ste"
     masks_are_largest: ClassVar[bool] = True
+
+
+@dataclass
+class PeriodicSTE(PeriodicMask):
+    """STE with a mask that stays for a while.
+
+    That is the row-wise N:M training of reinforcement learning (RNM-TD3, Vrce et al. 2026, arXiv
+    2602.14578): a gradient for the kept weights only.
+
+    Args:
+        interval: optimizer steps that a mask stays.
+        gradient: ``"masked"`` for the kept weights alone, or ``"ste"`` for all.
+    """
+
+    name: ClassVar[str] = "ste_periodic"
+    masks_are_largest: ClassVar[bool] = True
+
+    interval: Annotated[int, whole(1)] = 100
+    gradient: Annotated[str, one_of("ste", "masked")] = "masked"
+
+    def rule(self, weight: SparseWeight) -> Rule:
+        factor = 0.0 if self.gradient == "masked" else 1.0
+        return Rule(mask=weight["mask"], pruned_gradient_factor=factor)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nmrun.optim import Adam, second_moment
 from nmrun.registry import did_you_mean
-from nmrun.sparsity.shards import summed
+from nmrun.sparsity.distributed import summed
 from nmrun.sparsity.weight import SparseWeight
 
 RATIO = 0.96  # of the variances, above which VarianceRatio has settled

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.plain import grouped, ungrouped
+from nmrun.sparsity.reference import grouped, ungrouped
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
 MOST = 256

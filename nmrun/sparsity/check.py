@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nmrun.patterns import COLUMNS, Pattern
-from nmrun.sparsity.plain import grouped, holds
+from nmrun.sparsity.reference import grouped, holds
 from nmrun.sparsity.select import LeftDense, select
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
-from nmrun.sparsity.plain import grouped
+from nmrun.sparsity.reference import grouped
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Masks and projections for any N:M pattern.
 
-The compiled kernels compute them where they apply, else torch (:mod:`nmrun.sparsity.plain`), with
+The compiled kernels compute them where they apply, else torch (:mod:`nmrun.sparsity.reference`), with
 the same bits. Autograd does not record them.
 
 ``dim`` is the dimension that groups run along: 1 for ``nn.Linear`` (out, in) and for convolutions
@@ -18,7 +18,7 @@ from torch import Tensor
 from nmrun.kernels import projection
 from nmrun.kernels.layout import has_memory
 from nmrun.patterns import Pattern
-from nmrun.sparsity import plain
+from nmrun.sparsity import reference
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
         mask = torch.empty_like(stored, dtype=torch.bool)
         if projection.mask(stored, mask, pattern, order.index(dim)):
             return mask.permute(_inverse(order))
-    return plain.nm_mask(weight, pattern, dim)
+    return reference.nm_mask(weight, pattern, dim)
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def hard_threshold(
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     projected = _projected(weight, pattern, dim, soft=False)
-    return plain.hard_threshold(weight, pattern, dim) if projected is None else projected
+    return reference.hard_threshold(weight, pattern, dim) if projected is None else projected
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def soft_threshold(
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     projected = None if gamma else _projected(weight, pattern, dim, soft=True)
-    return plain.soft_threshold(weight, pattern, dim, gamma) if projected is None else projected
+    return reference.soft_threshold(weight, pattern, dim, gamma) if projected is None else projected
 
 
 @torch.no_grad()

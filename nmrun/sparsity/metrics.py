@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmrun.kernels import cpu_split
 from nmrun.kernels.layout import has_memory, local
-from nmrun.sparsity.shards import summed
+from nmrun.sparsity.distributed import summed
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
 PIECE = 1 << 18  # entries: a megabyte of float32

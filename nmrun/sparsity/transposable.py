@@ -1,11 +1,19 @@
 """Transposable masks: every M x M block keeps N weights in each row and in each column.
 
 The weight and its transpose are then both N:M.
+
+Where M is too large to compare all masks of a block, its mask is a transportation problem: N units
+leave each row and N reach each column, one at most by each entry. All blocks are solved together. As
+in TSENOR (Meng et al. 2025, arXiv 2505.23949) the problem is regularised by the entropy, solved by
+Dykstra's projections and rounded. What the rounding misses is then found exactly: units move along a
+cycle of rows as long as that keeps more. A mask without such a cycle is the best one (Klein 1967, "A
+primal method for minimal cost flows").
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from functools import cache
 
 import torch
@@ -13,9 +21,11 @@ from torch import Tensor
 
 from nmrun.kernels.layout import filled
 from nmrun.patterns import Pattern
-from nmrun.sparsity.transport import best_masks
 
 ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
+STEPS, SHARPNESS = 50, 50.0  # of Dykstra's projections; they decide on time alone
+ELEMENTS = 1 << 22  # of the largest temporary tensor
+TOLERANCE = 1e-12  # of gains, where a block's largest is 1: the optimum up to rounding
 
 
 @cache
@@ -45,7 +55,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     For M <= 4 all masks of a block are compared at once (Hu et al. 2024, arXiv 2404.01847,
     algorithm 1). For larger M each block is an assignment problem at 1:M, solved on the CPU by
     scipy; else all blocks are solved together as transportation problems
-    (:mod:`nmrun.sparsity.transport`).
+    (:func:`best_masks`).
 
     Args:
         weight: a matrix (out, in); both sizes are multiples of M.
@@ -97,3 +107,139 @@ def _assigned(block: Tensor) -> Tensor:
     mask = torch.zeros_like(block)
     mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
     return mask
+
+
+def best_masks(blocks: Tensor, n: int) -> Tensor:
+    """Find the mask of every block that has N in each row and column and keeps the largest sum.
+
+    Args:
+        blocks: (count, M, M), 0 or more, float64.
+        n: below M.
+
+    Returns:
+        The masks: bool, shape of ``blocks``, each the optimum up to rounding; the same bits on
+        every call.
+    """
+    large = torch.finfo(blocks.dtype).max
+    finite = blocks.nan_to_num(large, large)  # NaN and infinity are kept first
+    most = finite.amax((1, 2), keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
+    gains = finite / most
+    masks = torch.empty_like(gains, dtype=torch.bool)
+    m = blocks.shape[1]
+    for part, out in zip(
+        gains.split(ELEMENTS // m**2 + 1), masks.split(ELEMENTS // m**2 + 1), strict=True
+    ):
+        plan = dykstra(part.float(), n)
+        out.copy_(_saturated(_top(plan, n, 1) & _top(plan, n, 2), part, n))
+    for part, out in zip(
+        gains.split(ELEMENTS // m**3 + 1), masks.split(ELEMENTS // m**3 + 1), strict=True
+    ):
+        _improve(out, part)
+    return masks
+
+
+def dykstra(gains: Tensor, n: int) -> Tensor:
+    """Approach the solution of the regularised problem: TSENOR's algorithm 1, with logarithms.
+
+    Projected onto rows that sum to N, columns that do, and entries of 1 at most, in turn.
+
+    Args:
+        gains: (count, M, M), from 0 to 1.
+        n: the sums.
+
+    Returns:
+        The logarithm of the plan, shape of ``gains``.
+    """
+    plan, correction = gains * SHARPNESS, torch.zeros_like(gains)
+    for _ in range(STEPS):
+        plan = plan - plan.logsumexp(2, keepdim=True) + math.log(n)
+        plan = plan - plan.logsumexp(1, keepdim=True) + math.log(n)
+        free = plan + correction
+        plan = free.clamp_max(0.0)
+        correction = free - plan
+    return plan
+
+
+def _top(plan: Tensor, n: int, dim: int) -> Tensor:
+    """The N largest along a dimension, as a mask."""
+    kept = plan.topk(n, dim).indices
+    return torch.zeros_like(plan, dtype=torch.bool).scatter_(dim, kept, True)
+
+
+def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
+    """Add entries to masks with N or fewer in each row and column until all have N.
+
+    An entry is added where row and column lack one. Where every such entry is taken, one in another
+    row i' and column j' moves into row i and column j, which lack one: (i, j') and (i', j) take the
+    place of (i', j'). There always is one: else all entries between the rows without column j and
+    the columns without row i were free. More than M - N columns are, so these rows lack entries,
+    likewise these columns, and a free entry between them could be added.
+    """
+    size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
+    while len(todo):
+        kept = masks[todo]
+        rows, columns = n - kept.sum(2), n - kept.sum(1)
+        lacks = rows.sum(1) > 0
+        todo, kept, rows, columns = todo[lacks], kept[lacks], rows[lacks], columns[lacks]
+        if not len(todo):
+            break
+        each, gain = torch.arange(len(todo), device=masks.device), gains[todo]
+        free = (rows > 0).unsqueeze(2) & (columns > 0).unsqueeze(1) & ~kept
+        added = torch.where(free, gain, -1.0).flatten(1).max(1)
+        row, column = added.indices // size, added.indices % size
+        moves = added.values < 0
+        row = torch.where(moves, rows.argmax(1), row)
+        column = torch.where(moves, columns.argmax(1), column)
+        can = kept & ~kept[each, row].unsqueeze(1) & ~kept[each, :, column].unsqueeze(2)
+        more = gain[each, row].unsqueeze(1) + gain[each, :, column].unsqueeze(2) - gain
+        place = torch.where(can, more, -torch.inf).flatten(1).argmax(1)
+        other_row, other_column = place // size, place % size
+        kept[each[~moves], row[~moves], column[~moves]] = True
+        each, row, column = each[moves], row[moves], column[moves]
+        other_row, other_column = other_row[moves], other_column[moves]
+        kept[each, other_row, other_column] = False
+        kept[each, row, other_column] = kept[each, other_row, column] = True
+        masks[todo] = kept
+    return masks
+
+
+def _improve(masks: Tensor, gains: Tensor) -> None:
+    """Move units along cycles of rows, in place, until no cycle keeps more.
+
+    A step from row i to row i' takes an entry of a column out of i and adds that of i' in the same
+    column; the best column counts. A cycle of such steps keeps the sums of rows and columns. Cycles
+    that gain are those of negative length, by Bellman and Ford's algorithm.
+    """
+    size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
+    while len(todo):
+        kept, gain = masks[todo], gains[todo]
+        out = torch.where(kept, gain, torch.inf).unsqueeze(2)
+        into = torch.where(kept, torch.inf, -gain).unsqueeze(1)
+        length, column = (out + into).min(3)
+        reached = torch.zeros_like(gain[:, 0])
+        before = torch.zeros_like(reached, dtype=torch.long)
+        for _ in range(size):
+            shorter, by = (reached.unsqueeze(2) + length).min(1)
+            changed = shorter < reached - TOLERANCE
+            reached, before = (
+                torch.where(changed, shorter, reached),
+                torch.where(changed, by, before),
+            )
+            if not bool(changed.any()):
+                return
+        gains_more = changed.any(1)
+        todo, kept = todo[gains_more], kept[gains_more]
+        column, before = column[gains_more], before[gains_more]
+        each = torch.arange(len(todo), device=masks.device)
+        at = changed[gains_more].int().argmax(1)
+        for _ in range(size):  # back into the cycle
+            at = before[each, at]
+        first, index = at, each
+        while len(index):
+            source = before[index, at]
+            moved = column[index, source, at]
+            kept[index, source, moved] = False
+            kept[index, at, moved] = True
+            on = source != first
+            index, at, first = index[on], source[on], first[on]
+        masks[todo] = kept

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nmrun.kernels.layout import local
 from nmrun.patterns import Pattern
 from nmrun.ranks import part_like
-from nmrun.sparsity.plain import grouped, holds
+from nmrun.sparsity.reference import grouped, holds
 
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id, of all handles

@@ -29,9 +29,9 @@ from nmrun.kernels.operands import Update
 from nmrun.kernels.uncompiled import uncompiled
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.batch import Batch
+from nmrun.sparsity.distributed import agree_over_ranks
 from nmrun.sparsity.metrics import MaskMetrics
-from nmrun.sparsity.replicas import agree_over_ranks
+from nmrun.sparsity.projections import Batch
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import Resume, makes_state
 

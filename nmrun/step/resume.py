@@ -18,7 +18,7 @@ from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.optim.stock import Uncompiled
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.shards import summed
+from nmrun.sparsity.distributed import summed
 from nmrun.sparsity.weight import PREFIX, SparseWeight
 
 KEY = "nmrun"

@@ -14,8 +14,8 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
+from nmrun.sparsity.distributed import check_shards
 from nmrun.sparsity.select import Candidate, LeftDense, by_reason, candidates, select
-from nmrun.sparsity.shards import check_shards
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
 from nmrun.step.resume import Resume, check_saved, dtypes_of, saved_settings

@@ -17,7 +17,7 @@ from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
 from nmrun.recipes.ste import STE
-from nmrun.sparsity import plain
+from nmrun.sparsity import reference
 from nmrun.sparsity.weight import SparseWeight
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
@@ -51,11 +51,11 @@ def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Ten
 
 
 def hard(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
-    return plain.hard_threshold(weight, Pattern.parse(pattern), dim)
+    return reference.hard_threshold(weight, Pattern.parse(pattern), dim)
 
 
 def soft(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
-    return plain.soft_threshold(weight, Pattern.parse(pattern), dim)
+    return reference.soft_threshold(weight, Pattern.parse(pattern), dim)
 
 
 # inserted from the top, N = M, sorted, inserted from below; the others go one of these ways too, and
@@ -80,7 +80,7 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         assert torch.equal(bits(compiled), bits(reference))
     mask, faded = torch.empty_like(weight, dtype=torch.bool), torch.empty_like(weight)
     assert cpu.mask(weight, mask, Pattern.parse(ratio), 1)
-    kept = plain.nm_mask(weight, Pattern.parse(ratio), 1)
+    kept = reference.nm_mask(weight, Pattern.parse(ratio), 1)
     assert torch.equal(mask, kept)
     assert cpu.project(weight, faded, Pattern.parse(ratio), 1, factor=0.7)
     assert torch.equal(bits(faded), bits(torch.where(kept, weight, weight * 0.7) + 0.0))
@@ -126,7 +126,7 @@ def test_bits_equal_the_reference(
     assert torch.equal(bits(compiled), bits(reference))
     mask = torch.empty_like(weight, dtype=torch.bool)
     assert cpu.mask(weight, mask, pattern := Pattern.parse(ratio), dim)
-    assert torch.equal(mask, plain.nm_mask(weight, pattern, dim))
+    assert torch.equal(mask, reference.nm_mask(weight, pattern, dim))
     assert mask.view(torch.uint8).max() == 1
     assert torch.equal(bits(weight), bits(before))
 
@@ -154,7 +154,7 @@ def test_weights_with_channels_last(
     assert not cpu.project(last, torch.empty(shape), pattern, dim)  # two orders
     mask = torch.empty_like(last, dtype=torch.bool)
     assert cpu.mask(last, mask, pattern, dim)
-    assert torch.equal(mask, plain.nm_mask(weight, pattern, dim))
+    assert torch.equal(mask, reference.nm_mask(weight, pattern, dim))
     assert not cpu.mask(last, torch.empty(shape, dtype=torch.bool), pattern, dim)
 
 
@@ -168,7 +168,7 @@ def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, facto
     weight = nasty(shape)
     out = torch.full_like(weight, 7.0)
     assert cpu.project(weight, out, Pattern.parse(ratio), dim, factor=factor)
-    mask = plain.nm_mask(weight, Pattern.parse(ratio), dim)
+    mask = reference.nm_mask(weight, Pattern.parse(ratio), dim)
     assert torch.equal(
         bits(out), bits(torch.where(mask, weight, weight * torch.tensor(factor)) + 0.0)
     )
@@ -238,8 +238,8 @@ def test_public_functions_go_through_the_kernel(
 ) -> None:
     weight, pattern = stored(nasty((12, 28))), Pattern.parse(ratio)
     pattern = pattern.over(weight.shape[dim]) if pad else pattern
-    wanted = getattr(plain, function)(weight, pattern, dim % 2)
-    monkeypatch.setattr(plain, function, None)
+    wanted = getattr(reference, function)(weight, pattern, dim % 2)
+    monkeypatch.setattr(reference, function, None)
     found = getattr(sparsity, function)(weight, ratio, dim, pad)
     assert found.shape == weight.shape
     assert not found.requires_grad
@@ -251,7 +251,7 @@ def test_public_functions_go_through_the_kernel(
 @pytest.mark.parametrize("shape", [(4, 8, 3, 3), (3, 8, 5), (2, 8, 2, 2, 3)])
 def test_public_functions_in_any_order_of_memory(shape: tuple[int, ...], function: str) -> None:
     weight = nasty(shape)
-    wanted = getattr(plain, function)(weight, Pattern(2, 4), 1)
+    wanted = getattr(reference, function)(weight, Pattern(2, 4), 1)
     for order in itertools.permutations(range(len(shape))):
         back = sorted(range(len(shape)), key=order.__getitem__)
         stored = weight.permute(order).contiguous().permute(back)
@@ -281,7 +281,7 @@ def test_whoever_looks_at_the_operations_sees_them(function: str) -> None:
 def test_other_dtypes_stay_with_torch(function: str, dtype: torch.dtype) -> None:
     weight = torch.randn(8, 16).to(dtype)
     found = getattr(sparsity, function)(weight, "2:4")
-    assert torch.equal(found, getattr(plain, function)(weight, Pattern(2, 4), 1))
+    assert torch.equal(found, getattr(reference, function)(weight, Pattern(2, 4), 1))
 
 
 @needs_compiler
@@ -368,7 +368,7 @@ def test_without_a_working_compiler_the_result_is_the_same(
     assert cpu.load(Pattern(2, 4)) is None
     assert torch.equal(bits(_project(recipe, weight)), bits(wanted))
     mask = sparsity.nm_mask(weight, "2:4")
-    assert torch.equal(mask, plain.nm_mask(weight, Pattern(2, 4), 1))
+    assert torch.equal(mask, reference.nm_mask(weight, Pattern(2, 4), 1))
 
 
 @needs_compiler

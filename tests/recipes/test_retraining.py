@@ -11,7 +11,7 @@ from test_recipes import Net
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.sparsity.proximal import proximal
+from nmrun.recipes.proxsparse import proximal
 from nmrun.sparsity.weight import SparseWeight
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.proximal import proximal
+from nmrun.recipes.proxsparse import proximal
 
 
 def objective(w: Tensor, z: Tensor, n: int, strength: float) -> Tensor:

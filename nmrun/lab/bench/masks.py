@@ -24,16 +24,16 @@ from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, quartiles, ratios, ro
 from nmrun.lab.bench.options import COLUMNS
 from nmrun.lab.bench.recipes import argsort_mask
 from nmrun.patterns import Pattern
-from nmrun.sparsity import metrics, nm_mask, plain
+from nmrun.sparsity import metrics, nm_mask, reference
 
 
 def dispatch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
     if not projection.project(weight, out, pattern, 1):
-        reference(weight, out, pattern)
+        in_torch(weight, out, pattern)
 
 
-def reference(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
-    out.copy_(plain.hard_threshold(weight, pattern, 1))
+def in_torch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    out.copy_(reference.hard_threshold(weight, pattern, 1))
 
 
 def topk(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
@@ -48,7 +48,7 @@ def argsort(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
 
 ARMS: dict[str, Callable[[Tensor, Tensor, Pattern], None]] = {
     "nmrun": dispatch,
-    "reference": reference,
+    "reference": in_torch,
     "topk": topk,
     "argsort": argsort,
 }

@@ -13,7 +13,7 @@ from nmrun.lab import models
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, RunFolder, weights_in
 from nmrun.lab.tasks.base import Task
-from nmrun.recipes import first_masks
+from nmrun.recipes.maskllm import masks_file
 
 
 def network(config: Config, task: Task) -> nn.Module:
@@ -39,13 +39,13 @@ def check_masks(place: str) -> None:
     """Look whether the weights that ``recipe.masks`` names are as their run left them.
 
     Args:
-        place: as :func:`nmrun.recipes.first_masks.file` takes it; what is in no run's folder is
+        place: as :func:`nmrun.recipes.maskllm.masks_file` takes it; what is in no run's folder is
             taken as it is.
 
     Raises:
         ConfigError: where a run's file was changed since.
     """
-    path = first_masks.file(place)
+    path = masks_file(place)
     if path.name in WEIGHTS:
         folder = RunFolder(path.parent)
         try:

@@ -13,8 +13,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from nmrun.sparsity import check_nm, transport, transposable_mask
-from nmrun.sparsity.transport import best_masks
-from nmrun.sparsity.transposable import block_patterns
+from nmrun.sparsity.transposable import best_masks, block_patterns
 
 RATIOS = [
     (1, 4),

@@ -1,9 +1,12 @@
-"""A :class:`nmrun.rule.Rule` carried out by torch, and its projections by compiled kernels.
+"""A :class:`nmrun.rule.Rule` carried out on one weight, and the projections of many weights at once.
 
 ``nmrun.optim.Adam`` carries out the same rules inside its step (``nmrun.kernels.adam``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +14,8 @@ from torch import Tensor
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.rule import Rule
-from nmrun.sparsity import plain
+from nmrun.sparsity import reference
+from nmrun.sparsity.weight import SparseWeight
 
 
 @torch.no_grad()
@@ -59,7 +63,7 @@ def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) 
     if scale is not None:
         gamma = rule.soft_threshold_gamma
         if gamma or not projection.project(dense, out, pattern, dim, soft=True, scale=scale):
-            torch.mul(plain.soft_threshold(dense, pattern, dim, gamma), scale, out=out)
+            torch.mul(reference.soft_threshold(dense, pattern, dim, gamma), scale, out=out)
         return
     if rule.mask is not None:
         torch.mul(dense, rule.mask, out=out)
@@ -84,4 +88,62 @@ def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None
         ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
     """
     if not projection.project(dense, out, pattern, dim):
-        out.copy_(plain.hard_threshold(dense, pattern, dim))
+        out.copy_(reference.hard_threshold(dense, pattern, dim))
+
+
+class Batch:
+    """Weights that Triton projects together, in as few launches as a CUDA device takes.
+
+    The launch is prepared anew when an address changes.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: list[tuple[int, int]] = []
+        self._launch: Any = None
+
+    def project(self, weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> list[SparseWeight]:
+        """Project the weights whose rule keeps the N largest and that Triton's kernel can project.
+
+        Args:
+            weights: sparse weights with a dense weight.
+            rules: the rule of each weight.
+
+        Returns:
+            The weights that were not projected.
+        """
+        rest: list[SparseWeight] = []
+        members: list[Any] = []  # (weight, its dense tensor, its projected tensor)
+        for weight, rule in zip(weights, rules, strict=True):
+            tensors = weight.dense, weight.weight
+            if _keeps_largest(rule) and _fits(weight, *tensors):
+                members.append((weight, *tensors))
+            else:
+                rest.append(weight)
+        if members:
+            from nmrun.kernels import triton_projection
+
+            addresses = [(d.data_ptr(), p.data_ptr()) for _, d, p in members]
+            if addresses != self._addresses:
+                self._addresses = addresses
+                self._launch = triton_projection.Batch(
+                    [d for _, d, _ in members],
+                    [p for _, _, p in members],
+                    [w.pattern for w, _, _ in members],
+                    [w.dim for w, _, _ in members],
+                )
+            self._launch.project()
+        return rest
+
+
+def _keeps_largest(rule: Rule) -> bool:
+    """Say whether the forward weight is the hard threshold by the weight's own pattern."""
+    plain = rule.mask is None and rule.soft_threshold_scale is None and rule.pattern is None
+    return plain and not rule.pruned_weight_factor
+
+
+def _fits(weight: SparseWeight, dense: Any, projected: Any) -> bool:
+    if not projection.by_triton(dense, weight.pattern):
+        return False
+    from nmrun.kernels import triton_projection
+
+    return triton_projection.fits(dense, projected, weight.pattern, weight.dim)

@@ -1,0 +1,207 @@
+"""Progressive gradient flow: MdGf, mask decay, and SdGf, structure decay.
+
+After Bambhaniya et al. 2024 (arXiv 2402.04744), and Kao et al. 2022 (arXiv 2209.07617) before. A run
+of n steps is dense for a fraction ``dense`` of them and N:M exactly for the last fraction ``final``.
+In between it goes from one to the other.
+
+- MdGf: pruned weights fade out. Forward ``w * (m + (1 - m) * D(j))``, j the steps since the dense
+  phase, the mask m chosen anew at every step. D falls linearly or exponentially from 1 to 0. The
+  gradient is that of this product, so pruned weights receive less and less of it
+  (``grad_mode="scaled"``, the paper's idea); the authors' code passes it on unchanged (``"ste"``).
+- SdGf: the pattern tightens in frames of equal length, with hard masks and the straight-through
+  gradient. Stepwise: ``M-1:M, M/2:M, ..., N:M``, ever sparser. Geometric: ``8N:8M, 4N:4M, 2N:2M,
+  N:M``, always as sparse as the target in ever smaller groups, or with ``densify``, an ablation of
+  the authors' code, ``N:8M, N:4M, N:2M, N:M``: ever denser.
+
+When to use: above 80 % sparsity; geometric where training must be sparse from the start. Cost: STE's;
+of MdGf also one pass over the sparse weights for the faded part and one for the gradient, and dense
+products until D is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+
+from nmrun import patterns
+from nmrun.patterns import Pattern
+from nmrun.ranges import FLAG, FRACTION, between, number, one_of, whole
+from nmrun.recipes.base import Recipe
+from nmrun.rule import Rule
+from nmrun.sparsity.weight import SparseWeight
+
+
+@dataclass
+class Progressive(Recipe):
+    """The timeline that both share.
+
+    Subclasses override :meth:`factor` (D; here 0) or :meth:`frames_to` (the patterns in order).
+
+    Args:
+        dense: the fraction of all steps that is dense, at the beginning; this default and the next
+            are ours, the papers' differ by model.
+        final: the fraction at the end that is N:M exactly; with ``dense`` at most 1.
+    """
+
+    needs_total_steps: ClassVar[str] = "its phases are fractions of the run"
+
+    dense: Annotated[float, FRACTION, between(0.0, 0.4)] = 0.1
+    final: Annotated[float, number(0, 1, open_low=True), between(0.05, 0.5)] = 0.2
+
+    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
+        super().begin(pattern, total_steps)
+        assert total_steps is not None
+        if self.dense + self.final > 1:
+            raise ValueError(
+                f"{self.name}: dense={self.dense} and final={self.final} are fractions of one run: at most 1 together"
+            )
+        self.ends = min(total_steps - 1, round((1 - self.final) * total_steps))
+        self.begins = min(self.ends, round(self.dense * total_steps))
+        self.length = self.ends - self.begins  # steps of the middle phase
+        self.dense_forward = self.begins > 0
+        self.patterns = [pattern]
+
+    def factor(self) -> float:
+        """D at this step: what pruned weights are multiplied by."""
+        return 0.0
+
+    def frames_to(self, target: Pattern) -> list[Pattern]:
+        """The patterns of the middle phase, in equal parts, ending with ``target``."""
+        return [target]
+
+    def now(self, target: Pattern) -> Pattern:
+        """The pattern of this step for a weight that is to end at ``target``."""
+        frames = self.frames_to(target)
+        if self.step >= self.ends:
+            return target
+        return frames[max(0, self.step - self.begins) * len(frames) // self.length]
+
+    @property
+    def is_sparse(self) -> bool:
+        at_target = self.factor() == 0.0 and all(self.now(p) == p for p in self.patterns)
+        return not self.dense_forward and at_target
+
+    def planned_dense(self, step: int) -> bool:
+        with self.at(step):
+            return step < self.begins or self.factor() != 0
+
+    def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.patterns = sorted({weight.pattern for weight in weights})
+        for weight in weights:
+            coarsest = max(self.frames_to(weight.pattern), key=lambda p: p.m)
+            inputs = weight.shape[weight.dim]
+            if inputs % coarsest.m and not weight.pattern.length:
+                raise ValueError(
+                    f"{self.name}: {weight.name} has {inputs} inputs, not a multiple of the "
+                    f"{coarsest.m} of its coarsest pattern {coarsest} (fewer frames, the option "
+                    "pad, or leave that layer out)"
+                )
+
+    def rule(self, weight: SparseWeight) -> Rule:
+        return Rule(pattern=self.now(weight.pattern), pruned_weight_factor=self.factor())
+
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        was_dense, self.dense_forward = self.dense_forward, self.step < self.begins
+        if was_dense and not self.dense_forward:
+            self.say(f"{self.name} ends its dense phase")
+        if self.step == self.ends:
+            self.say(f"{self.name} has arrived at {self.pattern}")
+
+
+@dataclass
+class MdGfLinear(Progressive):
+    """Pruned weights fade linearly, ``D(j) = max(0, 1 - tau j)``.
+
+    Args:
+        tau: of D, per step; None spreads the decay over the middle phase.
+        grad_mode: the gradient of pruned weights: ``scaled`` by D, or ``ste``, unchanged.
+    """
+
+    name: ClassVar[str] = "mdgf_linear"
+
+    tau: Annotated[float | None, number(0, open_low=True, optional=True)] = None
+    grad_mode: Annotated[str, one_of("scaled", "ste")] = "scaled"
+
+    def factor(self) -> float:
+        if self.step >= self.ends:
+            return 0.0
+        return self.curve(max(0, self.step - self.begins))
+
+    def curve(self, j: int) -> float:
+        """D after j steps of the middle phase; by default 0 at its end."""
+        tau = 1.0 / max(1, self.length) if self.tau is None else self.tau
+        return max(0.0, 1.0 - j * tau)
+
+    def rule(self, weight: SparseWeight) -> Rule:
+        return Rule(
+            pattern=self.now(weight.pattern),
+            pruned_weight_factor=self.factor(),
+            pruned_gradient_factor=1.0 if self.grad_mode == "ste" else self.factor(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        return {f"{self.name}/factor": self.factor()}
+
+
+@dataclass
+class MdGfExponential(MdGfLinear):
+    """Pruned weights fade exponentially, ``D(j) = exp(-tau j)``."""
+
+    name: ClassVar[str] = "mdgf_exponential"
+
+    def curve(self, j: int) -> float:
+        # by default D falls to a thousandth before the final phase sets it to 0
+        tau = math.log(1000.0) / max(1, self.length) if self.tau is None else self.tau
+        return math.exp(-j * tau)
+
+
+@dataclass
+class DecayMask(MdGfLinear):
+    """Decaying pruning mask, mask form (Kao et al. 2022, arXiv 2209.07617), MdGf's predecessor:
+    linear decay with the straight-through gradient."""
+
+    name: ClassVar[str] = "decay_mask"
+
+    grad_mode: Annotated[str, one_of("scaled", "ste")] = "ste"
+
+
+@dataclass
+class SdGfStepwise(Progressive):
+    """Ever sparser patterns; M / N must be a power of two."""
+
+    name: ClassVar[str] = "sdgf_stepwise"
+
+    def frames_to(self, target: Pattern) -> list[Pattern]:
+        return patterns.stepwise(target)
+
+
+@dataclass
+class SdGfGeometric(Progressive):
+    """The same density in ever smaller groups.
+
+    Args:
+        frames: how many patterns, 4 in the authors' code; a layer's inputs must be a multiple of
+            M * 2^(frames - 1).
+        densify: every pattern has the target's N instead of its density (an ablation).
+    """
+
+    name: ClassVar[str] = "sdgf_geometric"
+
+    frames: Annotated[int, whole(1)] = 4
+    densify: Annotated[bool, FLAG] = False
+
+    def frames_to(self, target: Pattern) -> list[Pattern]:
+        return patterns.geometric(target, self.frames, self.densify)
+
+
+@dataclass
+class DecayStructure(SdGfStepwise):
+    """Decaying pruning mask, structure form (Kao et al. 2022, arXiv 2209.07617), SdGf's
+    predecessor.
+    """
+
+    name: ClassVar[str] = "decay_structure"
