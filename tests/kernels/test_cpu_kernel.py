@@ -76,8 +76,8 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
     weight[100] = torch.nan
     weight = weight.view(-1, 5 * m)
     for scale in (None, 1.5):
-        compiled, reference = both(weight, ratio, 1, scale)
-        assert torch.equal(bits(compiled), bits(reference))
+        compiled, expected = both(weight, ratio, 1, scale)
+        assert torch.equal(bits(compiled), bits(expected))
     mask, faded = torch.empty_like(weight, dtype=torch.bool), torch.empty_like(weight)
     assert cpu.mask(weight, mask, Pattern.parse(ratio), 1)
     kept = reference.nm_mask(weight, Pattern.parse(ratio), 1)
@@ -122,8 +122,8 @@ def test_bits_equal_the_reference(
 ) -> None:
     weight = nasty(shape)
     before = weight.clone()
-    compiled, reference = both(weight, ratio, dim, scale)
-    assert torch.equal(bits(compiled), bits(reference))
+    compiled, expected = both(weight, ratio, dim, scale)
+    assert torch.equal(bits(compiled), bits(expected))
     mask = torch.empty_like(weight, dtype=torch.bool)
     assert cpu.mask(weight, mask, pattern := Pattern.parse(ratio), dim)
     assert torch.equal(mask, reference.nm_mask(weight, pattern, dim))
@@ -286,9 +286,9 @@ def test_other_dtypes_stay_with_torch(function: str, dtype: torch.dtype) -> None
 
 @needs_compiler
 def test_an_infinite_weight_shows_after_the_soft_threshold() -> None:
-    compiled, reference = both(torch.tensor([[torch.inf, torch.inf, 1.0, 2.0]]), "1:4", 1, 1.0)
+    compiled, expected = both(torch.tensor([[torch.inf, torch.inf, 1.0, 2.0]]), "1:4", 1, 1.0)
     assert not compiled.isfinite().all()
-    assert not reference.isfinite().all()
+    assert not expected.isfinite().all()
 
 
 @needs_compiler
@@ -299,8 +299,8 @@ def test_threads_share_the_work_without_a_gap(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(c_library, "CHUNK", 1000)
-    compiled, reference = both(nasty(shape), "2:4", 1, None)
-    assert torch.equal(bits(compiled), bits(reference))
+    compiled, expected = both(nasty(shape), "2:4", 1, None)
+    assert torch.equal(bits(compiled), bits(expected))
 
 
 @needs_compiler
@@ -387,8 +387,8 @@ def test_without_a_cache_folder_it_still_compiles(
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     cpu.load.cache_clear()
-    compiled, reference = both(nasty((8, 16)), "2:4", 1, None)
-    assert torch.equal(bits(compiled), bits(reference))
+    compiled, expected = both(nasty((8, 16)), "2:4", 1, None)
+    assert torch.equal(bits(compiled), bits(expected))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from nmrun.sparsity import check_nm, transport, transposable_mask
+from nmrun.sparsity import check_nm, transposable, transposable_mask
 from nmrun.sparsity.transposable import best_masks, block_patterns
 
 RATIOS = [
@@ -125,7 +125,7 @@ def test_the_regularised_plan_alone_is_near(monkeypatch: pytest.MonkeyPatch) -> 
     """TSENOR without the cycles: N:M both ways, and within a hundredth of the best."""
     blocks = weights("normal", 50, 16)
     best = kept(blocks, best_masks(blocks, 8))
-    monkeypatch.setattr(transport, "_improve", lambda *_: None)
+    monkeypatch.setattr(transposable, "_improve", lambda *_: None)
     rounded = best_masks(blocks, 8)
     assert (rounded.sum(1) == 8).all()
     assert (rounded.sum(2) == 8).all()
@@ -140,9 +140,9 @@ def test_the_way_there_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = best_masks(blocks, 4)
     assert torch.equal(best_masks(blocks, 4), masks)
     assert torch.equal(torch.cat([best_masks(block[None], 4) for block in blocks]), masks)
-    monkeypatch.setattr(transport, "ELEMENTS", 1000)
+    monkeypatch.setattr(transposable, "ELEMENTS", 1000)
     assert torch.equal(best_masks(blocks, 4), masks)
-    monkeypatch.setattr(transport, "STEPS", 0)
+    monkeypatch.setattr(transposable, "STEPS", 0)
     assert torch.equal(best_masks(blocks, 4), masks)
 
 
