@@ -14,7 +14,7 @@ from torch import Tensor
 from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
 from nmrun.rule import Rule
-from nmrun.sparsity import nm_mask, plain
+from nmrun.sparsity import nm_mask, reference
 
 # fields of Rule; a mask is held where there is one
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,14 +47,16 @@ def faded(update: Update, factor: float) -> Update:
 
 def pruned(weight: Tensor, update: Update) -> Tensor:
     mask = update.rule.mask
-    return ~(plain.nm_mask(weight, update.pattern, update.dim) if mask is None else mask)
+    return ~(reference.nm_mask(weight, update.pattern, update.dim) if mask is None else mask)
 
 
 def projection(weight: Tensor, update: Update) -> Tensor:
     """The projection, by the functions for users."""
     rule = update.rule
     if rule.soft_threshold_scale is not None:
-        return plain.soft_threshold(weight, update.pattern, update.dim) * rule.soft_threshold_scale
+        return (
+            reference.soft_threshold(weight, update.pattern, update.dim) * rule.soft_threshold_scale
+        )
     if rule.mask is not None:
         return weight * rule.mask
     fading = weight * rule.pruned_weight_factor
