@@ -101,7 +101,10 @@ def accelerate(
 
     def measured(shape: object) -> Mapping[str, Times]:
         tell(f"timing products, layer {next(layers)} of {many}")
-        return (known or {}).get(str(shape)) or ranks.from_leader(
+        # those of another processor are no use to this one where it lacks their products
+        had = (known or {}).get(str(shape), {})
+        possible = had.keys() <= set(getattr(shape, "paths", had))
+        return (had if possible else None) or ranks.from_leader(
             side.measured(shape, device) if side is not None and ranks.leads() else {}
         )
 
@@ -233,7 +236,7 @@ def _best(
     allowed = {
         name: t
         for name, t in times.items()
-        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name)
+        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name.removesuffix(" bf16"))
     }
     right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
     if not right:
@@ -242,7 +245,8 @@ def _best(
         ) or f"{mode} computes nothing like this"
     name = min(right, key=lambda name: right[name])
     told += f"{name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
-    return (name if mode != "auto" or right[name] < dense else left), told
+    gains = right[name] < onednn.FASTER * dense
+    return (name if mode != "auto" or gains else left), told
 
 
 def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:

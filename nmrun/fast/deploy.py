@@ -22,14 +22,14 @@ from nmrun.fast import measurement
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.onednn import FASTER, OneDNNLinear, available
-from nmrun.fast.cpu.packed_bf16 import BF16, Bf16Linear
+from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution, packed
 from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.measurement import ONEDNN, Choice
+from nmrun.fast.measurement import BF16, ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE

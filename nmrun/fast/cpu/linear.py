@@ -10,17 +10,20 @@ optimizer step. It is no part of any state dict.
     dW = dZ^T X     dense, by torch or by oneDNN; the kept entries alone where the recipe masks the
                     gradients of pruned weights; with MVUE E^T X with the N:M estimate E of dZ,
                     sparse
+
+:class:`Bf16Products` does so in bfloat16 (``nmrun.fast.cpu.kernels.bf16``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from nmrun.fast.cpu import onednn
-from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.measurement import ONEDNN
 from nmrun.patterns import Pattern
@@ -41,6 +44,8 @@ class LinearProducts(nn.Module):
         dense: by what the dense one is computed, ``dense`` for torch or ``onednn``.
     """
 
+    PARTS: ClassVar[tuple[str, ...]] = PARTS
+
     def __init__(
         self,
         shape: tuple[int, int],
@@ -55,12 +60,19 @@ class LinearProducts(nn.Module):
         rows, columns = shape
         whole, rest = divmod(columns, pattern.m)
         self.full = rows * (whole * pattern.n + min(rest, pattern.n))  # where no kept weight is 0
-        # the weight of the input gradient may be N:M along the outputs instead
-        room = max(self.full, columns * -(-rows // pattern.m) * pattern.n)
         for kind, sides in (("forward", (rows, columns)), ("backward", (columns, rows))):
-            empty = PackedMatrix.empty(sides[0], sides[1], room)
-            for part in PARTS:
+            empty = self._empty(*sides)
+            for part in self.PARTS:
                 self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
+
+    def _empty(self, rows: int, columns: int) -> Any:
+        # the weight of the input gradient may be N:M along the outputs instead
+        (outputs, inputs), (n, m) = self.shape, (self.pattern.n, self.pattern.m)
+        return PackedMatrix.empty(rows, columns, max(self.full, inputs * -(-outputs // m) * n))
+
+    def parts(self, kind: str) -> list[Tensor]:
+        """What a product of ``KINDS`` reads."""
+        return [getattr(self, f"{kind}_{part}") for part in self.PARTS]
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
@@ -72,20 +84,26 @@ class LinearProducts(nn.Module):
             masked: the gradients of pruned weights are not needed. Kept weights that are 0 need
                 theirs, so where there are any, all are computed.
         """
-        forward, backward = self._matrix("forward"), self._matrix("backward")
-        if other is not None:
-            products.pack(other.detach().t().contiguous(), backward)
-            products.pack(weight.detach().contiguous(), forward)
-        elif weight.is_contiguous():
-            products.pack(weight.detach(), forward, backward)
-        else:  # stored as (inputs, outputs)
-            products.pack(weight.detach().t().contiguous(), backward, forward)
-        sampled = masked and self.gradient_is_faster and forward.count == self.full
+        count = self._pack(weight.detach(), weight.detach() if other is None else other.detach())
+        sampled = masked and self.gradient_is_faster and count == self.full
         self.gradient = "sampled" if sampled else self.dense
 
-    def _matrix(self, kind: str) -> PackedMatrix:
+    def _pack(self, weight: Tensor, other: Tensor) -> int:
+        """How many non-zeros the weight has."""
+        forward, backward = self._matrix("forward"), self._matrix("backward")
+        if other is not weight:
+            products.pack(other.t().contiguous(), backward)
+            products.pack(weight.contiguous(), forward)
+        elif weight.is_contiguous():
+            products.pack(weight, forward, backward)
+        else:  # stored as (inputs, outputs)
+            products.pack(weight.t().contiguous(), backward, forward)
+        count: int = forward.count
+        return count
+
+    def _matrix(self, kind: str) -> Any:
         rows, columns = self.shape if kind == "forward" else reversed(self.shape)
-        return PackedMatrix.of([getattr(self, f"{kind}_{part}") for part in PARTS], rows, columns)
+        return _packed(self.parts(kind), rows, columns)[1]
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -97,10 +115,35 @@ class LinearProducts(nn.Module):
             gradient = f"{'sparse' if self.gradient_is_faster else 'dense'} {mvue}"
         z = linear(
             *(x.reshape(-1, x.shape[-1]), weight, bias),
-            *([getattr(self, f"{kind}_{part}") for part in PARTS] for kind in KINDS),
+            *map(self.parts, KINDS),
             gradient,
         )
         return z.view(*x.shape[:-1], z.shape[-1])
+
+
+class Bf16Products(LinearProducts):
+    """The same with products in bfloat16, which the processor has to have; the weight is rounded."""
+
+    PARTS = ("values", "index", "counts", "start")
+
+    def _empty(self, rows: int, columns: int) -> Any:
+        return Bf16Matrix.empty(rows, columns)
+
+    def _pack(self, weight: Tensor, other: Tensor) -> int:
+        count = 0
+        for kind, matrix in (("backward", other.t()), ("forward", weight)):
+            turned = not matrix.is_contiguous()
+            stored = matrix.t().contiguous() if turned else matrix
+            count = bf16.pack(stored, self._matrix(kind), turned)
+        return count
+
+
+def _packed(parts: list[Tensor], rows: int, columns: int) -> tuple[Any, Any]:
+    """The kernels for a packed matrix, and the matrix."""
+    if len(parts) == len(Bf16Products.PARTS):
+        values, index, counts, start = parts
+        return bf16, Bf16Matrix(values, index, counts, start, rows, columns)
+    return products, PackedMatrix.of(parts, rows, columns)
 
 
 @torch.library.custom_op("nmrun::linear_cpu", mutates_args=())
@@ -110,7 +153,9 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
     ``onednn``, ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
-    return products.multiply(x, PackedMatrix.of(forward, weight.shape[0], weight.shape[1]), bias)
+    kernels, matrix = _packed(forward, *weight.shape)
+    product: Tensor = kernels.multiply(x, matrix, bias)
+    return product
 
 
 @linear.register_fake
@@ -121,7 +166,9 @@ def _(x, weight, bias, forward, backward, gradient):  # type: ignore[no-untyped-
 @torch.library.custom_op("nmrun::multiply_cpu", mutates_args=())
 def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     """x S^T, (tokens, rows)."""
-    return products.multiply(x, PackedMatrix.of(parts, rows, x.shape[1]))
+    kernels, matrix = _packed(parts, rows, x.shape[1])
+    product: Tensor = kernels.multiply(x, matrix)
+    return product
 
 
 @multiply.register_fake
@@ -132,7 +179,9 @@ def _(x, parts, rows):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("nmrun::sampled_cpu", mutates_args=())
 def sampled(dz: Tensor, x: Tensor, kept: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
-    return products.sampled(x, dz, PackedMatrix.of(kept, dz.shape[1], x.shape[1]))
+    kernels, matrix = _packed(kept, dz.shape[1], x.shape[1])
+    gradient: Tensor = kernels.sampled(x, dz, matrix)
+    return gradient
 
 
 @sampled.register_fake
@@ -178,7 +227,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     x, *parts = ctx.saved_tensors
-    forward, backward = parts[:3], parts[3:]
+    forward, backward = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     weight_dtype, bias_dtype = ctx.dtypes
     dx = dw = db = None
     dz = dz.contiguous()  # a gradient may come expanded
@@ -188,7 +237,7 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         dw = weight_gradient(dz, x, forward, ctx.gradient).to(weight_dtype)
     if ctx.needs_input_grad[2]:
         db = dz.sum(0).to(bias_dtype)
-    return dx, dw, db, [None] * 3, [None] * 3, None
+    return dx, dw, db, [None] * len(forward), [None] * len(backward), None
 
 
 linear.register_autograd(_backward, setup_context=_save)

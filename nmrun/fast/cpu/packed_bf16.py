@@ -17,8 +17,6 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
 from nmrun.products.simulated import compute_dtype
 
-BF16 = "packed bf16"  # the path; of "packed" the numbers are bfloat16 and the arithmetic float32
-
 
 class Bf16Linear(PackedLinear):
     """``x W^T + bias`` with an N:M weight of bfloat16, on the CPU; other inputs are rounded to it."""
@@ -65,7 +63,6 @@ def _product(
 ) -> Tensor:  # fmt: skip
     check_operands(x, values, columns)
     matrix = _matrix(values, index, counts, start, rows, columns)
-    bias = None if bias is None else bias.float()
     return bf16.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
 
 

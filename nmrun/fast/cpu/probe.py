@@ -20,10 +20,10 @@ from torch.nn import functional
 from nmrun.fast import measurement
 from nmrun.fast.cpu import convolution, linear, onednn
 from nmrun.fast.cpu.convolution import ConvolutionProducts
-from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.fast.cpu.linear import LinearProducts
-from nmrun.fast.measurement import ONEDNN, Times, fault, recall, remember, version
+from nmrun.fast.cpu.linear import Bf16Products, LinearProducts
+from nmrun.fast.measurement import BF16, ONEDNN, Times, fault, recall, remember, version
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.products.layer import Phase
@@ -32,6 +32,7 @@ from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.weight import SparseWeight
 
 FILE = "probe_cpu.json"
+LINEAR = {"packed": LinearProducts, BF16: Bf16Products}  # by their path
 DTYPES = (torch.float32, torch.bfloat16)
 # multiplications of one product below which a layer is left alone: some 0.2 ms, where what
 # Python does around an operator eats the gain
@@ -63,7 +64,8 @@ class LinearShape:
     @property
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
-        sparse = ("packed",) if self.pattern else ()
+        low = self.dtype == torch.bfloat16 and not bf16.obstacle()
+        sparse = ("packed", *((BF16,) if low else ())) if self.pattern else ()
         plain = self.dtype == torch.float32 and self.mvue is None
         dense = (ONEDNN,) if plain and onednn.available() else ()
         return ("dense", *dense, *sparse)
@@ -203,7 +205,7 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
         dz.float() @ weight,
         estimated.float().t() @ x.float(),
     ]
-    expected, pack = {"dense": exact}, 0.0
+    expected, pack = {"dense": exact}, dict[str, float]()
     if ONEDNN in shape.paths:
         expected[ONEDNN] = exact
         calls[ONEDNN] = (
@@ -212,12 +214,16 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
             lambda: onednn.product(dz.t(), x.t()),
         )
     if shape.pattern is not None:
-        packed = LinearProducts((shape.rows, shape.columns), shape.dtype, shape.pattern)
-        packed.write(weight, None)
-        calls["packed"] = _packed(packed, shape, weight, x, dz, bias, estimated)
         kept = exact[2] if shape.mvue else exact[2] * (weight != 0)
-        expected["packed"] = [*exact[:2], kept]
-        _, pack = side_by_side(lambda: None, lambda: packed.write(weight, None))
+        for name in shape.paths:
+            if name in LINEAR:
+                packed = LINEAR[name]((shape.rows, shape.columns), shape.dtype, shape.pattern)
+                packed.write(weight, None)
+                calls[name] = _packed(packed, shape, weight, x, dz, bias, estimated)
+                expected[name] = [*exact[:2], kept]
+                _, pack[name] = side_by_side(
+                    lambda: None, functools.partial(packed.write, weight, None)
+                )
     wrong = {
         name: next(filter(None, map(fault, of, expected[name])), "")
         for name, of in calls.items()
@@ -227,7 +233,7 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
     right = [name for name in calls if name not in found]
     forward, dx, dw = (side_by_side(*(calls[name][i] for name in right)) for i in range(3))
     for name, *taken in zip(right, forward, dx, dw, strict=True):
-        found[name] = Times(pack if name == "packed" else 0.0, taken[0], taken[1], taken[2])
+        found[name] = Times(pack.get(name, 0.0), taken[0], taken[1], taken[2])
     return found
 
 
@@ -235,9 +241,7 @@ def _packed(
     packed: LinearProducts, shape: LinearShape, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
     estimated: Tensor,
 ) -> tuple[Callable[[], Tensor], ...]:  # fmt: skip
-    forward, backward = (
-        [getattr(packed, f"{kind}_{part}") for part in linear.PARTS] for kind in linear.KINDS
-    )
+    forward, backward = map(packed.parts, linear.KINDS)
 
     def dw() -> Tensor:
         if shape.mvue is not None:
@@ -372,4 +376,5 @@ def packed(
     dense = onednn.best_gradient(times)
     faster = bool(times[path].weight_gradient < times[dense].weight_gradient)
     assert shape.pattern is not None  # of a sparse layer
-    return LinearProducts(sides, shape.dtype, shape.pattern, faster, dense)
+    kind = LINEAR[path]
+    return kind(sides, shape.dtype, shape.pattern, faster, dense)

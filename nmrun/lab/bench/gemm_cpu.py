@@ -79,9 +79,7 @@ def measure(
         weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
         packed = linear.LinearProducts((outputs, inputs), torch.float32, Pattern.parse(ratio))
         packed.write(weight, None)
-        forward, backward = (
-            [getattr(packed, f"{kind}_{part}") for part in linear.PARTS] for kind in linear.KINDS
-        )
+        forward, backward = map(packed.parts, linear.KINDS)
 
         def z(weight: Tensor = weight, f: Any = forward, b: Any = backward) -> Tensor:
             return linear.linear(x, weight, None, f, b, "dense")

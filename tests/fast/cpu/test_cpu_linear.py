@@ -284,6 +284,7 @@ def test_what_is_slower_or_wrong_is_left_dense(monkeypatch: pytest.MonkeyPatch) 
     cases = {
         "faster": (Times(0.5, 1.0, 1.0, 2.0), True),
         "slower": (Times(2.5, 1.0, 1.0, 0.1), False),
+        "faster by less than trials differ": (Times(0.0, 1.95, 1.95, 2.0), False),
         "wrong": (Times(wrong="WRONG results"), False),
     }
     for name, (packed, taken) in cases.items():

@@ -133,7 +133,7 @@ def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
     """
     library, size = _loaded(), matrix.numel()
     tiles, source = into.counts.shape[1], (matrix.data_ptr(), int(turned), into.rows, into.columns)
-    kept = torch.empty(tiles, len(into.counts), dtype=torch.int32)
+    kept = torch.empty(tiles, dtype=torch.int32)
     counts = into.counts.data_ptr()
     in_parts(library.nm_bf16_count, (*source, BEGIN, END, counts, kept.data_ptr()), tiles, size)
     into.start[1:] = into.counts.sum(2, dtype=torch.int32).flatten().cumsum(0)
@@ -153,8 +153,7 @@ def packed(matrix: Tensor) -> Bf16Matrix:
 
 
 def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tensor:
-    """``x S^T + bias``, with x (tokens, columns) in bfloat16 and bias (rows,) in float32; (tokens,
-    rows) in bfloat16, rounded once.
+    """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
 
     Raises:
         RuntimeError: where there are no such products.
@@ -162,7 +161,7 @@ def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tenso
     library, x = _loaded(), x.contiguous()
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)
-    bias = None if bias is None else bias.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
     operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
     operands += [*_addresses(matrix), rows, columns]
     tiles, work = matrix.counts.shape[1], tokens * matrix.slots * SEGMENT // WORTH

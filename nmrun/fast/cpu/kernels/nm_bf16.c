@@ -145,59 +145,85 @@ int nm_bf16(const uint16_t *x, uint16_t *y, const float *bias, const uint16_t *v
 
 /* --- packing ---------------------------------------------------------------------------------------------------------------------------- */
 
-/* Rows r to r + TILE and columns c to c + SEGMENT of a float32 matrix (rows, columns), or of the transpose of one (columns, rows): rounded,
-   each number a word with bfloat16 above and its column below; zeros where there are none. */
-static inline void load_words(const float *matrix, int turned, int64_t rows, int64_t columns, int64_t r, int64_t c, __m512i words[2][TILE]) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  for (int h = 0; h < 2; h++) {
-    vec v[TILE];
-    int64_t left = c + h * LANES;
-    for (int i = 0; i < TILE; i++) {
-      int64_t high = turned ? left + i : r + i, across = turned ? r : left;
-      int there = high < (turned ? columns : rows);
-      uint32_t keep = there ? first_of((turned ? rows : columns) - across, LANES) : 0;
-      v[i] = (vec)_mm512_maskz_loadu_ps((__mmask16)keep, matrix + high * (turned ? rows : columns) + across);
-    }
-    if (turned) turn(v);
-    for (int i = 0; i < TILE; i++) {
-      __m512i number = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrowed(v[i])), 16);
-      __mmask16 filled = _mm512_test_epi32_mask(number, _mm512_set1_epi32(0x7fff0000));
-      words[h][i] = _mm512_maskz_or_epi32(filled, number, _mm512_add_epi32(lanes, _mm512_set1_epi32(h * LANES)));
-    }
-  }
+/* A float32 matrix (rows, columns), or with `turned` the transpose of one that lies there as (columns, rows). */
+typedef struct {
+  const float *numbers;
+  int turned;
+  int64_t rows, columns;
+} Source;
+
+/* LANES numbers: of row r from column c on; turned, of column c from row r on. Zeros where there are none. */
+static inline __m512i some(const Source *m, int64_t r, int64_t c) {
+  int64_t high = m->turned ? c : r, across = m->turned ? r : c, wide = m->turned ? m->rows : m->columns;
+  uint32_t keep = high < (m->turned ? m->columns : m->rows) ? first_of(wide - across, LANES) : 0;
+  return _mm512_maskz_loadu_epi32((__mmask16)keep, m->numbers + high * wide + across);
 }
 
-static inline __mmask16 filled(__m512i words) { return _mm512_test_epi32_mask(words, _mm512_set1_epi32(0x7fff0000)); }
+/* Which of them are not rounded to zero. */
+static inline __mmask16 filled(__m512i v) {
+  return _mm512_cmpgt_epu32_mask(_mm512_and_si512(v, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(0x8000));
+}
 
-/* counts of tiles `begin` to `end`, and in kept[i * blocks + b] the non-zeros of tile i in block b. */
+/* counts of tiles `begin` to `end`, and in kept[i] the non-zeros of tile i. */
 int nm_bf16_count(const float *matrix, int turned, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t *counts, int32_t *kept) {
+  Source m = {matrix, turned, rows, columns};
   int64_t blocks = (columns + BLOCK - 1) / BLOCK, tiles = (rows + TILE - 1) / TILE;
-  for (int64_t i = begin; i < end; i++)
-    for (int64_t b = 0; b < blocks; b++) {
-      int32_t all = 0;
-      for (int64_t s = 0; s < SEGMENTS; s++) {
-        int most = 0;
-        if (b * BLOCK + s * SEGMENT < columns) {
-          __m512i words[2][TILE];
-          load_words(matrix, turned, rows, columns, i * TILE, b * BLOCK + s * SEGMENT, words);
-          for (int l = 0; l < TILE; l++) {
-            int count = __builtin_popcount(filled(words[0][l])) + __builtin_popcount(filled(words[1][l]));
-            most = count > most ? count : most;
-            all += count;
-          }
-        }
-        counts[(b * tiles + i) * SEGMENTS + s] = (uint8_t)((most + 1) / 2);
+  for (int64_t i = begin; i < end; i++) {
+    kept[i] = 0;
+    for (int64_t s = 0; s < blocks * SEGMENTS; s++) {
+      int64_t r = i * TILE, c = s * SEGMENT;
+      int32_t each[TILE];
+      __m512i sums = _mm512_setzero_si512();
+      if (turned)
+        for (int k = 0; k < SEGMENT; k++) sums = _mm512_mask_add_epi32(sums, filled(some(&m, r, c + k)), sums, _mm512_set1_epi32(1));
+      else {
+        for (int l = 0; l < TILE; l++)
+          each[l] = __builtin_popcount(filled(some(&m, r + l, c)) | (uint32_t)filled(some(&m, r + l, c + LANES)) << LANES);
+        sums = _mm512_loadu_si512(each);
       }
-      kept[i * blocks + b] = all;
+      kept[i] += _mm512_reduce_add_epi32(sums);
+      counts[(s / SEGMENTS * tiles + i) * SEGMENTS + s % SEGMENTS] = (uint8_t)((_mm512_reduce_max_epi32(sums) + 1) / 2);
     }
+  }
   return 0;
+}
+
+/* Rows r to r + TILE of columns c to c + SEGMENT, rounded: the words of each row that are not zero, bfloat16 above and the column below;
+   even ones and odd ones of them apart, zeros behind. */
+static inline void gather(const Source *m, int64_t r, int64_t c, vec even[TILE], vec odd[TILE]) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), one = _mm512_set1_epi32(1);
+  const __m512i twice = _mm512_add_epi32(lanes, lanes);
+  vec half_of[2][TILE];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+#pragma GCC unroll 16
+    for (int l = 0; l < TILE; l++)
+      half_of[h][l] = (vec)(m->turned ? some(m, r, c + h * LANES + l) : some(m, r + l, c + h * LANES));
+    if (m->turned) turn(half_of[h]);
+  }
+  for (int l = 0; l < TILE; l++) {
+    __m512i words[2];
+    __mmask16 held[2];
+    for (int h = 0; h < 2; h++) {
+      __m512i number = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrowed(half_of[h][l])), 16);
+      held[h] = filled((__m512i)half_of[h][l]);
+      words[h] = _mm512_maskz_compress_epi32(held[h], _mm512_or_si512(number, _mm512_add_epi32(lanes, _mm512_set1_epi32(h * LANES))));
+    }
+    int first = __builtin_popcount(held[0]); /* the second half's words follow the first's */
+    __m512i moved = _mm512_sub_epi32(lanes, _mm512_set1_epi32(first));
+    __m512i low = _mm512_mask_permutexvar_epi32(words[0], (__mmask16)(0xffff << first), moved, words[1]);
+    __m512i high = _mm512_maskz_permutexvar_epi32((__mmask16)first_of(first, LANES), moved, words[1]);
+    even[l] = (vec)_mm512_permutex2var_epi32(low, twice, high);
+    odd[l] = (vec)_mm512_permutex2var_epi32(low, _mm512_add_epi32(twice, one), high);
+  }
+  turn(even), turn(odd);
 }
 
 /* Values and index of tiles `begin` to `end`, whose counts and start are there. */
 int nm_bf16_fill(const float *matrix, int turned, int64_t rows, int64_t columns, int64_t begin, int64_t end, const uint8_t *counts,
                  const int32_t *start, uint16_t *values, uint8_t *index) {
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1)), upper = _mm512_set1_epi32((int)0xffff0000);
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  Source m = {matrix, turned, rows, columns};
   int64_t blocks = (columns + BLOCK - 1) / BLOCK, tiles = (rows + TILE - 1) / TILE;
   for (int64_t i = begin; i < end; i++)
     for (int64_t b = 0; b < blocks; b++) {
@@ -205,23 +231,13 @@ int nm_bf16_fill(const float *matrix, int turned, int64_t rows, int64_t columns,
       for (int64_t s = 0; s < SEGMENTS; s++) {
         int count = counts[(b * tiles + i) * SEGMENTS + s];
         if (count == 0) continue;
-        __m512i words[2][TILE];
-        vec numbers[TILE], columns_of[TILE];
-        load_words(matrix, turned, rows, columns, i * TILE, b * BLOCK + s * SEGMENT, words);
-        for (int l = 0; l < TILE; l++) {
-          uint32_t row[SEGMENT] = {0};
-          int first = __builtin_popcount(filled(words[0][l]));
-          _mm512_mask_compressstoreu_epi32(row, filled(words[0][l]), words[0][l]);
-          _mm512_mask_compressstoreu_epi32(row + first, filled(words[1][l]), words[1][l]);
-          __m512i low = _mm512_loadu_si512(row), high = _mm512_loadu_si512(row + LANES);
-          __m512i one = _mm512_permutex2var_epi32(low, even, high), two = _mm512_permutex2var_epi32(low, odd, high);
-          numbers[l] = (vec)_mm512_or_si512(_mm512_and_si512(two, upper), _mm512_srli_epi32(one, 16));
-          columns_of[l] = (vec)_mm512_or_si512(_mm512_slli_epi32(two, 16), _mm512_andnot_si512(upper, one));
-        }
-        turn(numbers), turn(columns_of);
-        for (int k = 0; k < count; k++, slot++) {
-          _mm512_storeu_si512(values + slot * SEGMENT, (__m512i)numbers[k]);
-          _mm256_storeu_si256((__m256i *)(index + slot * SEGMENT), _mm512_cvtepi16_epi8((__m512i)columns_of[k]));
+        vec even[TILE], odd[TILE];
+        gather(&m, i * TILE, b * BLOCK + s * SEGMENT, even, odd);
+        for (int k = 0; k < count; k++, slot++) { /* slot k: of each row the words 2k and 2k + 1 */
+          __m512i one = (__m512i)even[k], two = (__m512i)odd[k];
+          _mm512_storeu_si512(values + slot * SEGMENT, _mm512_or_si512(_mm512_and_si512(two, upper), _mm512_srli_epi32(one, 16)));
+          __m512i places_of = _mm512_or_si512(_mm512_slli_epi32(two, 16), _mm512_andnot_si512(upper, one));
+          _mm256_storeu_si256((__m256i *)(index + slot * SEGMENT), _mm512_cvtepi16_epi8(places_of));
         }
       }
     }

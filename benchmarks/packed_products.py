@@ -1,11 +1,9 @@
-"""Products of int8 with an N:M weight on a CPU against oneDNN's dense int8.
+"""N:M products of int8 or bfloat16 on a CPU against oneDNN's dense ones.
 
-    python benchmarks/int8_products.py [--rounds 15] [--out benchmarks/results/int8_products.md]
+    python benchmarks/packed_products.py --precision int8|bf16 [--rounds 15] [--out FILE.md]
 
-Three dense arms of torch's oneDNN: "dynamic" is the dynamically quantised linear layer, which
-quantises its input in the call as nmrun's product does; "alone" is given a quantised input, so the
-product alone is timed; "float32" multiplies in float32. Results are checked against float32. CPU time
-of one thread; a sample of one token is the mean of 50 calls.
+Results are checked against float32. CPU time of one thread; a sample of one token is the mean of 50
+calls.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nmrun.fast.cpu.kernels import bf16, int8
+from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
 from nmrun.patterns import Pattern
@@ -27,11 +27,22 @@ from nmrun.sparsity.masks import hard_threshold
 # tokens, inputs, outputs
 SIZES = ((1024, 768, 3072), (1024, 3072, 768), (512, 512, 2048), (1, 768, 3072))
 PATTERNS = ("2:4", "1:4", "1:8", "1:16")
-DENSE = ("dynamic", "alone", "float32")
+ABOUT = {
+    "int8": (
+        "N:M by nmrun, quantising included, and dense by oneDNN: in int8 with quantising (dynamic), in int8 without it\n"
+        "(alone), in float32."
+    ),
+    "bf16": (
+        "N:M by nmrun, and dense by oneDNN: in bfloat16 as torch calls it (linear), in bfloat16 with the weight in oneDNN's\n"
+        "own layout (reordered), in float32."
+    ),
+}
+Arms = dict[str, Callable[[], Tensor]]
 
 
-def dense_arms(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """The dense arms."""
+def dense_int8(x: Tensor, weight: Tensor, bias: Tensor) -> Arms:
+    """The dynamically quantised layer, which quantises its input in the call as nmrun's product
+    does, and the product alone, given a quantised input."""
     scales = weight.abs().amax(1) / 127
     zeros = torch.zeros(len(weight), dtype=torch.long)
     quantised = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
@@ -41,7 +52,6 @@ def dense_arms(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Callable[[]
     zero = round(-float(x.min()) / step)
     bytes_ = (x / step).round().add(zero).clamp(0, 255).to(torch.uint8)
     reordered = torch.ops.onednn.qlinear_prepack(quantised.int_repr(), list(x.shape))
-    own = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
 
     def alone() -> Tensor:
         return torch.ops.onednn.qlinear_pointwise(
@@ -49,26 +59,38 @@ def dense_arms(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Callable[[]
             "none", [], "",
         )  # fmt: skip
 
+    return {"dynamic": lambda: torch.ops.quantized.linear_dynamic(x, held), "alone": alone}
+
+
+def dense_bf16(x: Tensor, weight: Tensor, bias: Tensor) -> Arms:
+    """torch's layer, and the product with a weight in oneDNN's own layout."""
+    low, own, added = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    reordered = torch.ops.mkldnn._reorder_linear_weight(own, len(x))
     return {
-        "dynamic": lambda: torch.ops.quantized.linear_dynamic(x, held),
-        "alone": alone,
-        "float32": lambda: torch.ops.mkldnn._linear_pointwise(x, own, bias, "none", [], ""),
+        "linear": lambda: torch.nn.functional.linear(low, own, added),
+        "reordered": lambda: torch.ops.mkldnn._linear_pointwise(
+            low, reordered, added, "none", [], ""
+        ),
     }
 
 
-def lines(tokens: int, inputs: int, outputs: int, count: int) -> list[str]:
+def lines(precision: str, tokens: int, inputs: int, outputs: int, count: int) -> list[str]:
     """The lines of one size."""
     torch.manual_seed(0)
     x, full, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-    arms = dense_arms(x, full, bias)
-    expected = dict.fromkeys(arms, full)
+    own = torch.ops.mkldnn._reorder_linear_weight(full, len(x))
+    dense = (dense_int8 if precision == "int8" else dense_bf16)(x, full, bias)
+    dense["float32"] = lambda: torch.ops.mkldnn._linear_pointwise(x, own, bias, "none", [], "")
+    arms, expected = dict(dense), dict.fromkeys(dense, full)
     for pattern in PATTERNS:
         weight = hard_threshold(full, Pattern.parse(pattern), 1).contiguous()
-        expected[pattern], arms[pattern] = weight, partial(Int8Linear.of(weight, bias), x)
+        layer = (Int8Linear if precision == "int8" else Bf16Linear).of(weight, bias)
+        given = x if precision == "int8" else x.bfloat16()
+        expected[pattern], arms[pattern] = weight, partial(layer, given)
     off = {}
     for name, call in arms.items():
         exact = x @ expected[name].t() + bias
-        off[name] = float((call() - exact).norm() / exact.norm())
+        off[name] = float((call().float() - exact).norm() / exact.norm())
     calls = 50 if tokens == 1 else 1
 
     def repeated(call: Callable[[], Tensor]) -> None:
@@ -82,7 +104,7 @@ def lines(tokens: int, inputs: int, outputs: int, count: int) -> list[str]:
     for name in arms:
         cells = [f"{tokens} x {inputs} x {outputs}", name]
         cells.append(f"{statistics.median(times[name]) / calls:.3g} ms")
-        for base in DENSE:
+        for base in dense:
             over = [b / t for b, t in zip(times[base], times[name], strict=True)]
             row = quartiles("x", over)
             cells.append(f"{row['x']:.2f} [{row['x_q1']:.2f}, {row['x_q3']:.2f}]")
@@ -93,25 +115,27 @@ def lines(tokens: int, inputs: int, outputs: int, count: int) -> list[str]:
 def main() -> None:
     """Print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--precision", choices=ABOUT, required=True)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
+    precision = options.precision
+    if why := (int8 if precision == "int8" else bf16).obstacle():
+        parser.error(f"--precision {precision}: {why}")
     torch.set_num_threads(1)
     with torch.no_grad():
-        table = [line for size in SIZES for line in lines(*size, options.rounds)]
+        table = [line for size in SIZES for line in lines(precision, *size, options.rounds)]
+    bases = ("dynamic", "alone") if precision == "int8" else ("linear", "reordered")
     text = "\n".join(
         [
-            "# Products of int8 on a CPU",
+            f"# Products of {precision} on a CPU",
             "",
-            "N:M by nmrun, quantising included, and dense by oneDNN: in int8 with quantising (dynamic), in int8 without it",
-            "(alone), in float32. Milliseconds (median), and how many times as fast as each dense arm: median [quartiles] of",
+            f"{ABOUT[precision]} Milliseconds (median), and how many times as fast as each dense arm: median [quartiles] of",
             f"paired rounds, n = {options.rounds}, CPU time of one thread. Off: the error's share of the output's norm.",
             "",
-            "Other work ran beside, so caches and memory were shared.",
+            f"{machine_line(hardware())}. `python benchmarks/packed_products.py --precision {precision}`",
             "",
-            f"{machine_line(hardware())}. `python benchmarks/int8_products.py`",
-            "",
-            "| tokens x inputs x outputs | arm | ms | over dynamic | over alone | over float32 | off |",
+            f"| tokens x inputs x outputs | arm | ms | over {bases[0]} | over {bases[1]} | over float32 | off |",
             "|---|---|---|---|---|---|---|",
             *table,
             "",

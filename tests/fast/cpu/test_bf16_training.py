@@ -1,0 +1,258 @@
+"""Training through N:M products in bfloat16, whose instruction a test emulates where the processor
+has none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bf16_emulated import emulation
+from torch import Tensor, nn
+
+from nmrun import accelerate, optim, sparsify
+from nmrun.fast import acceleration
+from nmrun.fast.cpu import linear, probe
+from nmrun.fast.cpu.linear import Bf16Products, LinearProducts
+from nmrun.fast.measurement import BF16, Times, as_data, from_data
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+SLOW, FAST = Times(0.1, 2.0, 2.0, 2.0), Times(0.1, 1.0, 1.0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Small layers too; what is measured stays in this test."""
+    monkeypatch.setattr(probe, "SMALLEST", 1)
+    monkeypatch.setattr(probe, "ROUNDS", 2)
+    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
+    with emulation():
+        yield
+
+
+def near(found: Tensor, wanted: Tensor, share: float) -> None:
+    found, wanted = found.detach().double(), wanted.detach().double()
+    assert float((found - wanted).norm() / wanted.norm()) < share
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- the products -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:3", "3:8", "1:16", "5:32"])
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_products_and_gradients(pattern: str, stored: str, masked: bool) -> None:
+    """Those of float64, of operands that are rounded."""
+    p = Pattern.parse(pattern).over(41)
+    w = hard_threshold(normal(22, 41), p, 1)
+    w = w.t().contiguous().t() if stored == "columns" else w.contiguous()
+    packed = Bf16Products((22, 41), torch.bfloat16, p, gradient_is_faster=True)
+    packed.write(w, None, masked)
+    x, dz, bias = normal(2, 9, 41, seed=1), normal(2, 9, 22, seed=2).bfloat16(), normal(22, seed=3)
+    low, weight = x.bfloat16().requires_grad_(), w.clone().requires_grad_()
+    added = bias.clone().requires_grad_()
+    z = packed(low, weight, added)
+    z.backward(dz)
+    assert (z.dtype, low.grad.dtype, weight.grad.dtype) == (*[torch.bfloat16] * 2, torch.float32)
+    exact = w.bfloat16().double()
+    near(z, low.double() @ exact.t() + bias.double(), 0.003)
+    near(low.grad, dz.double() @ exact, 0.003)
+    near(added.grad, dz.double().sum((0, 1)), 0.01)
+    whole = dz.double().flatten(0, 1).t() @ low.double().flatten(0, 1)
+    near(weight.grad, whole * (w != 0) if masked else whole, 1e-6 if masked else 0.003)
+    assert bool((weight.grad[w == 0] == 0).all()) is masked
+
+
+def test_another_weight_for_the_input_gradient() -> None:
+    p = Pattern(2, 4)
+    w, other = (hard_threshold(normal(24, 40, seed=s), p, 1).contiguous() for s in (0, 1))
+    packed = Bf16Products((24, 40), torch.bfloat16, p)
+    packed.write(w, other)
+    x, dz = normal(5, 40).bfloat16().requires_grad_(), normal(5, 24).bfloat16()
+    packed(x, w.clone().requires_grad_(), None).backward(dz)
+    near(x.grad, dz.double() @ other.bfloat16().double(), 0.003)
+
+
+def test_mvue_is_computed_from_the_estimate() -> None:
+    p = Pattern(2, 4)
+    w, x, dz = hard_threshold(normal(8, 16), p, 1), normal(30, 16), normal(30, 8).bfloat16()
+    found = []
+    for faster in (False, True):
+        packed = Bf16Products((8, 16), torch.bfloat16, p, faster)
+        packed.write(w, None)
+        weight = w.clone().requires_grad_()
+        torch.manual_seed(5)
+        packed(x, weight, None, Pattern(1, 4)).backward(dz)
+        found.append(weight.grad)
+    near(*found, 0.01)
+    assert float((found[0] - dz.float().t() @ x).norm()) > 1
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-42])
+def test_a_kept_weight_that_is_zero_gets_its_gradient(tiny: float) -> None:
+    """The packed matrix does not know it from a pruned one, nor one that is rounded to zero."""
+    p = Pattern(2, 4)
+    w, x, dz = hard_threshold(normal(8, 16), p, 1), normal(5, 16), normal(5, 8).bfloat16()
+    w[0, w[0].nonzero()[:1]] = tiny
+    packed = Bf16Products((8, 16), torch.bfloat16, p, gradient_is_faster=True)
+    packed.write(w, None, masked=True)
+    weight = w.clone().requires_grad_()
+    packed(x, weight, None).backward(dz)
+    near(weight.grad, dz.double().t() @ x.bfloat16().double(), 0.01)
+
+
+@pytest.mark.slow
+def test_operators_are_as_torch_wants_them() -> None:
+    w = hard_threshold(normal(8, 16), Pattern(2, 4), 1)
+    packed = Bf16Products((8, 16), torch.bfloat16, Pattern(2, 4))
+    packed.write(w, None)
+    parts = [packed.parts(kind) for kind in linear.KINDS]
+    for part in parts:  # what lies behind the slots is nobody's
+        part[0][int(part[3][-1]) :], part[1][int(part[3][-1]) :] = 0, 0
+    x, dz = normal(5, 16).bfloat16().requires_grad_(), normal(5, 8).bfloat16()
+    weight = w.clone().requires_grad_()
+    torch.library.opcheck(linear.linear, (x, weight, None, *parts, "dense"))
+    torch.library.opcheck(linear.multiply, (dz, parts[1], 16))
+    torch.library.opcheck(linear.sampled, (dz, x.detach(), parts[0]))
+
+
+def test_the_probe_finds_them_right() -> None:
+    for mvue in (None, Pattern(2, 4)):
+        shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4), mvue)
+        found = probe.measured(shape)
+        assert set(found) == {"dense", "packed", BF16}
+        assert not found[BF16].wrong
+        assert min(found[BF16].pack, found[BF16].forward, found[BF16].weight_gradient) > 0
+
+
+# --- training ---------------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(36, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = normal(70, 36, seed=step)
+    return x, x.abs().argmax(1) % 10
+
+
+def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """Model, optimizer and handle of a run whose layers take a path."""
+    times = {name: FAST if name == path else SLOW for name in ("dense", "packed", BF16)}
+    monkeypatch.setattr(probe, "measure", lambda shape: times)
+    monkeypatch.setattr(probe, "recall", lambda *_: None)
+    model = mlp()
+    optimizer = optim.AdamW(model.parameters(), 1e-2)
+    handle = sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)
+
+    def sample() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch(0)[0])
+
+    choices = accelerate(handle, sample)
+    assert {c.path for c in choices} == {None if path == "dense" else path}
+    kinds = {"packed": LinearProducts, BF16: Bf16Products}
+    if path != "dense":
+        assert {type(w.layer.packed) for w in handle.sparse} == {kinds[path]}
+    return model, optimizer, handle
+
+
+def train(model: Any, optimizer: Any, steps: range = range(8), forward: Any = None) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in range(2):
+            x, target = batch(10 * step + part)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy((forward or model)(x), target)
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "sr_ste": {}, "step": {"switch": 0.5}, "asp": {}, "ste_periodic": {"interval": 3},
+    "ste": {"input_gradient": "double_prune", "exclude": ["4"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_goes_as_it_does_with_masks_alone(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, found = (
+        train(*run(recipe, path, monkeypatch, **RECIPES[recipe])[:2]) for path in ("dense", BF16)
+    )
+    assert found == pytest.approx(wanted, rel=2e-2)
+
+
+def test_resumed_equals_uninterrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = run("step", BF16, monkeypatch, switch=0.5)
+    whole = train(model, optimizer)
+    first, early, _ = run("step", BF16, monkeypatch, switch=0.5)
+    losses = train(first, early, range(5))
+    state = copy.deepcopy((first.state_dict(), early.state_dict()))
+    second, late, _ = run("step", BF16, monkeypatch, switch=0.5)
+    second.load_state_dict(state[0])
+    late.load_state_dict(state[1])
+    assert losses + train(second, late, range(5, 8)) == whole
+    for a, b in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = run("sr_ste", BF16, monkeypatch)
+    other, again, _ = run("sr_ste", BF16, monkeypatch)
+    whole = torch.compile(other, fullgraph=True, backend="aot_eager")
+    wanted = train(model, optimizer)
+    assert train(other, again, forward=whole) == pytest.approx(wanted, rel=1e-2)
+
+
+def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"dense": FAST, "packed": Times(0.1, 3.0, 3.0, 3.0), BF16: SLOW}
+    monkeypatch.setattr(probe, "measure", lambda shape: times)
+    model = mlp()
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+
+    def sample() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch(0)[0])
+
+    for mode, path in (("auto", None), ("force", BF16), ("packed", BF16)):
+        assert [c.path for c in accelerate(handle, sample, mode)] == [path] * 3
+    said = "\n".join(acceleration.lines(accelerate(handle, sample, "force")))
+    assert "packed bf16: 0.weight, 36 to 64, 70 tokens, bfloat16 2:4: dense 2.100 ms" in said
+
+
+def test_a_run_that_goes_on_where_there_are_none_measures_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, handle = run("ste", BF16, monkeypatch)
+    shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4))
+    kept = from_data(as_data({str(shape): {"dense": SLOW, "packed": SLOW, BF16: FAST}}))
+
+    def sample() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch(0)[0])
+
+    monkeypatch.setattr(probe, "measure", lambda shape: {"dense": SLOW, "packed": FAST})
+    choices = accelerate(handle, sample, known=kept)
+    assert choices[0].path == BF16
+    monkeypatch.setattr("nmrun.fast.cpu.kernels.bf16.obstacle", lambda: "none here")
+    assert accelerate(handle, sample, known=kept)[0].path == "packed"
