@@ -15,7 +15,7 @@ from nmrun.lab.words.reference import Key, Option
 DOCS = Path(__file__).parent
 HEAD = """# {title}
 
-<!-- Written by docs/generate.py from conf/, nmrun/lab/keys/ and nmrun/recipes/. -->
+<!-- Written by docs/generate.py from nmrun/lab/keys/, nmrun/papers/ and nmrun/recipes/. -->
 
 """
 INDEX = """Every key with its meaning, the values that it takes and its default: what `nmrun help KEY` says.
@@ -52,14 +52,14 @@ def _index() -> str:
 def _chosen(group: str) -> str:
     options = reference.options(group)
     if not options[0].name:
-        return _sentence(options[0].about)
+        return _cell(options[0].about)
     return ", ".join(f"`{option.name}`" for option in options)
 
 
 def _page(group: str) -> str:
     options = reference.options(group)
     if not options[0].name:
-        lines = [_sentence(options[0].about), "", *_keys(options)]
+        lines = [_cell(options[0].about), "", *_keys(options)]
     else:
         lines = [f"- **`{group}={option.name}`**: {_cell(option.about)}" for option in options]
         lines += ["", "## Keys", "", *_keys(options)]
@@ -97,10 +97,6 @@ def _cell(text: str) -> str:
         p if p.startswith("`") else re.sub(r"([\\|*_])", r"\\\1", p.replace("<", "&lt;"))
         for p in parts
     )
-
-
-def _sentence(text: str) -> str:
-    return _upper(_cell(text)) + "."
 
 
 def _upper(text: str) -> str:

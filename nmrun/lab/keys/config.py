@@ -6,20 +6,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from nmrun.lab.keys import datasets, models
-from nmrun.lab.keys.data_groups import Dataset
-from nmrun.lab.keys.groups import (
-    OPTIMIZERS,
-    SCHEDULES,
-    TRACKS,
-    Optimizer,
-    Recipe,
-    Schedule,
-    Sparsity,
-    Track,
-    Trainer,
-)
-from nmrun.lab.keys.reader import built
+from nmrun.lab.keys import options
+from nmrun.lab.keys.datasets import Dataset, OwnDataset
+from nmrun.lab.keys.fields import built
+from nmrun.lab.keys.groups import Optimizer, Recipe, Schedule, Sparsity, Track, Trainer
+from nmrun.lab.keys.models import Model, OwnModel
 from nmrun.patterns import Pattern
 
 
@@ -37,40 +28,48 @@ class Config:
 
     @functools.cached_property
     def dataset(self) -> Dataset:
-        return datasets.read(self.plain["dataset"])
+        given = self.plain["dataset"]
+        if "_target_" not in given:
+            return self._built("dataset")
+        return OwnDataset(given["name"], given["_target_"], _beside(given))
 
     @functools.cached_property
-    def model(self) -> models.Model:
-        return models.read(self.plain["model"])
+    def model(self) -> Model:
+        given = self.plain["model"]
+        if "_target_" not in given:
+            return self._built("model")
+        rest = _beside(given)
+        layers = {key: rest.pop(key) for key in ("include", "exclude")}
+        return OwnModel(name=given["name"], **layers, target=given["_target_"], options=rest)
 
     @functools.cached_property
     def recipe(self) -> Recipe:
         given = self.plain["recipe"]
-        options = {key: value for key, value in given.items() if key not in ("name", "_target_")}
-        return Recipe(given["name"], given.get("_target_"), options)
+        return Recipe(given["name"], given.get("_target_"), _beside(given))
 
     @functools.cached_property
     def sparsity(self) -> Sparsity:
-        return built(Sparsity, self.plain["sparsity"], "sparsity")
+        return self._built("sparsity")
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
-        given = self.plain["optimizer"]
-        return built(OPTIMIZERS[given["name"]], given, "optimizer")
+        return self._built("optimizer")
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        given = self.plain["schedule"]
-        return built(SCHEDULES[given["name"]], given, "schedule")
+        return self._built("schedule")
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        return built(Trainer, self.plain["trainer"], "trainer")
+        return self._built("trainer")
 
     @functools.cached_property
     def track(self) -> Track:
-        given = self.plain["track"]
-        return built(TRACKS[given["name"]], given, "track")
+        return self._built("track")
+
+    def _built(self, group: str) -> Any:
+        given = self.plain[group]
+        return built(options.kind(group, str(given.get("name"))), given, group)
 
     @property
     def seed(self) -> int:
@@ -99,3 +98,8 @@ class Config:
     @property
     def is_dense(self) -> bool:
         return self.pattern is None
+
+
+def _beside(given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the user's own, which its class or function knows."""
+    return {key: value for key, value in given.items() if key not in ("name", "_target_")}

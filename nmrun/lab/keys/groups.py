@@ -1,14 +1,13 @@
-"""The keys of the config's groups and which values they take.
+"""The keys of the run itself, the ratio, the optimizer, the schedule, the trainer and tracking.
 
-There is a class for each group, or for each of its kinds. Data sets and models have modules of
+There is a class for each group, or for each of its options. Data sets and models have modules of
 their own.
-
-Defaults are in ``conf/``, which Hydra composes; here are none, so that each stands once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -53,12 +52,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Named(Group):
-    """A group of which there are several kinds, told apart by ``name``."""
+    """A group of which there are several options, told apart by ``name``."""
 
     name: str
 
     def mapping(self) -> dict[str, Any]:
-        """The group as its YAML file has it."""
+        """The group as a config has it."""
         return {"name": self.name, **self.values()}
 
 
@@ -66,24 +65,58 @@ class Named(Group):
 class Run(Group):
     """The keys that are in no group."""
 
-    seed: Annotated[int, SEED]
-    seeds: Annotated[list[int] | None, SEEDS]
-    init: Annotated[str | None, OPTIONAL_TEXT]
-    output_dir: Annotated[str, TEXT]
-    resume: Annotated[bool, FLAG]
-    force: Annotated[bool, FLAG]
-    dry: Annotated[bool, FLAG]
+    seed: Annotated[
+        int,
+        SEED,
+        "initial weights and the order of batches; the data split has a seed of its own",
+    ] = 0
+    seeds: Annotated[
+        Sequence[int] | None,
+        SEEDS,
+        "several seeds in one job, such as [0,1,2]: as many runs, one after the other",
+    ] = None
+    init: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "a finished run (its folder, or its best.safetensors or dense.safetensors) of the same "
+        "network, pruned or not, with whose weights this one begins; gpt_classifier and gpt_reader "
+        "take gpt2's, mask_rcnn a ResNet's; null = the network's own",
+    ] = None
+    output_dir: Annotated[
+        str,
+        TEXT,
+        "run folders go to <output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>/",
+    ] = "outputs"
+    resume: Annotated[bool, FLAG, "go on from the last checkpoint of a run that was cut off"] = True
+    force: Annotated[bool, FLAG, "run again, from the start, even if finished"] = False
+    dry: Annotated[
+        bool,
+        FLAG,
+        "print the plan (layers, density, FLOPs; of a sweep a line for each run) and train nothing",
+    ] = False
 
 
 @dataclass(frozen=True)
 class Sparsity(Group):
-    """The ratio, which is checked as a pattern, and the layers that have another one."""
+    """sparsity=N:M, any 1 <= N <= M, sets n and m; sparsity=dense makes any recipe the dense run."""
 
-    n: int | None
-    m: int | None
-    v: Annotated[int, whole(1)]
-    overrides: Annotated[dict[str, str] | None, RATIOS]
-    pad: Annotated[bool, FLAG]
+    n: Annotated[int | None, "non-zeros in a group, at most; sparsity=2:8 sets both"] = None
+    m: Annotated[int | None, "weights in a group; null = no pattern"] = None
+    v: Annotated[
+        int,
+        whole(1),
+        "rows that share their columns, above 1: V:N:M patterns; sparsity=64:2:8 sets all three",
+    ] = 1
+    overrides: Annotated[
+        dict[str, str] | None,
+        RATIOS,
+        "other ratios for some layers, by regular expressions: '{inner.1: 1:8, stem: dense}'",
+    ] = None
+    pad: Annotated[
+        bool,
+        FLAG,
+        "true: layers whose inputs M does not divide are sparse as well, with a short last group",
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -101,26 +134,52 @@ class Recipe(Named):
 class Optimizer(Named):
     """What all optimizers have."""
 
-    lr: Annotated[float, number(0, open_low=True)]
-    head_lr: Annotated[float | None, number(0, open_low=True, optional=True)]
-    weight_decay: Annotated[float, number(0)]
-    decay: Annotated[str | None, DECAYED]
+    lr: Annotated[float, number(0, open_low=True), "learning rate, which the schedule scales"] = (
+        1e-3
+    )
+    head_lr: Annotated[
+        float | None,
+        number(0, open_low=True, optional=True),
+        "of the layer named head, which is new where the rest is pretrained; null = lr",
+    ] = None
+    weight_decay: Annotated[float, number(0), "of the parameters that decay"] = 0.0
+    decay: Annotated[
+        str | None,
+        DECAYED,
+        "which parameters decay: all, or matrices (no bias, norm or position table of images); "
+        "null = what is usual with the model",
+    ] = None
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam and AdamW."""
+    """Adam, weight decay coupled (added to the gradient)."""
 
-    betas: Annotated[list[float], BETAS]
-    eps: Annotated[float, number(0, open_low=True)]
+    betas: Annotated[
+        Sequence[float],
+        BETAS,
+        "decay of the running means of the gradient and of its square",
+    ] = (0.9, 0.999)
+    eps: Annotated[
+        float, number(0, open_low=True), "added to the denominator; STEP compares with it"
+    ] = 1e-8
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """AdamW, weight decay decoupled (shrinks the weights directly)."""
+
+    weight_decay: float = 0.01
 
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """SGD with momentum."""
+    """SGD with momentum, weight decay coupled."""
 
-    momentum: Annotated[float, FRACTION]
-    nesterov: Annotated[bool, FLAG]
+    lr: float = 0.05
+    weight_decay: float = 5e-5
+    momentum: Annotated[float, FRACTION, "share of the last update that the next one keeps"] = 0.9
+    nesterov: Annotated[bool, FLAG, "Nesterov's momentum"] = False
 
 
 @dataclass(frozen=True)
@@ -132,93 +191,264 @@ class Schedule(Named):
 class Decay(Schedule):
     """A warm-up, then a constant rate or a decay to ``final``."""
 
-    warmup: Annotated[float, FRACTION]
-    final: Annotated[float, number(0, 1)]
-    cycles: Annotated[int, whole(1)]
+    warmup: Annotated[float, FRACTION, "fraction of all steps with a linear rise from 0"] = 0.0
+    final: Annotated[
+        float,
+        number(0, 1),
+        "learning rate at the end as a fraction of its base (constant: unused)",
+    ] = 0.0
+    cycles: Annotated[
+        int,
+        whole(1),
+        "how many times, one after the other, each with its warm-up (2 with recipe=asp: its "
+        "paper's two trainings)",
+    ] = 1
+
+
+@dataclass(frozen=True)
+class Constant(Decay):
+    """Learning rate: warm-up, then constant."""
+
+
+@dataclass(frozen=True)
+class Cosine(Decay):
+    """Learning rate: warm-up, then cosine decay."""
+
+
+@dataclass(frozen=True)
+class Linear(Decay):
+    """Learning rate: warm-up, then linear decay."""
 
 
 @dataclass(frozen=True)
 class InverseSqrt(Schedule):
-    """A warm-up, then a decay with the inverse square root of the step."""
+    """Learning rate: warm-up, then decay with the inverse square root of the step (Vaswani et al.
+    2017, as in fairseq).
+    """
 
-    warmup_steps: Annotated[int, whole(1)]
-    init_lr: Annotated[float, number(0)]
+    warmup_steps: Annotated[int, whole(1), "optimizer steps of a linear rise to optimizer.lr"] = (
+        4000
+    )
+    init_lr: Annotated[float, number(0), "where it begins"] = 1e-7
 
 
 @dataclass(frozen=True)
 class Trainer(Group):
     """How long, on what and how exactly a run trains."""
 
-    epochs: Annotated[int, whole(1)]
-    steps: Annotated[int | None, whole(1, optional=True)]
-    budget: Annotated[str | None, BUDGET]
-    batch_size: Annotated[int, whole(1)]
-    accumulate: Annotated[int, whole(1)]
-    on_oom: Annotated[str, one_of("fail", "halve")]
-    clip: Annotated[float | None, number(0, open_low=True, optional=True)]
-    precision: Annotated[str, one_of("auto", "fp32", "bf16", "fp16")]
-    device: Annotated[str, one_of("auto", "cpu", "cuda", "free")]
-    distributed: Annotated[str, one_of("ddp", "fsdp")]
-    compile: Annotated[bool | str, COMPILE]
-    label_smoothing: Annotated[float, FRACTION]
-    distill: Annotated[str | None, OPTIONAL_TEXT]
-    distill_weight: Annotated[float, number(0, 1)]
-    distill_temperature: Annotated[float, number(0, open_low=True)]
-    mvue: Annotated[str | None, PATTERN]
-    fp8: Annotated[bool, FLAG]
-    input_gradient: Annotated[str, one_of(*INPUT_GRADIENTS)]
-    activations: Annotated[str | None, ACTIVATIONS]
-    activations_dense_start: Annotated[float, FRACTION]
-    activations_dense_end: Annotated[float, FRACTION]
-    acceleration: Annotated[str, one_of(*ACCELERATION)]
-    evaluate: Annotated[str, one_of("sparse", "dense", "both")]
-    test: Annotated[bool, FLAG]
-    eval_every: Annotated[int | str, EVALUATIONS]
-    log_every: Annotated[int, whole(1)]
-    diagnose_every: Annotated[int | None, whole(1, optional=True)]
-    checkpoint_every: Annotated[int | str, CHECKPOINTS]
-    average: Annotated[int, whole(1)]
-    limit_batches: Annotated[int | None, whole(1, optional=True)]
-    limit_evaluation: Annotated[int | None, whole(1, optional=True)]
-    threads: Annotated[int | None, whole(1, optional=True)]
+    epochs: Annotated[int, whole(1), "passes over the training data"] = 12
+    steps: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "length in optimizer steps, be it less than an epoch: epochs does not count then; "
+        "null = that of epochs",
+    ] = None
+    budget: Annotated[
+        str | None,
+        BUDGET,
+        "instead of epochs: flops:1e12 (counted arithmetically), flops:dense (those of "
+        "epochs dense ones), seconds:600 (of training, by a trial)",
+    ] = None
+    batch_size: Annotated[
+        int, whole(1), "examples in an optimizer step, of all processes together"
+    ] = 64
+    accumulate: Annotated[
+        int,
+        whole(1),
+        "micro-batches that one batch is split into; the result is the same up to rounding",
+    ] = 1
+    on_oom: Annotated[
+        str,
+        one_of("fail", "halve"),
+        "where memory runs out: fail, or halve the micro-batches (twice the accumulation) "
+        "and go on from the last checkpoint",
+    ] = "fail"
+    clip: Annotated[
+        float | None,
+        number(0, open_low=True, optional=True),
+        "largest norm of the whole gradient; null = no clipping",
+    ] = None
+    precision: Annotated[
+        str,
+        one_of("auto", "fp32", "bf16", "fp16"),
+        "auto (bf16 on GPUs that have it, else fp32), fp32, bf16, fp16 (with loss scaling)",
+    ] = "auto"
+    device: Annotated[
+        str,
+        one_of("auto", "cpu", "cuda", "free"),
+        "auto (a GPU where there is one), cpu, cuda, free (waits for a GPU that no other run "
+        "with this setting uses)",
+    ] = "auto"
+    distributed: Annotated[
+        str,
+        one_of("ddp", "fsdp"),
+        "what several processes (torchrun) hold: ddp (each the whole model) or fsdp (shards, "
+        "for models that outgrow a GPU or a host)",
+    ] = "ddp"
+    compile: Annotated[
+        bool | str,
+        COMPILE,
+        "torch.compile the model (fullgraph): true, reduce-overhead (CUDA graphs, for small "
+        "models), max-autotune",
+    ] = False
+    label_smoothing: Annotated[
+        float, FRACTION, "share of a label's probability that goes to all classes alike"
+    ] = 0.0
+    distill: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "a teacher, whose term the loss gets (Hinton et al. 2015): start (the network as it "
+        "begins, for pretrained ones) or the folder of a finished run of the same network",
+    ] = None
+    distill_weight: Annotated[
+        float, number(0, 1), "of the teacher's term; the task's loss has the rest"
+    ] = 0.67
+    distill_temperature: Annotated[
+        float,
+        number(0, open_low=True),
+        "of the teacher's term: both networks' logits are divided by it",
+    ] = 2.0
+    mvue: Annotated[
+        str | None,
+        PATTERN,
+        'N:M such as "2:4": the weight gradients of sparse linear layers from an unbiased '
+        "N:M estimate along the tokens",
+    ] = None
+    fp8: Annotated[
+        bool,
+        FLAG,
+        "round the operands of all products of sparse linear layers to FP8 (e4m3 forward, "
+        "e5m2 backward); simulated but for what acceleration finds",
+    ] = False
+    input_gradient: Annotated[
+        str,
+        one_of(*INPUT_GRADIENTS),
+        "of sparse layers: exact; or by weights that are N:M along the outputs too: "
+        "transposable (masks), double_prune (pruned once more, as in SLoPe), mvue (an "
+        "unbiased estimate, as S-STE's table 3 tries)",
+    ] = "exact"
+    activations: Annotated[
+        str | None,
+        ACTIVATIONS,
+        'N:M such as "2:4", or V:N:M: the outputs of squared ReLUs '
+        "(model.activation=relu2) are pruned to it for each token; null = not",
+    ] = None
+    activations_dense_start: Annotated[
+        float, FRACTION, "share of the steps at the beginning that leaves them dense"
+    ] = 0.0
+    activations_dense_end: Annotated[
+        float, FRACTION, "likewise at the end: the result is then a network with dense activations"
+    ] = 0.0
+    acceleration: Annotated[
+        str,
+        one_of(*ACCELERATION),
+        "products with the kept weights, or activations, alone; on CPUs dense ones by "
+        "oneDNN: auto (layer by layer, where they are right and faster), off, force (also "
+        "where slower), or one way: packed (weights on a CPU), cusparselt, cutlass, "
+        "one_pass, with fp8 cusparselt_fp8",
+    ] = "auto"
+    evaluate: Annotated[
+        str,
+        one_of("sparse", "dense", "both"),
+        "by the N:M weights; dense: by the dense ones, as some papers do (then no epoch is "
+        "the best); both: these as eval/dense/... too",
+    ] = "sparse"
+    test: Annotated[
+        bool,
+        FLAG,
+        "evaluate the test split at the end, with the last weights and the best; false = "
+        "leave it alone, as the trials of nmrun tune do",
+    ] = True
+    eval_every: Annotated[
+        int | str,
+        EVALUATIONS,
+        "epochs between evaluations on the validation split, or steps: 200steps",
+    ] = 1
+    log_every: Annotated[
+        int,
+        whole(1),
+        "optimizer steps between lines of metrics.jsonl; a multiple of it where that would "
+        "be more than 20,000 lines",
+    ] = 10
+    diagnose_every: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "steps between those whose loss change, descent and mask oscillation are looked into "
+        "(slow); null = never",
+    ] = None
+    checkpoint_every: Annotated[
+        int | str,
+        CHECKPOINTS,
+        "time between checkpoints (30s, 10min, 2h), beside those at the ends of epochs; or a "
+        "number of epochs, for a checkpoint at the end of every so many alone",
+    ] = "10min"
+    average: Annotated[
+        int,
+        whole(1),
+        "the final weights are the mean of those at the ends of so many last epochs, running "
+        "statistics of batch norm too (not measured anew); 1 = of the last step",
+    ] = 1
+    limit_batches: Annotated[
+        int | None, whole(1, optional=True), "training batches an epoch, for debugging; null = all"
+    ] = None
+    limit_evaluation: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "images, texts, sentences or windows of a text that are evaluated, for debugging; "
+        "null = all",
+    ] = None
+    threads: Annotated[
+        int | None, whole(1, optional=True), "CPU threads; null = what torch chooses"
+    ] = None
 
 
 @dataclass(frozen=True)
 class Track(Named):
     """Where metrics go beside ``metrics.jsonl``: to the loggers of ``also`` alone."""
 
-    also: Annotated[list[str], LOGGERS]
-    tags: Annotated[list[str], TAGS]
+    tags: Annotated[Sequence[str], TAGS, "beside recipe, ratio, data set and model"] = ()
+    also: Annotated[Sequence[str], LOGGERS, "more loggers: tensorboard, mlflow"] = ()
+
+
+@dataclass(frozen=True)
+class Local(Track):
+    """metrics.jsonl only."""
+
+    also: Annotated[Sequence[str], "loggers: tensorboard, mlflow"] = ()
+
+
+@dataclass(frozen=True)
+class TensorBoard(Track):
+    """Event files in each run's folder: tensorboard --logdir outputs."""
+
+    also: Annotated[Sequence[str], "more loggers: mlflow"] = ()
 
 
 @dataclass(frozen=True)
 class WandB(Track):
-    """Weights & Biases."""
+    """Weights & Biases: offline unless logged in; never a prompt."""
 
-    project: Annotated[str, TEXT]
-    entity: str | None
-    mode: Annotated[str, one_of("auto", "online", "offline")]
-    group: str | None
-    notes: Annotated[str | None, OPTIONAL_TEXT]
-    git: Annotated[bool, FLAG]
-    console: Annotated[bool, FLAG]
-    system: Annotated[bool, FLAG]
+    project: Annotated[str, TEXT, "in W&B"] = "nmrun"
+    entity: Annotated[str | None, "user or team; null = the one logged in"] = None
+    mode: Annotated[
+        str,
+        one_of("auto", "online", "offline"),
+        "auto (online if logged in, else offline), online, offline",
+    ] = "auto"
+    group: Annotated[str | None, "null = one group per sweep"] = None
+    notes: Annotated[str | None, OPTIONAL_TEXT, "a text beside the run"] = None
+    git: Annotated[
+        bool, FLAG, "send the commit and the changes of the current folder's checkout"
+    ] = False
+    console: Annotated[bool, FLAG, "send what the run prints"] = False
+    system: Annotated[bool, FLAG, "send statistics of the machine"] = False
 
 
 @dataclass(frozen=True)
 class MLflow(Track):
-    """MLflow."""
+    """A server of MLFLOW_TRACKING_URI, or <output_dir>/mlflow.db: mlflow ui --backend-store-uri
+    sqlite:///outputs/mlflow.db.
+    """
 
-    project: Annotated[str, TEXT]
-
-
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "adamw": Adam, "sgd": SGD}
-SCHEDULES: dict[str, type[Schedule]] = {
-    **dict.fromkeys(("constant", "cosine", "linear"), Decay),
-    "inverse_sqrt": InverseSqrt,
-}
-TRACKS: dict[str, type[Track]] = {
-    **dict.fromkeys(("local", "tensorboard"), Track),
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
+    project: Annotated[str, TEXT, "the experiment"] = "nmrun"
+    also: Annotated[Sequence[str], "more loggers: tensorboard"] = ()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys import installed
+from nmrun.lab.keys.options import find_builder
 from nmrun.registry import find
 
 MODELS = {
@@ -63,9 +63,7 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
     """
     name, target = config["name"], config.get("_target_")
     builder = (
-        find("model._target_", target, {})
-        if target
-        else installed.builder("model", str(name), MODELS)
+        find("model._target_", target, {}) if target else find_builder("model", str(name), MODELS)
     )
     parameters = inspect.signature(builder).parameters
     unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))

@@ -6,8 +6,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys import installed
-from nmrun.lab.keys.data_groups import OwnDataset
+from nmrun.lab.keys.datasets import OwnDataset
+from nmrun.lab.keys.options import find_builder
 from nmrun.registry import find
 
 if TYPE_CHECKING:  # what a mistake needs of this room is found without torch
@@ -52,7 +52,7 @@ def build(config: Config, device: torch.device) -> Task:
     if isinstance(config.dataset, OwnDataset):
         task = _own(config.dataset.target, config, device)
     else:
-        task = installed.builder("dataset", config.dataset.name, DATASETS)(config, device)
+        task = find_builder("dataset", config.dataset.name, DATASETS)(config, device)
     if not config.trainer.test:
         task.has_test = False
     return task

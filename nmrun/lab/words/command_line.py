@@ -15,9 +15,10 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
-from nmrun.lab.words import schema, unknown, zipped
+from nmrun.lab.keys import options as groups
+from nmrun.lab.keys.fields import fields
+from nmrun.lab.words import suggestions, zipped
 from nmrun.lab.words.hydra_quoting import quoting
-from nmrun.ranges import checks
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean
 
@@ -59,9 +60,9 @@ def options(argv: list[str]) -> argparse.Namespace:
 def as_key(word: str) -> str:
     """How a word such as ``epochs`` is written, where one key is meant: ``trainer.epochs``."""
     leaf, equals, value = word.partition("=")
-    meant = unknown.MEANT.get(leaf, leaf)
-    for group, kind in schema.UNNAMED.items():
-        if "." not in meant and meant in checks(kind):
+    meant = suggestions.MEANT.get(leaf, leaf)
+    for group in groups.UNNAMED:
+        if "." not in meant and meant in fields(groups.kind(group)):
             meant = f"{group}.{meant}"
     return f"{meant}{equals}{value}"
 

@@ -23,9 +23,10 @@ from omegaconf import Container, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import options
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import sweep
-from nmrun.lab.words.source import SERVED, RatioSource
+from nmrun.lab.words.source import RatioSource
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
 Done = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
@@ -130,17 +131,19 @@ def _parsed(word: str) -> Override:
 
 def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Container]:
     """The configs of the options that ``nm://`` serves, by group: such an option changes nothing but
-    its group. None where a user's own configs are looked through, which may change more.
+    its group. None where a user's own configs are looked through, or beside an overlay such as
+    ``debug``, which may change more.
     """
     names = [override.key_or_group for override in groups]
     others = any(source.provider == "command-line" for source in loader.get_sources())
-    if others or "hydra.searchpath" in names:
+    overlays = {name for name in names if not name.startswith("hydra/")} - {*options.GROUPS}
+    if others or overlays:
         return {}
     found: dict[str, Container] = {}
     for override in groups:
         group, option = override.key_or_group, override.value()
         plain = override.type is OverrideType.CHANGE and isinstance(option, str)
-        if plain and group in SERVED and names.count(group) == 1:
+        if plain and group in options.GROUPS and names.count(group) == 1:
             path = f"{group}/{option}"
             source = next((one for one in loader.get_sources() if one.is_config(path)), None)
             if isinstance(source, RatioSource):

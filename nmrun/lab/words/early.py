@@ -9,23 +9,15 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.lab.keys import data_groups, datasets, models
+from nmrun.lab.keys import options
+from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.runs.run_folder import RunFolder, weights_in
 from nmrun.patterns import Pattern
 
-# Images to train with, before any are put aside.
-MOST = {"digits": 1797, "cifar10": 50_000, "cifar100": 50_000, "fashion_mnist": 60_000}
-# The layers of the networks whose names are known without building: inputs, 0 where they depend on
-# the data.
-LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
-    "small_conv": lambda model: _layers(model["channels"]),
-    "small_conv_bn": lambda model: _layers(model["channels"]),
-    "mlp": lambda model: _layers(model["hidden"]),
-}
 # The package and the extra of nmrun that a logger needs.
 LOGGERS = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
@@ -55,16 +47,11 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
             yield from _no_files(plain["dataset"])
     if here:
         yield from _no_pretrained(plain["dataset"], plain["model"])
-    if "model" not in own and plain["model"]["name"] in LAYERS:
-        layers = LAYERS[plain["model"]["name"]](plain["model"])
-        yield from _no_layer(plain["model"], plain["sparsity"], layers)
+    if "model" not in own:
+        layers = options.kind("model", plain["model"]["name"]).layer_inputs(plain["model"])
+        yield from _no_layer(plain["model"], plain["sparsity"], layers) if layers else ()
     if here and no_gpu():
         yield from _needs_gpu(plain["trainer"])
-
-
-def _layers(widths: list[int]) -> dict[str, int]:
-    inner = {f"inner.{number}": width for number, width in enumerate(widths[:-1])}
-    return {"stem": 0, **inner, "head": 0}
 
 
 def _unknown_package(group: str, target: Any) -> Iterator[str]:
@@ -94,7 +81,7 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
     if teacher is None:
         return
     if teacher == "start":
-        trained = "_target_" in model or models.MODELS[model["name"]].trained
+        trained = "_target_" in model or options.kind("model", model["name"]).trained
         if plain["init"] is None and not trained:
             yield (
                 f"trainer.distill=start: model={model['name']} begins with random weights in its "
@@ -127,15 +114,16 @@ def _not_pruned(model: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]
 
 
 def _other_data(dataset: str, model: str) -> Iterator[str]:
-    has, takes = datasets.DATASETS[dataset].data, models.MODELS[model].data
+    has, takes = options.kind("dataset", dataset).data, options.kind("model", model).data
     if has != takes:
-        fitting = ", ".join(name for name, kind in models.MODELS.items() if kind.data == has)
-        what = "a language model" if takes == data_groups.RUNNING_TEXT else f"for {takes}"
+        names = options.names("model")
+        fitting = ", ".join(name for name in names if options.kind("model", name).data == has)
+        what = "a language model" if takes == RUNNING_TEXT else f"for {takes}"
         yield (f"model={model} is {what}, and dataset={dataset} has {has}: these take {fitting}")
 
 
 def _too_few(dataset: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
-    most = dataset.get("train_size") or MOST.get(dataset["name"])
+    most = dataset.get("train_size") or options.kind("dataset", dataset["name"]).train_images
     if most is not None and trainer["batch_size"] > most:
         yield (
             f"trainer.batch_size={trainer['batch_size']}: dataset={dataset['name']} has "
@@ -154,7 +142,7 @@ def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[s
 
 
 def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
-    kind = datasets.DATASETS[dataset["name"]]
+    kind = options.kind("dataset", dataset["name"])
     for key in kind.places:
         if dataset[key] is not None and not Path(dataset[key]).expanduser().exists():
             yield f"dataset.{key}={dataset[key]}: there is no such file or folder"

@@ -8,10 +8,8 @@ from importlib.resources import files
 
 import yaml
 
-from nmrun import registry
+from nmrun.lab.keys import options
 from nmrun.lab.words import yaml_files
-from nmrun.patterns import USUAL
-from nmrun.recipes import RECIPES, installed
 
 
 def text(config_dir: str | None = None) -> str:
@@ -29,17 +27,13 @@ def text(config_dir: str | None = None) -> str:
     template = parts["template"]
     for name in ("header", "footer"):
         template = template.replace(f"${{hydra.help.{name}}}", parts[name])
-    groups = "".join(f"{group}: {', '.join(options)}\n" for group, options in _groups(config_dir))
+    groups = "".join(f"{group}: {', '.join(there)}\n" for group, there in _groups(config_dir))
     return string.Template(template).substitute(APP_CONFIG_GROUPS=groups)
 
 
 def _groups(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
     """Yield each group with its options, in the order of names."""
-    beside = {"sparsity": USUAL, "recipe": (*RECIPES, *installed())}  # options without a file here
-    beside |= {
-        group: tuple(registry.installed(f"nmrun.{group}s")) for group in ("dataset", "model")
-    }
-    found = {group: set(options) for group, options in beside.items()}
+    found = {group: set(options.names(group)) for group in options.GROUPS}
     for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
         names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]
         found.setdefault(folder.name, set()).update(name.removesuffix(".yaml") for name in names)

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.datasets import DATASETS
-from nmrun.lab.keys.groups import Group
-from nmrun.lab.keys.long_texts import Strided
-from nmrun.lab.keys.models import GPTS, MODELS, Activated
+from nmrun.lab.keys.fields import fields
 from nmrun.lab.runs.run_folder import FINAL, RunFolder, weights_in
 from nmrun.oneshot import METHODS
 
@@ -28,6 +25,7 @@ IRRELEVANT = {
         *("log_every", "diagnose_every", "checkpoint_every"),
     },
 }
+GPTS = ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")
 # keys that came later, with the values at which a run is what it was before: there they are no part
 # of an id, so that finished runs are found again
 LATER: dict[str, dict[str, Any]] = {
@@ -42,6 +40,9 @@ LATER: dict[str, dict[str, Any]] = {
     },
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"bias": True} for name in GPTS},
+    # of those data sets and models that have them
+    "dataset": {"stride": None},
+    "model": {"activation": "gelu"},
     "recipe=maskllm": {"masks": None},
     "recipe=step": {
         "window": "full",
@@ -52,12 +53,6 @@ LATER: dict[str, dict[str, Any]] = {
     "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
 }
-# the same of all data sets and models with the keys of a class
-LATER_KEYS: dict[type[Group], dict[str, Any]] = {
-    Strided: {"stride": None},
-    Activated: {"activation": "gelu"},
-}
-KINDS: dict[str, Mapping[str, type[Group]]] = {"dataset": DATASETS, "model": MODELS}
 # keys that change nothing while another is null
 DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
@@ -134,10 +129,10 @@ def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
     if "_target_" in value:  # the user's own, whose keys are no business of ours
         return {}
     name = str(value.get("name"))
-    kind = KINDS.get(group, {}).get(name, object)
     later = {**LATER.get(group, {}), **LATER.get(f"{group}={name}", {})}
-    for keys, values in LATER_KEYS.items():
-        later |= values if issubclass(kind, keys) else {}
+    if group in ("dataset", "model"):
+        has = fields(options.kind(group, name)) if name in options.names(group) else {}
+        later = {key: value for key, value in later.items() if key in has}
     return later
 
 

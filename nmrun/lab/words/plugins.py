@@ -10,8 +10,7 @@ from pathlib import Path
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override
 
-from nmrun.lab.keys import reader
-from nmrun.lab.words import sweep
+from nmrun.lab.words import suggestions, sweep
 
 GROUP = "hydra/launcher"
 WORDS = (GROUP, "hydra.launcher")  # what begins an override for one
@@ -59,5 +58,7 @@ def asked(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str,
         if name not in installed and name in EXTRAS:
             problems.append(f"{GROUP}={name} is not installed: pip install 'nmrun[{EXTRAS[name]}]'")
         elif name not in installed:
-            problems.append(reader.no_option(GROUP, GROUP, name, sorted({*installed, *EXTRAS})))
+            problems.append(
+                suggestions.no_option(GROUP, GROUP, name, sorted({*installed, *EXTRAS}))
+            )
     return name, problems

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, early, plugins, schema, unknown, yaml_files
+from nmrun.lab.words import command_line, early, plugins, schema, suggestions, yaml_files
 from nmrun.lab.words.composing import Done, composed, composing
 from nmrun.lab.words.source import GROUP as RATIO
 from nmrun.patterns import Pattern, PatternError
@@ -254,7 +254,7 @@ class _Look:
                 and not _adds(override)
                 and key.partition(".")[0] not in self.unsure
             ):
-                self.findings.problems.append(unknown.line(key, known | set(self.groups)))
+                self.findings.problems.append(suggestions.line(key, known | set(self.groups)))
                 del self.values[key]
 
 
@@ -304,4 +304,4 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
         return None if ":" in option else f"sparsity={option}: write it with a colon"
     if option in options or os.sep in option:
         return None
-    return unknown.option(group, option, options)
+    return suggestions.option(group, option, options)

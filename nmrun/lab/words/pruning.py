@@ -15,11 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words import command_line, early, precheck, schema, source, unknown
+from nmrun.lab.words import command_line, early, precheck, schema, source, suggestions
 from nmrun.lab.words.composing import composing
 from nmrun.lab.words.identity import completed
 from nmrun.patterns import Pattern, PatternError
@@ -139,9 +140,9 @@ def _put(composed: DictConfig, override: Override, known: set[str]) -> str:
             ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
         OmegaConf.update(composed, key, ratio, merge=True)
         return ""
-    if key in schema.KINDS:
+    if key in options.KINDS:
         return f"{override.input_line}: the run has its own {key}; its keys ({key}.…) can change"
     if key not in known:
-        return unknown.line(key, known)
+        return suggestions.line(key, known)
     OmegaConf.update(composed, key, value, merge=False)
     return ""

@@ -10,32 +10,18 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nmrun import ranges
+from nmrun.lab.keys.fields import Field, plain
 from nmrun.ranges import Check, Search
 from nmrun.recipes import RECIPES
-
-
-@dataclass(frozen=True)
-class Field:
-    """A hyperparameter.
-
-    Attributes:
-        default: its default, as YAML reads it.
-        check: its range; None for any value.
-        search: where a comparison looks for it (``nmrun tune``); None: it is not tuned.
-        meaning: what the docstring of its class says of it, among its ``Args:``.
-    """
-
-    default: Any
-    check: Check | None
-    search: Search | None = None
-    meaning: str = ""
 
 
 @functools.cache
@@ -119,6 +105,8 @@ def _meanings(docstring: str) -> dict[str, str]:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module:
+    if os.getcwd() not in sys.path:  # as for the import of a class of the user's own
+        sys.path.append(os.getcwd())
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise LookupError(f"there is no module {module}")
@@ -170,7 +158,7 @@ def _field(line: ast.AnnAssign) -> Field | None:
         return None
     found = _annotated(annotation)
     return Field(
-        _plain(default),
+        plain(default),
         next((one for one in found if isinstance(one, Check)), None),
         next((one for one in found if isinstance(one, Search)), None),
     )
@@ -184,7 +172,3 @@ def _annotated(annotation: ast.expr) -> list[Any]:
         return []
     expressions = map(ast.Expression, annotation.slice.elts[1:])
     return [eval(compile(one, "<annotation>", "eval"), vars(ranges)) for one in expressions]
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

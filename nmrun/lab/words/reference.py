@@ -1,29 +1,26 @@
 """What every key of a config means, which values it takes and what it is by default.
 
-A meaning stands once, beside the default: in the comments of ``conf/``, and of a recipe in the
-docstring of its class. Ranges are those of ``nmrun.lab.keys``. ``nmrun help`` and the page of keys
-in the documentation are made from here. No torch.
+All of it stands in the classes of ``nmrun.lab.keys``, and of recipes in theirs. ``nmrun help`` and
+the page of keys in the documentation are made from here. No torch.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
-from nmrun.lab.keys import installed
+from nmrun.lab.keys import options as kinds
+from nmrun.lab.keys.fields import Field, fields
 from nmrun.lab.keys.groups import Run
-from nmrun.lab.words import recipe_fields, schema, yaml_files
-from nmrun.ranges import Check, Search, checks, shown
+from nmrun.lab.words import recipe_fields, yaml_files
+from nmrun.ranges import shown
 from nmrun.recipes import RECIPES
 
-GROUPS = (
-    "dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "track",
-)  # fmt: skip
-LINE = re.compile(r"(\w+): *(.*?)(?: +# (.*))?$")
+GROUPS = kinds.GROUPS
 
 
 @dataclass(frozen=True)
@@ -73,69 +70,73 @@ def options(group: str, config_dir: str | None = None) -> list[Option]:
     Raises:
         ConfigError: for a config of one's own that cannot be read.
     """
-    conf = files("nmrun.conf")
-    if group in ("", *schema.UNNAMED):
-        place = {"": "nmrun", "sparsity": "sparsity/dense"}.get(group, f"{group}/default")
-        ranges = checks(schema.UNNAMED[group] if group else Run)
-        return [_written(group, "", conf / f"{place}.yaml", ranges)]
+    if group in ("", *kinds.UNNAMED):
+        return [_of_class(group, "", kinds.kind(group) if group else Run)]
     if group == "recipe":
         found = [_recipe(name, path) for name, path in RECIPES.items()]
     else:
-        kinds = schema.KINDS[group]
         found = [
-            _written(group, name, _preset(group, name), checks(kinds[name]))
-            for name in sorted(kinds)
+            _of_class(group, name, kinds.kind(group, name)) for name in sorted(kinds.names(group))
         ]
     return found + [_own(group, file) for file in yaml_files.of_folder(config_dir).get(group, ())]
 
 
-def _preset(group: str, name: str) -> Traversable:
-    own = files("nmrun.conf") / group / f"{name}.yaml"
-    return own if own.is_file() else installed.preset(group, name)
-
-
-def _own(group: str, file: Path) -> Option:
-    """An option of the user's own: of a class its keys are no business of ours."""
-    content = yaml_files.read(file, str(file))
-    given = content if isinstance(content, dict) else {}
-    known = schema.ranges(group, given)
-    return _written(group, file.stem, file, {str(key): known.get(key) for key in given})
-
-
-def _written(
-    group: str, name: str, file: Path | Traversable, ranges: Mapping[str, Check | None]
-) -> Option:
-    """An option as its file has it."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    above: list[str] = []
-    about, keys = "", []
-    for number, line in enumerate(lines):
-        if line.startswith("#"):
-            above.append(line.removeprefix("#").strip())
-            continue
-        if number == len(above):
-            about, above = " ".join(above), []  # the first lines are about the whole file
-        found = LINE.match(line)
-        if found and found[1] in ranges and found[1] not in ("name", "_target_"):
-            dotted = f"{group}.{found[1]}".lstrip(".")
-            meaning = found[3] or " ".join(above)
-            keys.append(Key(dotted, meaning, _takes(ranges[found[1]]), found[2]))
-        above = []
-    return Option(group, name, about, tuple(keys))
+def _of_class(group: str, name: str, kind: type) -> Option:
+    about = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+    return Option(group, name, " ".join(about.split()), _keys(group, fields(kind)))
 
 
 def _recipe(name: str, path: str) -> Option:
-    keys = (
-        Key(f"recipe.{key}", field.meaning, _takes(field.check, field.search), shown(field.default))
-        for key, field in recipe_fields.fields(path).items()
-    )
     of_class, of_module = recipe_fields.docstrings(path)
-    return Option("recipe", name, of_class.partition("\n\n")[0], tuple(keys), of_module)
+    about = of_class.partition("\n\n")[0]
+    return Option("recipe", name, about, _keys("recipe", recipe_fields.fields(path)), of_module)
 
 
-def _takes(check: Check | None, search: Search | None = None) -> str:
-    parts = ["" if check is None else check.allowed, f"nmrun tune tries {search}" if search else ""]
-    return "; ".join(filter(None, parts))
+def _own(group: str, file: Path) -> Option:
+    """A user's own preset: its keys mean what those of the class mean that it names."""
+    content = yaml_files.read(file, str(file))
+    given = content if isinstance(content, dict) else {}
+    known = _known(group, given)
+    own = {
+        str(key): Field(value, *(known[key].check, known[key].search, known[key].meaning))
+        if key in known
+        else Field(value, None)
+        for key, value in given.items()
+        if key not in ("name", "_target_", "defaults")
+    }
+    return Option(group, file.stem, str(file), _keys(group, own))
+
+
+def _known(group: str, given: Mapping[str, Any]) -> Mapping[str, Field]:
+    target, above = given.get("_target_"), given.get("defaults")
+    first = above[0] if isinstance(above, list) and above else given.get("name")
+    name = str(given.get("name", first))
+    try:
+        if group == "recipe":
+            return recipe_fields.fields(str(target) if target else RECIPES[name])
+        return {} if target or group not in GROUPS else fields(kinds.kind(group, name))
+    except (LookupError, ImportError, SyntaxError, OSError):  # what is wrong with it a run will say
+        return {}
+
+
+def _keys(group: str, own: Mapping[str, Field]) -> tuple[Key, ...]:
+    return tuple(
+        Key(f"{group}.{key}".lstrip("."), field.meaning, _takes(field), _typed(field.default))
+        for key, field in own.items()
+    )
+
+
+def _takes(field: Field) -> str:
+    tuned = f"nmrun tune tries {field.search}" if field.search else ""
+    return "; ".join(filter(None, ["" if field.check is None else field.check.allowed, tuned]))
+
+
+def _typed(value: Any) -> str:
+    """A value as a command line has it: a text in a list in quotes where it is no plain word."""
+    if not isinstance(value, list):
+        return shown(value)
+    plain = (str(item) if re.fullmatch(r"[\w.-]+", str(item)) else f"'{item}'" for item in value)
+    return f"[{', '.join(plain)}]"
 
 
 def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:

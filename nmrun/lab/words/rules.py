@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nmrun.lab.keys import options
 from nmrun.patterns import Pattern, PatternError, geometric, stepwise, written
 
 Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
 
-# Inputs of the layers that may be sparse in the built-in models, known without building them
-# (the runner asks the model itself).
-SPARSE_INPUTS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
-    "small_conv": lambda model: model["channels"][:-1],
-    "small_conv_bn": lambda model: model["channels"][:-1],
-    "mlp": lambda model: model["hidden"][:-1],
-    "resnet18": lambda model: [64, 128, 256, 512],
-}
 STRUCTURES = {
     "sdgf_stepwise": "structure",
     "decay_structure": "structure",
@@ -90,12 +83,14 @@ class Facts:
 
     @functools.cached_property
     def inputs(self) -> list[int]:
-        """Inputs of the model's layers that may be sparse; none where they are not known."""
-        known = self._good("sparsity.pad", "model", "model.channels", "model.hidden")
+        """Inputs of the model's layers that may be sparse; none where they are not known (the run
+        asks the model itself).
+        """
+        known = self._good("sparsity.pad", "model", *(f"model.{key}" for key in self.model))
         if self.pattern is None or not known or self.sparsity["pad"] or "_target_" in self.model:
             return []
-        count = SPARSE_INPUTS.get(self.model["name"])
-        return [] if count is None else count(self.model)
+        layers = options.kind("model", self.model["name"]).layer_inputs(self.model)
+        return [width for width in layers.values() if width]
 
     @functools.cached_property
     def path(self) -> list[Pattern] | str:

@@ -14,25 +14,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys import datasets, models
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.groups import OPTIMIZERS, SCHEDULES, TRACKS, Run, Sparsity, Trainer
-from nmrun.lab.keys.reader import no_key, no_option, wrong_keys
+from nmrun.lab.keys.fields import checks
+from nmrun.lab.keys.groups import Run
+from nmrun.lab.keys.models import Model
+from nmrun.lab.keys.options import NAMED, UNNAMED
 from nmrun.lab.words import rules
 from nmrun.lab.words.recipe_fields import recipe_keys
+from nmrun.lab.words.suggestions import no_key, no_option, wrong_keys
 from nmrun.patterns import Pattern, written
-from nmrun.ranges import Check, checks, shown, wrong_values
+from nmrun.ranges import Check, shown, wrong_values
 from nmrun.recipes import RECIPES
 
-KINDS: dict[str, Mapping[str, type]] = {
-    "dataset": datasets.DATASETS,
-    "model": models.MODELS,
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-    "track": TRACKS,
-}
-NAMED = ("dataset", "model", "recipe", "optimizer", "schedule", "track")  # by the key ``name``
-UNNAMED: dict[str, type] = {"sparsity": Sparsity, "trainer": Trainer}
 # What the user's own in the place of a group has to say.
 OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}
 NO_SPARSITY = {"n": None, "m": None, "v": 1, "overrides": None, "pad": False}
@@ -106,11 +100,6 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     return [*found, *rules.broken(plain, good)]
 
 
-def options_of(group: str) -> list[str]:
-    """The kinds of a group that come with the package."""
-    return sorted({*RECIPES, "custom"} if group == "recipe" else KINDS[group])
-
-
 def ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
     """The keys of a group with their ranges.
 
@@ -118,13 +107,14 @@ def ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
     """
     if "_target_" in given:
         return {}
-    if group in UNNAMED:
-        return checks(UNNAMED[group])
     name = str(given.get("name"))
     if group == "recipe":
         return recipe_keys(name) if name in RECIPES else {}
-    kinds = KINDS.get(group, {})
-    return checks(kinds[name]) if name in kinds else {}
+    return checks(options.kind(group, name)) if _is_option(group, name) else {}
+
+
+def _is_option(group: str, name: str) -> bool:
+    return group in UNNAMED or (group in options.GROUPS and name in options.names(group))
 
 
 def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None:
@@ -139,8 +129,8 @@ def _decayed(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     is one run, whatever the answer."""
     if optimizer["weight_decay"] == 0:
         return "all"
-    kind = models.Model if "_target_" in model else models.MODELS[model["name"]]
-    return optimizer["decay"] or kind.decays
+    kind = Model if "_target_" in model else options.kind("model", model["name"])
+    return str(optimizer["decay"] or kind.decays)
 
 
 def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
@@ -148,20 +138,20 @@ def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
     if "_target_" in given and group in ("dataset", "model", "recipe"):
         return _wrong_recipe(given) if group == "recipe" else _wrong_own(group, given)
     if group in UNNAMED:
-        return wrong_keys(group, checks(UNNAMED[group]), given)
+        return wrong_keys(group, ranges(group, given), given)
     name = given.get("name")
     if group == "recipe" and name == "custom":
         return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
     if name is None:
         return {f"{group}.name: missing": group}
-    if name not in (options := options_of(group)):
-        line = no_option(f"{group}.name", group, shown(name), options)
+    there = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
+    if name not in there:
+        line = no_option(f"{group}.name", group, shown(name), there)
         timms = (
             "; timm's networks are named by model.name_in_timm" if "name_in_timm" in given else ""
         )
         return {line + timms: group}
-    keys = ("name", *(key for key in ranges(group, given) if key != "name"))
-    return wrong_keys(group, keys, given)
+    return wrong_keys(group, ("name", *ranges(group, given)), given)
 
 
 def _wrong_recipe(given: dict[str, Any]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Config nodes without a file: a Hydra config source under ``nm://``.
 
-It serves ``sparsity=N:M`` for any ratio, the recipes, data sets and models of other installed
-packages, and the built-in recipes, by the hyperparameters of their classes (see ``nmrun.lab.words.recipe_fields``). Files named
-``2:8.yaml`` cannot exist on Windows and could not cover every ratio.
+It serves every option of every group with the defaults of its class: of recipes see
+``nmrun.lab.words.recipe_fields``, of all others ``nmrun.lab.keys``. ``sparsity=N:M`` is for any
+ratio, and ``keys`` has those that are in no group.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from nmrun.lab.keys.installed import GROUPS, points, preset
+from nmrun import recipes
+from nmrun.lab.keys import options
+from nmrun.lab.keys.fields import defaults
+from nmrun.lab.keys.groups import Run
 from nmrun.lab.words import recipe_fields
-from nmrun.patterns import USUAL, Pattern, PatternError
-from nmrun.recipes import RECIPES, installed
+from nmrun.patterns import Pattern, PatternError
 from nmrun.registry import find
 
 GROUP = "sparsity"
-SERVED = (GROUP, "recipe", *GROUPS)
+KEYS = "keys"  # the config of the keys that are in no group
 
 # Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.words.sweeper
 SWEEPER: dict[str, Any] = {
@@ -39,8 +41,8 @@ class RatioSource(ConfigSource):
     """The config source ``nm://``.
 
     It answers ``sparsity/2:8`` with ``{n: 2, m: 8, v: 1, overrides: null, pad: false}``, ``recipe/sr_ste``
-    with ``{name: sr_ste, decay: 2.0e-4}``, and ``recipe/mine`` of another package with ``{name:
-    mine, _target_: mypkg.recipes.Mine}``.
+    with ``{name: sr_ste, decay: 2.0e-4}``, ``optimizer/sgd`` with ``{name: sgd, lr: 0.05, ...}``, and
+    ``recipe/mine`` of another package with ``{name: mine, _target_: mypkg.recipes.Mine}``.
     """
 
     @staticmethod
@@ -51,22 +53,22 @@ class RatioSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") in ("", *SERVED)
+        return config_path.strip("/") in ("", *options.GROUPS)
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        return (group == GROUP and ":" in name) or name in _names(group)
+        if group not in options.GROUPS:
+            return config_path.removesuffix(".yaml") == KEYS
+        return (group == GROUP and ":" in name) or name in options.names(group)
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Answer a config, as Hydra asks for it: ``sparsity/2:8``, ``recipe/step``, ``model/mask_rcnn``."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         try:
-            content = (
-                preset(group, name).read_text("utf-8") if group in GROUPS else _node(group, name)
-            )
+            content = _node(group, name)
         except PatternError as error:
             raise ConfigCompositionException(str(error)) from None
-        header: dict[str, str | None] = {"package": group}
+        header: dict[str, str | None] = {"package": group or "_global_"}
         path, config = self.full_path(), OmegaConf.create(content)
         return ConfigResult(provider=self.provider, path=path, config=config, header=header)
 
@@ -79,29 +81,27 @@ class RatioSource(ConfigSource):
         """
         path = config_path.strip("/")
         if path == "":
-            return list(SERVED) if results_filter in (None, ObjectType.GROUP) else []
-        served = list(USUAL) if path == GROUP else _names(path)
+            return list(options.GROUPS) if results_filter in (None, ObjectType.GROUP) else []
+        served = options.names(path) if path in options.GROUPS else []
         return served if results_filter in (None, ObjectType.CONFIG) else []
 
 
-def _names(group: str) -> list[str]:
-    """The options of a group that have names of their own here."""
-    if group == "recipe":
-        return [*RECIPES, *installed()]
-    return list(points(group)) if group in GROUPS else []
-
-
 def _node(group: str, name: str) -> dict[str, Any]:
-    if group == GROUP:
-        return _ratio(name)
-    if name in installed():
-        return {"name": name, "_target_": installed()[name]}
-    return recipe_fields.node(name)
+    if not group:
+        return defaults(Run)
+    if group in options.UNNAMED:
+        ratio = _ratio(name) if group == GROUP and name != "dense" else {}
+        return {**defaults(options.kind(group)), **ratio}
+    if group != "recipe":
+        return {"name": name, **defaults(options.kind(group, name))}
+    if name in recipes.installed():
+        return {"name": name, "_target_": recipes.installed()[name]}
+    return {"name": name} if name == "custom" else recipe_fields.node(name)
 
 
 def _ratio(name: str) -> dict[str, Any]:
     pattern = Pattern.parse(name)
-    return {"n": pattern.n, "m": pattern.m, "v": pattern.v, "overrides": None, "pad": False}
+    return {"n": pattern.n, "m": pattern.m, "v": pattern.v}
 
 
 class RatioSearchPath(SearchPathPlugin):

@@ -1,12 +1,12 @@
-"""The keys of detection's data sets and model, and what the package says of them."""
+"""The keys of detection's data sets and model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.data_groups import SHARE, Dataset, Seeded
-from nmrun.lab.keys.installed import Entry
+from nmrun.lab.keys.datasets import SHARE, Dataset, Seeded
 from nmrun.lab.keys.models import Model
 from nmrun.ranges import FLAG, LEVELS, PATH, one_of, whole
 
@@ -17,52 +17,92 @@ INSTANCES = "images with instances"
 class Pictured(Seeded):
     """Images with instances."""
 
-    flip: Annotated[bool, FLAG]
+    flip: Annotated[bool, FLAG, "left and right, in every second training image"] = True
 
 
 @dataclass(frozen=True)
 class GeneratedShapes(Pictured, Dataset):
-    """Generated shapes."""
+    """Generated images of discs, squares and triangles with their boxes and masks; no photographs
+    (needs nmrun[detection]).
+    """
 
     data: ClassVar[str] = INSTANCES
+    builder: ClassVar[str] = "nmrun.papers.detection.generated_shapes.build"
 
-    size: Annotated[int, whole(1)]
-    resolution: Annotated[int, whole(16)]
+    size: Annotated[
+        int, whole(1), "training images; 24 others are for validation and 24 for the test"
+    ] = 200
+    split_seed: Annotated[int, "which images are generated; not changed by the run's seed"] = 0
+    resolution: Annotated[int, whole(16), "pixels a side"] = 64
 
 
 @dataclass(frozen=True)
 class Coco(Pictured, Dataset):
-    """COCO, and data sets in its format."""
+    """COCO, or any data set in its format: folders of images, and
+    annotations/instances_<folder>.json (needs nmrun[detection]).
+    """
 
     data: ClassVar[str] = INSTANCES
+    builder: ClassVar[str] = "nmrun.papers.detection.coco.build"
     within: ClassVar[str] = (
         "folders of images and annotations/instances_<folder>.json (cocodataset.org)"
     )
 
-    path: Annotated[str, PATH]
-    train: Annotated[str, PATH]
-    test: Annotated[str, PATH]
-    held_out: Annotated[float, SHARE]
-    limit: Annotated[int | None, whole(1, optional=True)]
-    workers: Annotated[int | None, whole(0, optional=True)]
+    path: Annotated[str, PATH, "the folder, in NMRUN_DATA or else in the current folder"] = "coco"
+    train: Annotated[str, PATH, "the folder in it with images for training and validation"] = (
+        "train2017"
+    )
+    test: Annotated[str, PATH, "the folder in it with images for the test"] = "val2017"
+    held_out: Annotated[float, SHARE, "of the training images, for validation"] = 0.05
+    split_seed: Annotated[int, "which images are held out; not changed by the run's seed"] = 0
+    limit: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "training images that are used, the first of a shuffle; null = all",
+    ] = None
+    workers: Annotated[
+        int | None,
+        whole(0, optional=True),
+        "processes that read images; null = one for each core",
+    ] = None
 
 
 @dataclass(frozen=True)
 class MaskRCNN(Model):
-    """Mask R-CNN."""
+    """Mask R-CNN with a feature pyramid (He et al. 2017), of torchvision's parts; its ResNet can
+    begin with that of a run on images (init=RUN).
+    """
 
     data: ClassVar[str] = INSTANCES
+    builder: ClassVar[str] = "nmrun.papers.detection.mask_rcnn.build"
 
-    backbone: Annotated[str, one_of("resnet18", "resnet34", "resnet50")]
-    width: Annotated[int, whole(1)]
-    min_size: Annotated[int, whole(1)]
-    max_size: Annotated[int, whole(1)]
-    anchors: Annotated[list[int], LEVELS]
-    regions: Annotated[int, whole(1)]
-    frozen_norms: Annotated[bool, FLAG]
-
-
-CONF = "nmrun.papers.conf"
-SHAPES = Entry(GeneratedShapes, "nmrun.papers.detection.generated_shapes.build", CONF)
-COCO = Entry(Coco, "nmrun.papers.detection.coco.build", CONF)
-MASK_RCNN = Entry(MaskRCNN, "nmrun.papers.detection.mask_rcnn.build", CONF)
+    backbone: Annotated[
+        str, one_of("resnet18", "resnet34", "resnet50"), "resnet18, resnet34, resnet50"
+    ] = "resnet50"
+    width: Annotated[
+        int,
+        whole(1),
+        "channels of the pyramid and the mask head; the box head has four times as many",
+    ] = 256
+    min_size: Annotated[int, whole(1), "pixels that an image's shorter side is scaled to"] = 800
+    max_size: Annotated[int, whole(1), "pixels that its longer side has at most"] = 1333
+    anchors: Annotated[
+        Sequence[int],
+        LEVELS,
+        "sides of the anchors in pixels, one for each level of the pyramid",
+    ] = (32, 64, 128, 256, 512)
+    regions: Annotated[int, whole(1), "of an image that the heads are trained on"] = 512
+    frozen_norms: Annotated[
+        bool,
+        FLAG,
+        "whether the backbone's batch norms keep the statistics that they begin with (with "
+        "init=RUN)",
+    ] = False
+    exclude: Annotated[
+        Sequence[str] | None,
+        "the first layer, and the last ones of the proposals and of both heads",
+    ] = (
+        r"backbone\.body\.conv1",
+        r"rpn\.head\.(cls_logits|bbox_pred)",
+        r"roi_heads\.(box|mask)_predictor\..*",
+    )

@@ -1,53 +1,82 @@
-"""The keys of reading's data sets and model, and what the package says of them."""
+"""The keys of reading's data sets and model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.data_groups import SHARE, Dataset, Encoded, Seeded
-from nmrun.lab.keys.installed import Entry
-from nmrun.lab.keys.models import GPTClassifier
+from nmrun.lab.keys.datasets import SHARE, Dataset, Seeded
+from nmrun.lab.keys.texts import Encoding
+from nmrun.lab.keys.transformers import GPTClassifier
 from nmrun.ranges import one_of, whole
 
 QUESTIONS = "questions on texts"
 
 
 @dataclass(frozen=True)
-class Windowed(Encoded):
+class Windowed(Encoding):
     """Questions on texts, which are cut into windows."""
 
-    stride: Annotated[int, whole(0)]
+    max_length: Annotated[int, "tokens of question and text; longer texts are cut into windows"] = (
+        384
+    )
+    stride: Annotated[int, whole(0), "tokens that neighbouring windows share"] = 128
+    tokenizer: Annotated[str, "words (hashed), or a Hugging Face tokenizer by name or folder"] = (
+        "gpt2"
+    )
 
 
 @dataclass(frozen=True)
 class GeneratedQuestions(Windowed, Seeded, Dataset):
-    """Generated questions."""
+    """Generated texts on who lives where and likes what, with questions, of which some have no
+    answer; not real language.
+    """
 
     data: ClassVar[str] = QUESTIONS
+    builder: ClassVar[str] = "nmrun.papers.reading.generated_questions.build"
 
-    size: Annotated[int, whole(1)]
+    size: Annotated[
+        int,
+        whole(1),
+        "training questions; 200 others are for validation and 200 for the test",
+    ] = 2000
+    split_seed: Annotated[int, "which texts are generated; not changed by the run's seed"] = 0
+    max_length: int = 64
+    stride: int = 16
+    tokenizer: str = "words"
+    vocabulary: int = 256
 
 
 @dataclass(frozen=True)
 class Squad(Windowed, Seeded, Dataset):
-    """SQuAD."""
+    """SQuAD, questions whose answers are passages of a text, from its JSON files in
+    NMRUN_DATA/squad.
+    """
 
     data: ClassVar[str] = QUESTIONS
+    builder: ClassVar[str] = "nmrun.papers.reading.squad.build"
 
-    version: Annotated[str, one_of("v1.1", "v2.0")]
-    held_out: Annotated[float, SHARE]
-    limit: Annotated[int | None, whole(1, optional=True)]
+    version: Annotated[
+        str, one_of("v1.1", "v2.0"), "v1.1, or v2.0, in which some questions have no answer"
+    ] = "v1.1"
+    held_out: Annotated[
+        float,
+        SHARE,
+        "of the training articles, for validation; the development set is the test",
+    ] = 0.05
+    split_seed: Annotated[int, "which articles are held out; not changed by the run's seed"] = 0
+    limit: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "training questions that are used, those of the first articles of a shuffle; null = all",
+    ] = None
 
 
 @dataclass(frozen=True)
 class GPTReader(GPTClassifier):
-    """GPT-2's architecture with a head for answers."""
+    """GPT-2's architecture with a new head for answers in texts (SQuAD), to fine-tune a run of
+    model=gpt2 (init=RUN).
+    """
 
     data: ClassVar[str] = QUESTIONS
-
-
-CONF = "nmrun.papers.conf"
-GENERATED = Entry(GeneratedQuestions, "nmrun.papers.reading.generated_questions.build", CONF)
-SQUAD = Entry(Squad, "nmrun.papers.reading.squad.build", CONF)
-GPT_READER = Entry(GPTReader, "nmrun.papers.reading.gpt_reader.build", CONF)
+    builder: ClassVar[str] = "nmrun.papers.reading.gpt_reader.build"

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Encoded
+from nmrun.lab.keys.texts import Encoding
 from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, turns, watched
 from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer
 from nmrun.papers.reading.answers import Question, scores
@@ -96,7 +96,7 @@ class Reading(InMemory):
             )
         return cls(
             limited(splits, most, lambda some, most: some[:: -(-len(some) // most)]),
-            tokenizer(config.dataset.as_kind(Encoded)),
+            tokenizer(config.dataset.as_kind(Encoding)),
             config.dataset.as_kind(Windowed).stride,
             batch_size=config.trainer.batch_size,
             seed=config.seed,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nmrun.lab.keys.datasets import Glue
+from nmrun.lab.keys.texts import Glue
 from nmrun.lab.tasks.text_classification import glue
 
 if TYPE_CHECKING:

@@ -1,31 +1,39 @@
-"""The keys of the data set and the model, and what the package says of them."""
+"""The keys of the data set and the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.datasets import Glue
-from nmrun.lab.keys.installed import Entry
-from nmrun.lab.keys.models import Causal
+from nmrun.lab.keys.texts import Glue
+from nmrun.lab.keys.transformers import HFCausal
 
 ANSWERED = "texts with answers"
 
 
 @dataclass(frozen=True)
 class GlueText(Glue):
-    """A task of GLUE as text to text."""
+    """One of GLUE's tasks as text to text, in the words of T5, from its TSV files in
+    NMRUN_DATA/glue, or by Hugging Face's datasets where that is installed.
+    """
 
     data: ClassVar[str] = ANSWERED
+    builder: ClassVar[str] = "nmrun.papers.text_to_text.glue_text.build"
 
 
 @dataclass(frozen=True)
-class T5(Causal):
-    """A T5 of Hugging Face."""
+class T5(HFCausal):
+    """A pretrained T5 of Hugging Face, for fine-tuning on text to text (needs
+    nmrun[transformers]).
+    """
 
     data: ClassVar[str] = ANSWERED
+    builder: ClassVar[str] = "nmrun.papers.text_to_text.hf_t5.build"
 
-
-CONF = "nmrun.papers.conf"
-GLUE_TEXT = Entry(GlueText, "nmrun.papers.text_to_text.glue_text.build", CONF)
-HF_T5 = Entry(T5, "nmrun.papers.text_to_text.hf_t5.build", CONF)
+    pretrained: str = "t5-base"
+    include: Annotated[
+        Sequence[str] | None,
+        "feed-forward layers only (regular expressions for whole module names); null = all; "
+        r"attention: '.*Attention\.[qkvo]'",
+    ] = (r".*\.DenseReluDense\.w(i|i_0|i_1|o)",)

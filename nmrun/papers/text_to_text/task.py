@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Encoded
+from nmrun.lab.keys.texts import Encoding
 from nmrun.lab.tasks.base import Batch, drawn, limited, thinned
 from nmrun.lab.tasks.text_classification.task import TextClassification
 from nmrun.lab.tasks.text_classification.tokens import Text, Tokenizer, tokenizer
@@ -95,7 +95,7 @@ class TextToText(TextClassification):
             )
         return cls(
             limited(splits, trainer.limit_evaluation, thinned),
-            tokenizer(config.dataset.as_kind(Encoded)),
+            tokenizer(config.dataset.as_kind(Encoding)),
             answers,
             values,
             metrics,

@@ -1,14 +1,14 @@
-"""The keys of translation's data sets and models, and what the package says of them."""
+"""The keys of translation's data sets and models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.data_groups import Dataset, Seeded
+from nmrun.lab.keys.datasets import Dataset, Seeded
 from nmrun.lab.keys.groups import Group
-from nmrun.lab.keys.installed import Entry
-from nmrun.lab.keys.models import Transformer
+from nmrun.lab.keys.transformers import Transformer
 from nmrun.ranges import FLAG, FRACTION, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
 
 PAIRS = "pairs of sentences"
@@ -18,69 +18,138 @@ PAIRS = "pairs of sentences"
 class Translated(Group):
     """Batches and beam search of translation."""
 
-    max_tokens: Annotated[int, whole(1)]
-    beam: Annotated[int, whole(1)]
-    length_penalty: Annotated[float, number(0)]
+    max_tokens: Annotated[
+        int,
+        whole(1),
+        "in a batch, source or target, padding included (trainer.batch_size is not used)",
+    ] = 4096
+    beam: Annotated[int, whole(1), "width of the beam search"] = 5
+    length_penalty: Annotated[
+        float, number(0), "exponent of the length that a translation's score is divided by"
+    ] = 1.0
 
 
 @dataclass(frozen=True)
 class CopyReverse(Translated, Seeded, Dataset):
-    """Generated sentences to be copied or reversed."""
+    """Generated sentences to be copied or reversed, as their first word says: a small translation
+    task, no download.
+    """
 
     data: ClassVar[str] = PAIRS
+    builder: ClassVar[str] = "nmrun.papers.translation.copy_reverse.build"
 
-    version: Annotated[int, whole(2, 2)]
-    size: Annotated[int, whole(1)]
-    val_size: Annotated[int, whole(1)]
-    test_size: Annotated[int, whole(1)]
-    words: Annotated[int, whole(1)]
-    longest: Annotated[int, whole(2)]
+    version: Annotated[
+        int,
+        whole(2, 2),
+        "of the generated sentences: those of version 1 were in several splits at once",
+    ] = 2
+    split_seed: Annotated[int, "which sentences; not changed by the run's seed"] = 0
+    size: Annotated[int, whole(1), "training sentences"] = 8000
+    val_size: Annotated[int, whole(1), "validation sentences"] = 200
+    test_size: Annotated[int, whole(1), "test sentences"] = 200
+    words: Annotated[int, whole(1), "beside the two orders"] = 16
+    longest: Annotated[int, whole(2), "words of a sentence, at most"] = 6
+    max_tokens: int = 512
 
 
 @dataclass(frozen=True)
 class Multi30k(Translated, Dataset):
-    """Multi30k."""
+    """Multi30k, NMRUN_DATA/multi30k/{train,val,test_2016_flickr}.{de,en}[.gz]: 29,000 image
+    descriptions with their translations.
+    """
 
     data: ClassVar[str] = PAIRS
+    builder: ClassVar[str] = "nmrun.papers.translation.multi30k.build"
 
-    source: Annotated[str, TEXT]
-    target: Annotated[str, TEXT]
-    test: Annotated[str, TEXT]
-    vocabulary: Annotated[int, whole(4)]
+    source: Annotated[str, TEXT, "language translated from: de, en, fr, cs"] = "de"
+    target: Annotated[str, TEXT, "language translated to"] = "en"
+    test: Annotated[
+        str,
+        TEXT,
+        "the test texts: this one, test_2017_flickr, test_2017_mscoco, test_2018_flickr",
+    ] = "test_2016_flickr"
+    vocabulary: Annotated[
+        int, whole(4), "subwords of the BPE that both languages have in common"
+    ] = 8000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fairseq(Translated, Dataset):
-    """A folder of fairseq-preprocess."""
+    """Any folder of fairseq-preprocess or nmrun prepare."""
 
     data: ClassVar[str] = PAIRS
+    builder: ClassVar[str] = "nmrun.papers.translation.fairseq_folder.build"
     places: ClassVar[tuple[str, ...]] = ("path",)
 
-    path: Annotated[str, PATH]
-    source: Annotated[str | None, OPTIONAL_TEXT]
-    target: Annotated[str | None, OPTIONAL_TEXT]
-    train: Annotated[str, PATH]
-    val: Annotated[str | None, OPTIONAL_TEXT]
-    test: Annotated[str | None, OPTIONAL_TEXT]
-    subwords: Annotated[str, one_of("none", "sentencepiece", "subword_nmt")]
-    moses: Annotated[bool, FLAG]
+    path: Annotated[str, PATH, "the folder, such as data-bin/iwslt14.tokenized.de-en"]
+    source: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "language translated from; null = by the names of the files",
+    ] = None
+    target: Annotated[
+        str | None, OPTIONAL_TEXT, "language translated to; null = by the names of the files"
+    ] = None
+    train: Annotated[str, PATH, "name of the training texts, as in train.de-en.de.idx"] = "train"
+    val: Annotated[str | None, OPTIONAL_TEXT, "name of the validation texts; null = valid"] = (
+        "valid"
+    )
+    test: Annotated[str | None, OPTIONAL_TEXT, "name of the test texts; null = test"] = "test"
+    subwords: Annotated[
+        str,
+        one_of("none", "sentencepiece", "subword_nmt"),
+        "what the text was split by, to be undone for BLEU: none, sentencepiece, subword_nmt",
+    ] = "none"
+    moses: Annotated[bool, FLAG, "whether Moses tokenised the text, to be undone for BLEU"] = False
 
 
 @dataclass(frozen=True)
 class FairseqTransformer(Transformer):
-    """fairseq's Transformer."""
+    """fairseq's Transformer (Vaswani et al. 2017) in the size of its transformer_tiny."""
 
     decays: ClassVar[str] = "all"  # as fairseq-train
     data: ClassVar[str] = PAIRS
+    builder: ClassVar[str] = "nmrun.papers.translation.fairseq_transformer.build"
 
-    ffn: Annotated[int, whole(1)]
-    attention_dropout: Annotated[float, FRACTION]
-    activation_dropout: Annotated[float, FRACTION]
-    share_embeddings: Annotated[str, one_of("auto", "none", "decoder", "all")]
+    width: Annotated[int, "of the embeddings"] = 64
+    ffn: Annotated[int, whole(1), "width of the feed-forward networks"] = 64
+    layers: Annotated[int, "of the encoder, and as many of the decoder"] = 2
+    heads: Annotated[int, "of every attention"] = 2
+    dropout: Annotated[float, "of embeddings and of each block's output"] = 0.1
+    attention_dropout: Annotated[float, FRACTION, "of the attention weights"] = 0.0
+    activation_dropout: Annotated[
+        float, FRACTION, "inside the feed-forward networks, after their activation"
+    ] = 0.0
+    share_embeddings: Annotated[
+        str,
+        one_of("auto", "none", "decoder", "all"),
+        "decoder (its input and output), all (the encoder's too), none; auto = all with one "
+        "dictionary, else decoder",
+    ] = "auto"
+    include: Annotated[
+        Sequence[str] | None,
+        "regular expressions for whole module names that may be sparse; null = all; "
+        r"'.*\.fc[12]' = feed-forward only",
+    ] = None
+    exclude: Annotated[
+        Sequence[str] | None,
+        "stays dense, like the embeddings, with which it is tied by default",
+    ] = (r"decoder\.output_projection",)
 
 
-CONF = "nmrun.papers.conf"
-COPY_REVERSE = Entry(CopyReverse, "nmrun.papers.translation.copy_reverse.build", CONF)
-MULTI30K = Entry(Multi30k, "nmrun.papers.translation.multi30k.build", CONF)
-FAIRSEQ = Entry(Fairseq, "nmrun.papers.translation.fairseq_folder.build", CONF)
-TRANSFORMER = Entry(FairseqTransformer, "nmrun.papers.translation.fairseq_transformer.build", CONF)
+@dataclass(frozen=True)
+class FairseqTransformerBase(FairseqTransformer):
+    """fairseq's Transformer (Vaswani et al. 2017) in the size of its transformer_wmt_en_de."""
+
+    width: int = 512
+    ffn: int = 2048
+    layers: int = 6
+    heads: int = 8
+
+
+@dataclass(frozen=True)
+class FairseqTransformerIWSLT(FairseqTransformerBase):
+    """fairseq's Transformer (Vaswani et al. 2017) in the size of its transformer_iwslt_de_en."""
+
+    ffn: int = 1024
+    heads: int = 4

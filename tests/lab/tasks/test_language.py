@@ -21,7 +21,7 @@ from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
-from nmrun.lab.keys.long_texts import StdlibText
+from nmrun.lab.keys.texts import StdlibText
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus, stdlib, token_bin
 from nmrun.lab.tasks.text.language import LanguageModelling

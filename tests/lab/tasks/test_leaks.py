@@ -15,7 +15,7 @@ from runs import config
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.keys.datasets import DATASETS
+from nmrun.lab.keys import options
 from nmrun.lab.tasks.text import stdlib
 from nmrun.lab.tasks.text_classification import generated, glue
 from nmrun.lab.tasks.vision import digits, images
@@ -237,7 +237,7 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
 
 
 def test_every_data_set_is_looked_at() -> None:
-    assert {name.partition(",")[0] for name in MADE} | DIVIDED == set(DATASETS)
+    assert {name.partition(",")[0] for name in MADE} | DIVIDED == set(options.names("dataset"))
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for code, config, group, name in zip(
-        blocks("python")[:2], blocks("yaml"), ("dataset", "model"), NAMES, strict=True
+        blocks("python")[:2], blocks("yaml")[:2], ("dataset", "model"), NAMES, strict=True
     ):
         (tmp_path / f"{name}.py").write_text(code)
         place = tmp_path / "mine" / group / f"{name}.yaml"
@@ -82,17 +82,13 @@ def test_mistakes_get_a_line(folder: Path, nmrun_cli, word: str, said: str) -> N
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """The environment in which the page's package is installed: its modules, presets and metadata."""
+    """The environment in which the page's package is installed: its modules and metadata."""
     package, metadata = tmp_path / "site" / "mypkg", tmp_path / "site" / "mypkg-1.0.dist-info"
     package.mkdir(parents=True)
     metadata.mkdir()
     *builders, keys = blocks("python")
     for name, code in zip((*NAMES, "keys"), (*builders, keys), strict=True):
         (package / f"{name}.py").write_text(code.replace('options["split_seed"]', "split_seed"))
-    for group, name, preset in zip(("dataset", "model"), NAMES, blocks("yaml"), strict=True):
-        (package / "conf" / group).mkdir(parents=True)
-        text = re.sub(r"_target_: .*\n", "", preset)
-        (package / "conf" / group / f"{name}.yaml").write_text(text)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mypkg\nVersion: 1.0\n")
     (points,) = blocks("toml")
     groups = tomllib.loads(points)["project"]["entry-points"]
@@ -139,4 +135,4 @@ def test_a_package_that_is_broken_breaks_its_own_names_alone(
     assert nmrun_cli("--cfg", "job", **installed).returncode == 0
     wrong = nmrun_cli("dataset=tumours", **installed)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
-    assert "dataset=tumours: mypkg.keys:TUMOURS cannot be imported" in wrong.stderr
+    assert "dataset=tumours: mypkg.keys:Tumours cannot be imported" in wrong.stderr

@@ -12,11 +12,13 @@ from typing import Any
 
 import bad_inputs
 import pytest
+from torch import nn
 
 from nmrun.lab import models
-from nmrun.lab.keys.data_groups import IMAGES, RUNNING_TEXT, TEXTS
-from nmrun.lab.keys.installed import builder
-from nmrun.lab.keys.models import MODELS
+from nmrun.lab.keys import options
+from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
+from nmrun.lab.keys.fields import defaults
+from nmrun.lab.keys.options import find_builder
 from nmrun.lab.words import early
 from nmrun.papers.detection.keys import INSTANCES
 from nmrun.papers.flow.keys import FRAMES
@@ -61,12 +63,30 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "fairseq" not in name])
+@pytest.mark.parametrize("name", [name for name in options.names("model") if "fairseq" not in name])
 def test_what_a_model_takes_is_what_its_builder_asks_for(name: str) -> None:
-    asked = set(inspect.signature(builder("model", name, models.MODELS)).parameters)
+    asked = set(inspect.signature(find_builder("model", name, models.MODELS)).parameters)
     fitting = [data for data, given in GIVEN.items() if given <= asked]
-    assert MODELS[name].data in fitting
-    assert all(MODELS[name].data == PAIRS for name in MODELS if "fairseq" in name)
+    assert options.kind("model", name).data in fitting
+
+
+def test_models_of_fairseq_take_pairs_of_sentences() -> None:
+    names = [name for name in options.names("model") if "fairseq" in name]
+    assert {options.kind("model", name).data for name in names} == {PAIRS}
+
+
+@pytest.mark.parametrize("name", ["small_conv", "small_conv_bn", "mlp", "resnet18"])
+def test_layers_that_are_known_without_building_are_those_of_the_model(name: str) -> None:
+    kind = options.kind("model", name)
+    given = {"name": name, **defaults(kind)}
+    model = models.build(given, {"shape": (3, 16, 16), "classes": 10})
+    by_data = {"conv1"} if name == "resnet18" else {"stem", "head"}
+    built = {
+        place: layer.weight.shape[1]
+        for place, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
+    assert kind.layer_inputs(given) == built | dict.fromkeys(by_data, 0)
 
 
 def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
-from nmrun.lab.words import early, precheck, schema
+from nmrun.lab.keys import models
+from nmrun.lab.words import precheck, schema
 from nmrun.lab.words.composing import Done, composed, composing
 
 COMPOSED: Done = {}  # as the sweeps of one command line share them
@@ -62,7 +63,8 @@ GENERAL = {  # what cannot be guessed, or can be read and means nothing
 @pytest.fixture(autouse=True)
 def layers_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts are looked at, not whether a network has such layers."""
-    monkeypatch.setattr(early, "LAYERS", {})
+    for kind in (models.SmallConv, models.ResNet18):
+        monkeypatch.setattr(kind, "layer_inputs", lambda given: {})
 
 
 def checked(*words: str) -> schema.Config:

@@ -98,10 +98,10 @@ def without_file(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_without_a_file_is_served(without_file: None) -> None:
     offered = source.RatioSource("nmrun", "nm://")
-    assert offered.list("recipe", ObjectType.CONFIG) == list(recipes.RECIPES)
+    assert offered.list("recipe", ObjectType.CONFIG) == [*recipes.RECIPES, "custom"]
     assert "mine" in recipes.RECIPES
     assert offered.is_config("recipe/mine.yaml")
-    assert not offered.is_config("recipe/custom")  # this one has a file
+    assert not offered.is_config("recipe/nothing")
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         config = schema.check(compose("nmrun", ["recipe=mine", "recipe.dense=0", "recipe.scale=2"]))
     assert config.plain["recipe"] == {

@@ -73,19 +73,28 @@ def test_the_name_of_an_option_alone_leads_to_it(option):
     assert explain.about(option.partition("=")[2]) == explain.about(option)
 
 
-def test_options_of_ones_own_are_told(tmp_path):
+def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_help.py").write_text(
+        'class Mine:\n    """Masks.\n\n    Args:\n        rate: of what\n    """\n\n    rate: float = 0.1\n'
+    )
     for name, text in {
-        "recipe/mine": "# masks by chance\n_target_: mine.Mine\nrate: 0.3  # of what\n",
-        "recipe/often": "# anew at every step\nname: ste_periodic\ninterval: 1\n",
+        "recipe/mine": "_target_: mine_of_help.Mine\nrate: 0.3\nother: 1\n",
+        "recipe/often": "name: ste_periodic\ninterval: 1\n",
+        "optimizer/slow": "defaults: [sgd]\nmomentum: 0.5\n",
     }.items():
-        (tmp_path / "recipe").mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
     own = explain.about("recipe=mine", str(tmp_path)).splitlines()
     assert [line.strip() for line in own] == [
-        "recipe=mine", "masks by chance", "recipe.rate", "of what", "default 0.3",
+        "recipe=mine", str(tmp_path / "recipe/mine.yaml"), "recipe.rate", "of what", "default 0.3",
+        "recipe.other", "default 1",
     ]  # fmt: skip
+    slow = explain.about("optimizer=slow", str(tmp_path))
+    assert "share of the last update" in slow
+    assert "default 0.5" in slow
     assert "takes a whole number, 1 or more" in explain.about("recipe=often", str(tmp_path))
-    assert "recipe=mine: masks by chance" in explain.about("recipe", str(tmp_path))
+    assert "recipe=mine:" in explain.about("recipe", str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean mine"):
         explain.about("recipe=mien", str(tmp_path))
 

@@ -7,22 +7,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Context, OwnDataset
-from nmrun.lab.keys.datasets import Digits
-from nmrun.lab.keys.groups import Adam, Run, Trainer
+from nmrun.lab.keys import options
+from nmrun.lab.keys.datasets import Digits, OwnDataset
+from nmrun.lab.keys.fields import fields
+from nmrun.lab.keys.groups import Adam, Trainer
 from nmrun.lab.keys.models import OwnModel
+from nmrun.lab.keys.texts import Context
 from nmrun.lab.words import schema, source
-from nmrun.recipes import RECIPES
+from nmrun.ranges import number, whole
 from nmrun.registry import did_you_mean
 
 source.register()
@@ -164,58 +164,60 @@ def test_values(options: str, key: str) -> None:
         assert "\n" not in problem
 
 
-CONFS = [Path(str(files(package))) for package in ("nmrun.conf", "nmrun.papers.conf")]
 KINDS = [
-    (group, name)
-    for group in (*schema.NAMED, "sparsity", "trainer")
-    for conf in CONFS
-    for name in sorted(path.stem for path in (conf / group).glob("*.yaml"))
-    if name != "custom"
+    (group, name) for group in options.GROUPS if group != "recipe" for name in options.names(group)
 ]
-
-
-def ranges(group: str, name: str) -> dict[str, Any]:
-    return dict(schema.ranges(group, {"name": name}))
+NEEDED = {  # what only the user knows
+    "dataset=image_folder": {"path"}, "dataset=text": {"train"}, "dataset=hub_text": {"path"},
+    "dataset=token_bin": {"folder"}, "dataset=fairseq": {"path"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("group", "name"), KINDS)
-def test_each_file_has_the_keys_of_its_class(group: str, name: str) -> None:
-    """The file has the defaults and the class the ranges, so that neither can have a key alone."""
-    (file,) = (path for conf in CONFS if (path := conf / group / f"{name}.yaml").exists())
-    keys = yaml.safe_load(file.read_text())
-    assert set(keys) - {"name"} == set(ranges(group, name)) - {"name"}
+def test_every_default_is_in_its_range(group: str, name: str) -> None:
+    """As far as it is a value: an interpolation is resolved later."""
+    found = fields(options.kind(group, name))
+    wrong = {
+        key
+        for key, field in found.items()
+        if field.check and "${" not in str(field.default) and not field.check.holds(field.default)
+    }
+    assert wrong == NEEDED.get(f"{group}={name}", set())
 
 
-def test_every_key_has_a_range() -> None:
-    """But for names, the ratio, which is checked as a pattern, and two labels."""
-    free = {
-        f"{group}.{key}"
+def test_every_key_has_a_range_and_a_meaning() -> None:
+    """But for the ratio, which is checked as a pattern, and two labels."""
+    found = {
+        f"{group}.{key}": field
         for group, name in KINDS
-        for key, allowed in ranges(group, name).items()
-        if allowed is None
+        for key, field in fields(options.kind(group, name)).items()
     }
-    labels = {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
-    assert free == labels | {f"{group}.name" for group in schema.KINDS}
+    free = {key for key, field in found.items() if field.check is None}
+    assert free == {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
+    assert all(field.meaning for field in found.values())
 
 
-def test_every_kind_has_a_file() -> None:
-    for group in schema.NAMED:
-        there = {path.stem for conf in CONFS for path in (conf / group).glob("*.yaml")}
-        assert there | (set(RECIPES) if group == "recipe" else set()) == set(
-            schema.options_of(group)
-        )
+def test_what_a_class_leaves_out_is_as_above_it() -> None:
+    @dataclass(frozen=True)
+    class Above:
+        rate: Annotated[float, number(0, 1), "how much"] = 0.5
+        size: Annotated[int, whole(1), "how many"] = 3
 
+    @dataclass(frozen=True)
+    class Below(Above):
+        names: Annotated[tuple[str, ...], "which"] = ("a", "b")
+        rate: float = 0.25
+        size: Annotated[int, "how many of them"] = 4
 
-def test_no_class_states_a_default() -> None:
-    kinds = {kind for group in schema.KINDS.values() for kind in group.values()} | {
-        Run,
-        *schema.UNNAMED.values(),
-    }
-    for kind in kinds:
-        assert all(
-            key.default is key.default_factory is dataclasses.MISSING
-            for key in dataclasses.fields(kind)
-        )
+    found = fields(Below)
+    assert list(found) == ["names", "rate", "size"]  # its own come first
+    assert {key: field.default for key, field in found.items()} == {
+        "names": ["a", "b"], "rate": 0.25, "size": 4,
+    }  # fmt: skip
+    assert found["rate"].check.allowed == "a number at least 0 and at most 1"
+    assert found["size"].check.allowed == "a whole number, 1 or more"
+    assert [field.meaning for field in found.values()] == ["which", "how much", "how many of them"]
+    assert fields(Above)["rate"].default == 0.5
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Fractions, Tokenized
-from nmrun.lab.keys.long_texts import TextFiles
+from nmrun.lab.keys.datasets import Fractions
+from nmrun.lab.keys.texts import TextFiles, Tokenized
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus
 

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.long_texts import HubText
+from nmrun.lab.keys.texts import HubText
 from nmrun.lab.tasks.text import files
 
 if TYPE_CHECKING:

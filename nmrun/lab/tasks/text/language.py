@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.keys.data_groups import Context
+from nmrun.lab.keys.texts import Context
 from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, turns, watched
 
 if TYPE_CHECKING:

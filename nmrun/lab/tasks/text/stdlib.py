@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.long_texts import StdlibText
+from nmrun.lab.keys.texts import StdlibText
 from nmrun.lab.tasks.text import corpus
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.long_texts import TokenBin
+from nmrun.lab.keys.texts import TokenBin
 
 if TYPE_CHECKING:
     import torch

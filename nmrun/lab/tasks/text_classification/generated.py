@@ -11,7 +11,7 @@ import random
 from functools import cache
 from typing import TYPE_CHECKING
 
-from nmrun.lab.keys.datasets import GeneratedText
+from nmrun.lab.keys.texts import GeneratedText
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.datasets import Glue
+from nmrun.lab.keys.texts import Glue
 from nmrun.lab.tasks import storage
 
 if TYPE_CHECKING:

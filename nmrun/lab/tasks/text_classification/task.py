@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.keys import data_groups
+from nmrun.lab.keys.texts import Encoding
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
@@ -144,7 +144,7 @@ class TextClassification(InMemory, Categorical):
         most = config.trainer.limit_evaluation
         return cls(
             limited(splits, most, thinned),
-            tokenizer(config.dataset.as_kind(data_groups.Encoded)),
+            tokenizer(config.dataset.as_kind(Encoding)),
             classes,
             metrics,
             batch_size=config.trainer.batch_size,

@@ -17,7 +17,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.tasks.hugging_face import fetch
 
 if TYPE_CHECKING:
-    from nmrun.lab.keys.data_groups import Encoded
+    from nmrun.lab.keys.texts import Encoding
 
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         """
 
 
-def tokenizer(options: Encoded) -> Tokenizer:
+def tokenizer(options: Encoding) -> Tokenizer:
     """Make the tokenizer of a ``dataset:`` config.
 
     Args:

@@ -1,20 +1,16 @@
-"""The line for a key or option that a config does not have: what was probably meant, by meaning
-first.
-"""
+"""The line for a key or option that there is not: what was probably meant, by meaning first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from nmrun.lab.keys.reader import listed, no_option
-from nmrun.lab.words import schema
+from nmrun.lab.keys import options
+from nmrun.lab.keys.fields import fields
 from nmrun.lab.words.hydra_quoting import RATIOS
 from nmrun.lab.words.recipe_fields import recipe_keys
 from nmrun.oneshot import METHODS
-from nmrun.ranges import checks
 from nmrun.recipes import RECIPES
-from nmrun.registry import nearest
+from nmrun.registry import did_you_mean, nearest
 
 # What others call it, by the last part of the key.
 ELSEWHERE = {
@@ -63,17 +59,17 @@ def line(key: str, known: Iterable[str]) -> str:
 
 
 def _hint(key: str, group: str, leaf: str, known: set[str], beside: set[str]) -> str:
-    if group and (options := owners(group, leaf)):
-        return _belongs(leaf, group, options)
+    if group and (having := owners(group, leaf)):
+        return _belongs(leaf, group, having)
     meant = MEANT.get(leaf.lower(), "")
     if meant and (meant.partition("=")[0] in known or " or " in meant):
         return f"; did you mean {meant}?"
     leaf = meant.rpartition(".")[2] or leaf
     if same := sorted(one for one in known if one.rpartition(".")[2] == leaf and "." in one):
         return f"; did you mean {' or '.join(same)}?"
-    for other in () if group else schema.NAMED:
-        if options := owners(other, leaf):
-            return _belongs(f"{other}.{leaf}" if meant else leaf, other, options)
+    for other in () if group else options.NAMED:
+        if having := owners(other, leaf):
+            return _belongs(f"{other}.{leaf}" if meant else leaf, other, having)
     others = {one.rpartition(".")[2]: one for one in known}
     near = nearest(key, {one for one in beside if not one.endswith(".name")})
     if near is None and not group:
@@ -81,18 +77,18 @@ def _hint(key: str, group: str, leaf: str, known: set[str], beside: set[str]) ->
     return f"; did you mean {near}?" if near else ""
 
 
-def _belongs(what: str, group: str, options: list[str]) -> str:
-    some = ", ".join(options[:3]) + (", ..." if len(options) > 3 else "")
+def _belongs(what: str, group: str, having: list[str]) -> str:
+    some = ", ".join(having[:3]) + (", ..." if len(having) > 3 else "")
     return f"; {what} belongs to {group}={some}"
 
 
-def option(group: str, name: str, options: Iterable[str]) -> str:
+def option(group: str, name: str, there: Iterable[str]) -> str:
     """The line for an option that a group does not have.
 
     Args:
         group: the group.
         name: what is asked for.
-        options: those that there are.
+        there: those that there are.
     """
     if name.startswith("["):
         listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
@@ -101,10 +97,8 @@ def option(group: str, name: str, options: Iterable[str]) -> str:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
     if group == "optimizer":
-        return (
-            f"{no_option(group, group, name, options)}; nmrun.sparsify takes any in your own loop"
-        )
-    return no_option(group, group, name, options)
+        return f"{no_option(group, group, name, there)}; nmrun.sparsify takes any in your own loop"
+    return no_option(group, group, name, there)
 
 
 def owners(group: str, leaf: str) -> list[str]:
@@ -117,7 +111,32 @@ def owners(group: str, leaf: str) -> list[str]:
     keys: Mapping[str, Iterable[str]] = {}
     if group == "recipe":
         keys = {name: recipe_keys(name) for name in RECIPES}
-    elif group in schema.KINDS:
-        kinds: Mapping[str, Any] = schema.KINDS[group]
-        keys = {name: checks(kind) for name, kind in kinds.items()}
-    return [name for name, own in keys.items() if leaf in own and leaf != "name"]
+    elif group in options.NAMED:
+        keys = {name: fields(options.kind(group, name)) for name in options.names(group)}
+    return [name for name, own in keys.items() if leaf in own]
+
+
+def wrong_keys(group: str, known: Iterable[str], given: Iterable[str]) -> dict[str, str]:
+    """The keys that a group lacks or should not have: each problem with its key."""
+    names, there = [f"{group}.{key}" for key in known], [f"{group}.{key}" for key in given]
+    wrong = {f"{name}: missing": name for name in names if name not in there}
+    return wrong | {no_key(name, names): name for name in there if name not in names}
+
+
+def no_key(key: str, known: Iterable[str]) -> str:
+    """The line for a key that does not exist; ``known`` are those beside it."""
+    known = list(known)
+    return f"{key}: no such key{did_you_mean(key, known)} ({listed(key, known)})"
+
+
+def listed(key: str, known: Iterable[str]) -> str:
+    """The keys beside one, in words: ``optimizer has lr, name``."""
+    group = key.rpartition(".")[0]
+    has = ", ".join(name.rpartition(".")[2] for name in sorted(known))
+    return f"{group} has {has}" if group else f"there are {has}"
+
+
+def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:
+    """The line for an option that a group does not have."""
+    hint = did_you_mean(option, options)
+    return f"{key}={option}: no such {group}{hint} (there are {', '.join(options)})"

@@ -1,0 +1,94 @@
+"""The keys of a group as dataclass fields: type, range, default and meaning of a key stand in one.
+
+::
+
+    lr: Annotated[float, number(0, open_low=True), "learning rate, which the schedule scales"] = 1e-3
+
+A class may give an inherited key another default, another meaning or another range; what it leaves
+out is as above it: ``lr: float = 0.05``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from nmrun.errors import ConfigError
+from nmrun.ranges import Check, Search
+
+Keys = TypeVar("Keys")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key.
+
+    Attributes:
+        default: as YAML reads it; None too where there is none, and the user has to give a value.
+        check: its range; None for any value.
+        search: where a comparison looks for it (``nmrun tune``); None: it is not tuned.
+        meaning: in words.
+    """
+
+    default: Any
+    check: Check | None
+    search: Search | None = None
+    meaning: str = ""
+
+
+@functools.cache
+def fields(kind: type) -> Mapping[str, Field]:
+    """The keys of a class beside ``name``: first its own, then those of each class above it."""
+    above = kind.__mro__
+    first = {key: place for place, base in enumerate(above) for key in _annotations(base)}
+    found = {}
+    for key in sorted(dataclasses.fields(cast(Any, kind)), key=lambda key: first[key.name]):
+        stated = [
+            part
+            for base in above
+            for part in getattr(_annotations(base).get(key.name), "__metadata__", ())
+        ]
+        found[key.name] = Field(
+            None if key.default is dataclasses.MISSING else plain(key.default),
+            next((part for part in stated if isinstance(part, Check)), None),
+            next((part for part in stated if isinstance(part, Search)), None),
+            next((part for part in stated if isinstance(part, str)), ""),
+        )
+    found.pop("name", None)
+    return found
+
+
+@functools.cache
+def _annotations(base: type) -> dict[str, Any]:
+    return inspect.get_annotations(base, eval_str=True)
+
+
+def plain(value: Any) -> Any:
+    """A default as YAML has it: a list for a tuple."""
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """The keys of a class beside ``name`` with their defaults."""
+    return {key: field.default for key, field in fields(kind).items()}
+
+
+def checks(kind: type) -> dict[str, Check | None]:
+    """The keys of a class beside ``name`` with their ranges."""
+    return {key: field.check for key, field in fields(kind).items()}
+
+
+def built(kind: type[Keys], plain: Mapping[str, Any], group: str) -> Keys:
+    """The class with the values of ``plain``, whose other keys are left out.
+
+    Raises:
+        ConfigError: with each key of ``group`` that is not there.
+    """
+    keys = [key.name for key in dataclasses.fields(cast(Any, kind))]
+    if missing := [key for key in keys if key not in plain]:
+        raise ConfigError([f"{group}.{key}: missing" for key in missing])
+    return kind(**{key: plain[key] for key in keys})

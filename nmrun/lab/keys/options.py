@@ -1,0 +1,144 @@
+"""The options of each group of the config by name, and the class of each one's keys.
+
+Another installed package adds a data set or model by an entry point of the group ``nmrun.datasets``
+or ``nmrun.models``, such as ``tumours = "mypkg.keys:Tumours"``. A name of nmrun's own is not theirs
+to take. No class is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nmrun import recipes, registry
+from nmrun.errors import ConfigError
+from nmrun.patterns import USUAL
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUPS = (
+    "dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "track",
+)  # fmt: skip
+UNNAMED = {"sparsity": "groups.Sparsity", "trainer": "groups.Trainer"}  # without a key ``name``
+NAMED = tuple(group for group in GROUPS if group not in UNNAMED)
+ADDED = ("dataset", "model")  # groups to which other packages add options
+# the class of each option's keys, in this package; those of recipes are their own
+KINDS: dict[str, dict[str, str]] = {
+    "dataset": {
+        "digits": "datasets.Digits",
+        "cifar10": "datasets.Cifar10",
+        "cifar100": "datasets.Cifar100",
+        "fashion_mnist": "datasets.FashionMNIST",
+        "image_folder": "datasets.ImageFolder",
+        "imagenet": "datasets.ImageNet",
+        "generated_text": "texts.GeneratedText",
+        "glue": "texts.Glue",
+        "stdlib_text": "texts.StdlibText",
+        "text": "texts.TextFiles",
+        "hub_text": "texts.HubText",
+        "shakespeare": "texts.Shakespeare",
+        "wikitext2": "texts.WikiText2",
+        "wikitext103": "texts.WikiText103",
+        "token_bin": "texts.TokenBin",
+    },
+    "model": {
+        "small_conv": "models.SmallConv",
+        "small_conv_bn": "models.SmallConvBN",
+        "mlp": "models.MLP",
+        "resnet20": "models.ResNet20",
+        "resnet32": "models.ResNet32",
+        "resnet18": "models.ResNet18",
+        "resnet34": "models.ResNet34",
+        "resnet50": "models.ResNet50",
+        "densenet121": "models.DenseNet121",
+        "vgg16_bn": "models.VGG16",
+        "mobilenet_v2": "models.MobileNetV2",
+        "swin_v2_t": "models.SwinT",
+        "swin_v2_b": "models.SwinB",
+        "vit_tiny": "transformers.ViTTiny",
+        "vit_small": "transformers.ViTSmall",
+        "vit_base": "transformers.ViTBase",
+        "deit_tiny": "transformers.DeiTTiny",
+        "deit_small": "transformers.DeiTSmall",
+        "timm": "models.Timm",
+        "text_encoder": "transformers.TextEncoder",
+        "gpt_tiny": "transformers.GPTTiny",
+        "gpt2": "transformers.GPT2",
+        "gpt2_medium": "transformers.GPT2Medium",
+        "gpt2_large": "transformers.GPT2Large",
+        "gpt2_xl": "transformers.GPT2XL",
+        "gpt_classifier": "transformers.GPTClassifier",
+        "hf_encoder": "transformers.HFEncoder",
+        "hf_gpt2": "transformers.HFGPT2",
+        "hf_causal": "transformers.HFCausal",
+    },
+    "optimizer": {"adam": "groups.Adam", "adamw": "groups.AdamW", "sgd": "groups.SGD"},
+    "schedule": {
+        "constant": "groups.Constant",
+        "cosine": "groups.Cosine",
+        "linear": "groups.Linear",
+        "inverse_sqrt": "groups.InverseSqrt",
+    },
+    "track": {
+        "local": "groups.Local",
+        "wandb": "groups.WandB",
+        "tensorboard": "groups.TensorBoard",
+        "mlflow": "groups.MLflow",
+    },
+}
+
+
+def names(group: str) -> list[str]:
+    """The options of a group; of ``sparsity``, which takes any ratio, the usual ones."""
+    if group == "recipe":
+        return [*recipes.RECIPES, "custom", *recipes.installed()]
+    if group in UNNAMED:
+        return ["dense", *USUAL] if group == "sparsity" else ["default"]
+    return list(KINDS[group] | dict.fromkeys(points(group)))
+
+
+def kind(group: str, name: str = "") -> Any:
+    """The class of an option's keys; ``trainer`` and ``sparsity`` have one for all.
+
+    Raises:
+        KeyError: for a name that there is not, and for recipes.
+        ConfigError: where another package's class cannot be imported, or is none of keys.
+    """
+    path = UNNAMED.get(group) or KINDS.get(group, {}).get(name)
+    if path is None:
+        return _added(group, name)
+    module, _, leaf = path.partition(".")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), leaf)
+
+
+def points(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group by name; none is imported."""
+    return registry.installed(f"nmrun.{group}s") if group in ADDED else {}
+
+
+@functools.cache
+def _added(group: str, name: str) -> Any:
+    from nmrun.lab.keys.groups import Named
+
+    point = points(group)[name]
+    try:
+        found = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{group}={name}: {point.value} cannot be imported: {error}") from None
+    built_by = getattr(found, "builder", "")
+    if not (built_by and isinstance(found, type) and issubclass(found, Named)):
+        raise ConfigError(f"{group}={name}: {point.value} is no class of keys with a builder")
+    return found
+
+
+def find_builder(group: str, name: str, own: Mapping[str, str]) -> Any:
+    """What builds ``group=name``, of nmrun's ``own`` or an installed package's.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    others = {name: kind(group, name).builder} if name in points(group) else {}
+    return registry.find(f"{group}.name", name, {**others, **own})
