@@ -4,6 +4,7 @@ folder.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -18,6 +19,13 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
+gc.disable()  # until all tests are collected
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage looks through it again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
