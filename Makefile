@@ -20,6 +20,8 @@ help:  ## list the targets
 run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
 	$(BIN)/nmrun recipe=step sparsity=2:8
 
+test test-slow: export PYTHONDONTWRITEBYTECODE :=  # half of the time until all tests are collected is compiling them
+
 test: $(VENV)/installed-all  ## the same environment with all extras but ray, then the tests (five minutes on two cores, six the first time)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 

@@ -300,11 +300,11 @@ def test_a_round_runs_every_arm_once() -> None:
     seen: list[str] = []
     times = harness.rounds(
         {name: lambda name=name: seen.append(name) for name in "abc"},
-        20,
+        8,
         harness.Clock(CPU),
         warm_up=1,
     )
-    assert {name: len(values) for name, values in times.items()} == {"a": 20, "b": 20, "c": 20}
+    assert {name: len(values) for name, values in times.items()} == {"a": 8, "b": 8, "c": 8}
     rounds = ["".join(seen[i : i + 3]) for i in range(3, len(seen), 3)]
     assert {"".join(sorted(one)) for one in rounds} == {"abc"}
     assert len(set(rounds)) > 3  # in changing orders
