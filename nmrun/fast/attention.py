@@ -10,14 +10,9 @@ from torch import Tensor, nn
 
 
 class PackedAttention(nn.Module):
-    """``nn.MultiheadAttention`` with layers in the place of its weights.
-
-    Args:
-        attention: what is replaced; its keys and values are as wide as its queries.
-        query: the layer of the queries, (embed_dim,) outputs.
-        key_value: the layer of keys and values, (2 embed_dim,) outputs.
-        out: the layer of the result.
-    """
+    """``nn.MultiheadAttention`` with layers in the place of its weights: ``query`` with (embed_dim,)
+    outputs, ``key_value`` with (2 embed_dim,), and ``out``. The keys and values of ``attention`` are as
+    wide as its queries."""
 
     def __init__(
         self,

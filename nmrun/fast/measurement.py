@@ -164,12 +164,8 @@ def first_line(error: Exception) -> str:
 
 
 def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> None:
-    """Compute a forward pass that leaves no trace, and remove the hooks that looked at it.
-
-    Args:
-        hooks: on modules of the model.
-        sample: as of :func:`nmrun.accelerate`.
-    """
+    """Compute a forward pass of ``sample`` (of :func:`nmrun.accelerate`) that leaves no trace, and remove
+    the hooks that looked at it."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             sample()

@@ -36,13 +36,7 @@ INT8 = torch.int8
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
-    """Load a packed file as a state dict.
-
-    Args:
-        path: the file, or the folder that holds one.
-
-    Returns:
-        Dense tensors under the model's own names.
+    """Load a packed file, or the folder that holds one, as a state dict of dense tensors.
 
     Raises:
         ValueError: in one line, if the file is cut off, changed, of a newer version, or no packed
@@ -82,17 +76,8 @@ class Line:
 
 
 def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
-    """Read a packed file as it is stored, proven whole.
-
-    Args:
-        path: the file, or the folder that holds one.
-
-    Returns:
-        Its tensors, and the packed weights among them.
-
-    Raises:
-        ValueError: as :func:`load`.
-    """
+    """Read a packed file as it is stored, proven whole: its tensors, and the packed weights among them.
+    Raises ValueError as :func:`load`."""
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
@@ -167,16 +152,8 @@ def _stored(line: Line) -> tuple[int, int]:
 
 
 def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
-    """Pack an N:M weight; see above.
-
-    Args:
-        weight: on the CPU.
-        pattern: that it holds.
-        dim: the dimension that groups run along.
-
-    Returns:
-        Values and places. Of a group with fewer than N non-zeros, zeros fill up the values.
-    """
+    """Pack an N:M weight on the CPU that holds the pattern along ``dim``: its values and places. Of a group
+    with fewer than N non-zeros, zeros fill up the values."""
     last = weight.movedim(dim, -1)
     groups = functional.pad(last, (0, -last.shape[-1] % pattern.m)).reshape(-1, pattern.m)
     # the non-zeros, then zeros
@@ -192,16 +169,7 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: list[int]) -> Tensor:
-    """Unpack what :func:`pack` packed.
-
-    Args:
-        values, places: of :func:`pack`.
-        pattern, dim: of the weight.
-        shape: of the weight.
-
-    Raises:
-        ValueError: for positions that no :func:`pack` writes.
-    """
+    """The inverse of :func:`pack`. Raises ValueError for positions that it does not write."""
     where = positions(places, len(values), pattern)
     groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, where, values)
     moved = [*shape[:dim], *shape[dim + 1 :]]
@@ -209,19 +177,8 @@ def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: li
 
 
 def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
-    """Read where the values of each group stand in it.
-
-    Args:
-        places: of :func:`pack`.
-        count: number of groups.
-        pattern: of the weight.
-
-    Returns:
-        (count, N), increasing in a group.
-
-    Raises:
-        ValueError: for positions that no :func:`pack` writes.
-    """
+    """Where the values of each of ``count`` groups stand in it, (count, N), increasing in a group. Raises
+    ValueError for positions that no :func:`pack` writes."""
     width = pattern.m if _by_mask(pattern) else pattern.n * _width(pattern)
     bits = np.unpackbits(places.numpy(), count=count * width, bitorder="little")
     if _by_mask(pattern):

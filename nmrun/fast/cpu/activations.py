@@ -45,16 +45,9 @@ class Pruned(Protocol):
 
 
 def install(module: nn.Module, role: str, by_onednn: bool, activations: Pruned) -> None:
-    """Let a linear layer compute its products so in training, in float32, in steps that prune.
-
-    In all other passes the layer computes as before.
-
-    Args:
-        module: ``nn.Linear`` or Hugging Face's ``Conv1D``.
-        role: ``reads`` the activations, or ``feeds`` them.
-        by_onednn: the dense product of what feeds is oneDNN's.
-        activations: the model's.
-    """
+    """Let ``nn.Linear`` or Hugging Face's ``Conv1D`` compute its products so in training, in float32, in
+    steps that prune; in all other passes as before. ``role``: it ``reads`` the activations, or ``feeds``
+    them, its dense product then oneDNN's with ``by_onednn``."""
     before = vars(module).get("forward")
     own: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
     stored = isinstance(module, nn.Linear)
@@ -251,24 +244,13 @@ def pack_activations(
     known: Mapping[str, Mapping[str, Times]] | None = None,
 ) -> list[Choice]:
     """Let the linear layers next to pruned activations train with these packed, on a CPU in float32,
-    where that is right and faster than what the layers have got already.
+    where that is right and faster than what the layers have got already, by the ``choices`` of
+    :func:`nmrun.accelerate`. Returns what those got that were measured.
 
     A layer that prunes its activations in every step packs its weight no more. Results differ from
-    the dense products by the rounding of float32. Where several processes train, rank 0 decides.
-
-    Args:
-        model: on the CPU.
-        activations: of it.
-        sample: as of :func:`nmrun.fast.acceleration.accelerate`.
-        choices: what that function returned.
-        sparse: the model's sparse weights.
-        mode: ``auto``; ``force`` packs where it is right, even where it is slower; with any other
-            nothing is packed.
-        accumulate: the micro-batches of a step.
-        known: times by shape that are taken in place of measured ones.
-
-    Returns:
-        What the layers got that were measured.
+    the dense products by the rounding of float32. Where several processes train, rank 0 decides. Modes
+    are ``auto`` and ``force``, which packs also where that is slower; with any other nothing is packed.
+    ``known`` has times by shape in place of measured ones.
     """
     pattern = activations.pattern
     if pattern is None or mode not in ("auto", "force") or not products.available():

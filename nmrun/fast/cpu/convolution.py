@@ -1,9 +1,5 @@
 """A convolution through N:M products on the CPU, as operators that autograd and ``torch.compile``
-know.
-
-As :mod:`nmrun.fast.cpu.linear`: the forward product and the gradient of the input are sparse,
-the gradient of the weight is torch's.
-"""
+know: as :mod:`nmrun.fast.cpu.linear`, but the gradient of the weight is torch's."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ from nmrun.patterns import Pattern
 
 
 def window_of(module: nn.Conv2d) -> Window:
-    """How the kernel of a convolution moves.
-
-    Raises:
-        ValueError: why it cannot be packed.
-    """
+    """Raises ValueError, which says why a convolution cannot be packed."""
     if module.groups != 1:
         raise ValueError("grouped convolutions are not packed")
     padding = module.padding
@@ -41,14 +33,8 @@ def window_of(module: nn.Conv2d) -> Window:
 
 
 class ConvolutionProducts(nn.Module):
-    """The packed weight of one convolution, in buffers that keep their addresses; empty until
-    :meth:`write`.
-
-    Args:
-        shape: (out channels, channels) of the weight.
-        window: how its kernel moves.
-        pattern: of the weight, along its channels.
-    """
+    """The packed weight of one convolution, (out channels, channels) = ``shape`` for each position of
+    the kernel, in buffers that keep their addresses; empty until :meth:`write`."""
 
     dtype = torch.float32
 
@@ -66,12 +52,8 @@ class ConvolutionProducts(nn.Module):
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one.
-
-        Args:
-            weight: of the forward product.
-            other: of the input gradient, where that is not ``weight``.
-            masked: not used; the weight gradient is whole.
+        """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one, and
+        the weight of the input gradient where that is another. The weight gradient is whole, masked or not.
         """
         forward, backward = (self._matrix(kind) for kind in KINDS)
         if other is not None:

@@ -33,15 +33,11 @@ KINDS, PARTS = ("forward", "backward"), ("values", "index", "start")
 
 
 class LinearProducts(nn.Module):
-    """The packed weight of one layer, in buffers that keep their addresses; empty until
-    :meth:`write`.
+    """The packed weight of one layer, (outputs, inputs) = ``shape``, in buffers that keep their addresses;
+    empty until :meth:`write`. Values and sums are float32 with either ``dtype`` of the products.
 
-    Args:
-        shape: (outputs, inputs).
-        dtype: of the products, float32 or bfloat16; values and sums are float32.
-        pattern: of the weight, along its inputs.
-        gradient_is_faster: the sparse ways to compute the weight gradient beat the dense one.
-        dense: by what the dense one is computed, ``dense`` for torch or ``onednn``.
+    ``gradient_is_faster``: the sparse ways to compute the weight gradient beat the dense one, which is
+    computed by ``dense``, that is torch (``dense``) or ``onednn``.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = PARTS
@@ -76,14 +72,9 @@ class LinearProducts(nn.Module):
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Pack a weight (outputs, inputs), float32, in place of the old one.
-
-        Args:
-            weight: of the forward product.
-            other: of the input gradient, where that is not ``weight``.
-            masked: the gradients of pruned weights are not needed. Kept weights that are 0 need
-                theirs, so where there are any, all are computed.
-        """
+        """Pack a weight (outputs, inputs), float32, in place of the old one, and ``other`` for the input
+        gradient. ``masked``: the gradients of pruned weights are not needed; kept weights that are 0 need
+        theirs, so where there are any, all are computed."""
         count = self._pack(weight.detach(), weight.detach() if other is None else other.detach())
         sampled = masked and self.gradient_is_faster and count == self.full
         self.gradient = "sampled" if sampled else self.dense

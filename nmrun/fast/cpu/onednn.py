@@ -79,12 +79,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class OneDNNLinear(nn.Linear):
-    """A dense linear layer for inference that oneDNN computes, in float32.
-
-    Args:
-        weight: (outputs, inputs), which stays where it is.
-        bias: (outputs,), or None.
-    """
+    """A dense linear layer for inference that oneDNN computes, in float32; the weight (outputs, inputs)
+    stays where it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         nn.Module.__init__(self)

@@ -201,15 +201,8 @@ class SemiStructuredLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def choose(self, x: Tensor, weight: Tensor) -> None:
-        """Take the library's fastest right algorithm for inputs of this size.
-
-        Args:
-            x: (..., in_features), in the dtype of the products.
-            weight: what was packed.
-
-        Raises:
-            ValueError: where none is right.
-        """
+        """Take the library's fastest right algorithm for inputs (..., in_features) of this size and dtype;
+        ``weight`` is what was packed. Raises ValueError where none is right."""
         flat, kind = x.reshape(-1, x.shape[-1]), self.path.partition(":")[0]
         bias = None if self.bias is None else self.bias.float()
         expected = functional.linear(flat.float(), weight.float(), bias)

@@ -96,26 +96,13 @@ def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
 
 
 def cusparselt_pack(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
-    """As ``Path.pack``.
-
-    Args:
-        weight: W, (rows, columns), in bfloat16 or float16.
-        other: V, of its shape, or None.
-
-    Returns:
-        W, and V^T where there is a V.
-    """
+    """As ``Path.pack``, in bfloat16 or float16."""
     parts = [compression.compressed(weight, weight.dtype)]
     return parts, [] if other is None else [compression.compressed(other.t(), other.dtype)]
 
 
 def cusparselt_rewrite(parts: Parts, weight: Tensor) -> None:
-    """As ``Path.rewrite``.
-
-    Args:
-        parts: what is overwritten.
-        weight: (rows, columns), stored by rows or by columns.
-    """
+    """As ``Path.rewrite``; the weight is stored by rows or by columns."""
     compression.compressed(weight, parts[0].dtype, out=parts[0])
 
 
@@ -129,15 +116,7 @@ def cusparselt_algorithms(x: Tensor, parts: Parts) -> int:
 
 
 def cusparselt_pack_fp8(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
-    """As :func:`cusparselt_pack`, with W rounded to e4m3fn and V^T to e5m2; each with its scale.
-
-    Args:
-        weight: W, (rows, columns).
-        other: V, of its shape, or None.
-
-    Returns:
-        W, and V^T where there is a V.
-    """
+    """As :func:`cusparselt_pack`, with W rounded to e4m3fn and V^T to e5m2; each with its scale."""
     values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
     parts_t: Parts = []
     # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
@@ -148,12 +127,7 @@ def cusparselt_pack_fp8(weight: Tensor, other: Tensor | None) -> tuple[Parts, Pa
 
 
 def cusparselt_rewrite_fp8(parts: Parts, weight: Tensor) -> None:
-    """As :func:`cusparselt_rewrite`, of what :func:`cusparselt_pack_fp8` returned.
-
-    Args:
-        parts: what is overwritten.
-        weight: (rows, columns), stored by rows or by columns.
-    """
+    """As :func:`cusparselt_rewrite`, of what :func:`cusparselt_pack_fp8` returned."""
     forward = parts[0].dtype == simulated.FORWARD_FP8
     values, scale = simulated.quantize(
         weight, simulated.FORWARD_FP8 if forward else simulated.BACKWARD_FP8
@@ -252,18 +226,10 @@ def named(name: str) -> Path:
 def fastest(
     name: str, x: Tensor, parts: Parts, bias: Tensor | None, expected: Tensor
 ) -> tuple[str, float]:
-    """Find the fastest right algorithm of a path for a product.
+    """The fastest right algorithm of a path of ``PATHS`` for a ``multiply`` of these operands: its name,
+    for :func:`named`, and its milliseconds; ``expected`` is the product in float32.
 
-    Args:
-        name: of ``PATHS``.
-        x, parts, bias: as of ``multiply``.
-        expected: the product in float32.
-
-    Returns:
-        The name with its algorithm, for :func:`named`, and the milliseconds.
-
-    Raises:
-        ValueError: where none is right; it says what is wrong.
+    Raises ValueError, which says what is wrong, where none is right.
     """
     times: dict[str, float] = {}
     found, wrong = _with_algorithms(name, x, parts), ""

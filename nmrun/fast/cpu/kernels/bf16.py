@@ -65,11 +65,7 @@ class Bf16Matrix:
     def of(
         cls, values: Tensor, index: Tensor, counts: Tensor, rows: int, columns: int
     ) -> Bf16Matrix:
-        """The matrix that these tensors hold.
-
-        Raises:
-            ValueError: for tensors that hold none of this shape.
-        """
+        """Raises ValueError for tensors that hold no matrix of this shape."""
         blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
         if counts.shape != (blocks, tiles, SEGMENTS) or counts.dtype != torch.uint8:
             raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
@@ -121,15 +117,10 @@ def obstacle() -> str:
 
 
 def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
-    """Round a matrix and pack it into memory of :meth:`Bf16Matrix.empty`.
+    """Round a float32 matrix, contiguous, and pack it into memory of :meth:`Bf16Matrix.empty`: a matrix
+    of the shape of ``into``, or ``turned`` one of (columns, rows), whose transpose is packed.
 
-    Args:
-        matrix: of the shape of ``into``, or (columns, rows) if ``turned``; float32, contiguous.
-        into: gets the matrix, or its transpose.
-        turned: pack the transpose.
-
-    Returns:
-        How many non-zeros there are, rounded.
+    Returns how many non-zeros there are, rounded.
     """
     library, size = _loaded(), matrix.numel()
     tiles, source = into.counts.shape[1], (matrix.data_ptr(), int(turned), into.rows, into.columns)
@@ -154,10 +145,7 @@ def packed(matrix: Tensor) -> Bf16Matrix:
 
 def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tensor:
     """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
-
-    Raises:
-        RuntimeError: where there are no such products.
-    """
+    Raises RuntimeError where there are no such products."""
     library, x = _loaded(), x.contiguous()
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)

@@ -53,33 +53,16 @@ class _Geometry(ctypes.Structure):
 
 
 def convolve(x: Tensor, weight: PackedMatrix, bias: Tensor | None, window: Window) -> Tensor:
-    """The convolution of a batch.
-
-    Args:
-        x: (images, channels, height, width), float32; read with channels last.
-        weight: (out channels, channels) for each tap, in the order of rows of the kernel.
-        bias: (out channels,), or None.
-        window: how the kernel moves.
-
-    Returns:
-        (images, out channels, height, width), channels last.
-    """
+    """Convolve x (images, channels, height, width), float32, read with channels last, with a weight
+    (out channels, channels) for each tap, row by row of the kernel; (images, out channels, height, width),
+    channels last."""
     height, width = window.out(x.shape[2], x.shape[3])
     return _run(x, weight, bias, window, height, width, backward=False)
 
 
 def convolve_back(dz: Tensor, weight: PackedMatrix, window: Window, size: Pair) -> Tensor:
-    """The gradient of the input of :func:`convolve`.
-
-    Args:
-        dz: (images, out channels, height, width), float32, of the output.
-        weight: the transpose of every tap: (channels, out channels) each.
-        window: that of the convolution.
-        size: height and width of the input.
-
-    Returns:
-        (images, channels, *size), channels last.
-    """
+    """The gradient of the input of :func:`convolve`, of height and width ``size``, channels last; the
+    weight is the transpose of every tap, (channels, out channels) each."""
     return _run(dz, weight, None, window, *size, backward=True)
 
 

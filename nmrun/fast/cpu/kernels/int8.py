@@ -58,11 +58,7 @@ class Int8Matrix:
     def of(
         cls, values: Tensor, index: Tensor, counts: Tensor, scales: Tensor, rows: int, columns: int
     ) -> Int8Matrix:
-        """The matrix that these tensors hold.
-
-        Raises:
-            ValueError: for tensors that hold none of this shape.
-        """
+        """Raises ValueError for tensors that hold no matrix of this shape."""
         tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
         if counts.shape != (tiles, segments) or counts.dtype != torch.uint8:
             raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
@@ -108,10 +104,7 @@ def obstacle() -> str:
 
 def quantised(row: Tensor, value: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Non-zeros as int8, and the scale of each of their rows; the arguments are those of :func:`pack`.
-
-    Raises:
-        ValueError: for values that are not finite.
-    """
+    Raises ValueError for values that are not finite."""
     value = value.float()
     if not bool(value.isfinite().all()):
         raise ValueError("int8: the weight has NaN or infinity")
@@ -146,18 +139,9 @@ def pack(
 
 
 def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tensor:
-    """``x S^T + bias``.
+    """``x S^T + bias``, all float32: x (tokens, columns), the result (tokens, rows).
 
-    Args:
-        x: (tokens, columns), float32.
-        matrix: S.
-        bias: (rows,), float32, or None.
-
-    Returns:
-        (tokens, rows), float32.
-
-    Raises:
-        RuntimeError: for NaN and infinity in x, and where there are no such products.
+    Raises RuntimeError for NaN and infinity in x, and where there are no such products.
     """
     library = _library()
     if library is None or not hasattr(library, "nm_int8"):

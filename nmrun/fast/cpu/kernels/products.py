@@ -112,15 +112,10 @@ def blocks_of(columns: int) -> int:
 
 
 def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None) -> None:
-    """Pack a matrix into memory of :meth:`PackedMatrix.empty`.
+    """Pack a matrix (rows, taps * columns), float32, contiguous, into memory of
+    :meth:`PackedMatrix.empty`, and the transpose of every tap, (columns, rows) each, into ``turned``.
 
-    Args:
-        matrix: (rows, taps * columns), float32, contiguous, on the CPU.
-        rows: of the same shape; gets the matrix.
-        turned: gets the transpose of every tap, (columns, rows) each.
-
-    Raises:
-        ValueError: where there are more non-zeros than room; then ``rows`` holds none.
+    Raises ValueError where there are more non-zeros than room; then ``rows`` holds none.
     """
     library, size = loaded(), matrix.numel()
     r, c, taps = rows.rows, rows.columns, rows.taps
@@ -148,17 +143,9 @@ def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None)
 def multiply(
     x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, turned: bool = False
 ) -> Tensor:
-    """``x S^T + bias`` with a packed S (rows, columns).
-
-    Args:
-        x: (tokens, columns), float32 or bfloat16.
-        matrix: S.
-        bias: (rows,), or None.
-        turned: x is (columns, tokens) and float32, the result is (rows, tokens).
-
-    Returns:
-        (tokens, rows), in the dtype of x, summed in float32.
-    """
+    """``x S^T + bias`` with a packed S (rows, columns) and x (tokens, columns) in float32 or bfloat16;
+    (tokens, rows) in the dtype of x, summed in float32. ``turned``: x is (columns, tokens) and float32,
+    the result is (rows, tokens)."""
     library, x = loaded(), x.contiguous()
     tokens = x.shape[1] if turned else x.shape[0]
     out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
@@ -173,16 +160,8 @@ def multiply(
 def in_panels(
     kernel: Any, operands: Sequence[int], flags: int, tokens: int, rows: int, count: int
 ) -> None:
-    """Call ``nm_product`` for panels of tokens, or for rows where there are few panels.
-
-    Args:
-        kernel: ``nm_product``.
-        operands: its first, up to ``all``.
-        flags: its last.
-        tokens: how many there are.
-        rows: of the matrix.
-        count: of its non-zeros.
-    """
+    """Call ``nm_product``, whose first operands (up to ``all``) and last, ``flags``, are given, for panels
+    of tokens, or for rows where there are few panels. The matrix has ``count`` non-zeros."""
     work = tokens * count // WORTH
     if -(-tokens // PANEL) >= torch.get_num_threads():
         in_parts(kernel, (*operands, BEGIN, END, 0, rows, flags), tokens, work, PANEL)
@@ -191,16 +170,8 @@ def in_panels(
 
 
 def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
-    """``y^T x`` where ``kept`` has non-zeros, zero elsewhere.
-
-    Args:
-        x: (tokens, columns), float32 or bfloat16.
-        y: (tokens, rows), float32 or bfloat16.
-        kept: (rows, columns); its values are not read.
-
-    Returns:
-        (rows, columns), float32.
-    """
+    """``y^T x`` where ``kept`` (rows, columns) has non-zeros, whatever they are, zero elsewhere; x (tokens,
+    columns) and y (tokens, rows) in float32 or bfloat16, the result in float32."""
     library, x, y = loaded(), x.contiguous(), y.contiguous()
     sums = torch.zeros_like(kept.values)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)

@@ -49,11 +49,7 @@ class TiledMatrix:
     def of(
         cls, values: Tensor, index: Tensor, counts: Tensor, rows: int, columns: int
     ) -> TiledMatrix:
-        """The matrix that these tensors hold.
-
-        Raises:
-            ValueError: for tensors that hold none of this shape.
-        """
+        """Raises ValueError for tensors that hold no matrix of this shape."""
         blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
         if counts.shape != (blocks, tiles, SEGMENTS) or counts.dtype != torch.uint8:
             raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
@@ -118,16 +114,8 @@ def pack(row: Tensor, column: Tensor, value: Tensor, rows: int, columns: int) ->
 
 
 def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tensor:
-    """``x S^T + bias``.
-
-    Args:
-        x: (tokens, columns), float32 or bfloat16.
-        matrix: S.
-        bias: (rows,), float32, or None.
-
-    Returns:
-        (tokens, rows), in the dtype of x, summed in float32.
-    """
+    """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16 and the bias in float32; (tokens,
+    rows) in the dtype of x, summed in float32."""
     library, x = products.loaded(), x.contiguous()
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)

@@ -19,16 +19,11 @@ SHAPES = (128, 256), (64, 192)
 
 
 def compressed(weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Compress a weight.
+    """Compress a weight (rows, columns) on a CUDA device, 2:4 along its columns, stored by rows or by
+    columns, in float32 or in ``dtype``, which is 16-bit, or e4m3fn with a weight of that dtype; into
+    ``out``, if given: what this function returned for a weight of the same shape.
 
-    Args:
-        weight: (rows, columns), on a CUDA device, 2:4 along its columns, stored by rows or by
-            columns; in float32 or in ``dtype``.
-        dtype: of the compressed values: 16-bit, or e4m3fn with a weight of that dtype.
-        out: a result of this function, for a weight of the same shape, which is overwritten.
-
-    Returns:
-        The compressed weight, (rows, some), as ``torch._cslt_compress`` returns it.
+    Returns (rows, some), as ``torch._cslt_compress`` does.
     """
     if works(weight.device, dtype):
         if out is None:

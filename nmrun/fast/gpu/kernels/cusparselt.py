@@ -46,11 +46,7 @@ def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        RuntimeError: where there is none, or an old one.
-    """
+    """Raises RuntimeError where there is none, or an old one."""
     found = loaded_cusparselt()
     if found is None:
         raise RuntimeError("this torch has no cuSPARSELt")
@@ -65,15 +61,8 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function.
-
-    Args:
-        name: without ``cusparseLt``.
-        arguments: ctypes' values.
-
-    Raises:
-        RuntimeError: where it returns an error; with the library's words.
-    """
+    """Call a function of the library by its name without ``cusparseLt``. Raises RuntimeError, with the
+    library's words, where it returns an error."""
     if status := getattr(library(), f"cusparseLt{name}")(*arguments):
         said = library().cusparseLtGetErrorString(status)
         raise RuntimeError(f"cuSPARSELt's {name}: {said.decode() if said else status}")
@@ -113,18 +102,14 @@ def multiply(
     out: torch.dtype | None = None,
     algorithm: int = 0,
 ) -> Tensor:
-    """Compute ``x W^T + bias``.
+    """Compute ``x W^T + bias``, (tokens, rows), of dtype ``out`` or that of ``x``.
 
     Args:
         packed: W, (rows, some), compressed from (rows, columns).
         x: (tokens, columns), stored by rows or by columns, in the dtype of ``packed``; tokens are a
             multiple of 8 (of 16 where a number has 8 bits).
         bias: (rows), in the dtype of the result.
-        out: dtype of the result; None: that of ``x``.
         algorithm: one of :func:`algorithms`; 0 is the library's default.
-
-    Returns:
-        (tokens, rows).
 
     Raises:
         RuntimeError: where the library refuses.
@@ -138,11 +123,7 @@ def multiply(
 
 
 def algorithms(packed: Tensor, x: Tensor, out: torch.dtype | None = None) -> int:
-    """How many algorithms the library has for a product; some may refuse it, or be wrong.
-
-    Args:
-        packed, x, out: as of :func:`multiply`.
-    """
+    """How many algorithms the library has for a :func:`multiply`; some may refuse it, or be wrong."""
     return _plan(packed, x, out, False, 0).algorithms
 
 
