@@ -19,6 +19,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
+os.fsync = lambda handle: None  # no test cuts the power, and waiting for the disk takes long
 gc.disable()  # until all tests are collected
 
 

@@ -19,6 +19,20 @@ from nmrun.lab.words.composing import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
 
 RECIPES = tuple(recipes.RECIPES)
+# of each kind one: a rule, a held mask, phases, a soft threshold, scores, adapters, other products
+KINDS = (
+    "dense",
+    "asp",
+    "sr_ste",
+    "step",
+    "s_ste",
+    "mdgf_linear",
+    "lbc",
+    "maskllm",
+    "sqft",
+    "slope",
+    "bi_mask",
+)
 COMPOSED: Done = {}  # shared by all tests of a process
 # what 12 steps and 8 channels ask for
 FITTING = {

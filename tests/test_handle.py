@@ -51,8 +51,9 @@ def test_a_finished_handle_shows_where_the_model_is_nm() -> None:
 # --- saved and restored ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [1, 4, 7])
-@pytest.mark.parametrize("recipe", SPARSE)
+@pytest.mark.parametrize(
+    ("recipe", "stop"), [(name, (1, 4, 7)[i % 3]) for i, name in enumerate(SPARSE)]
+)
 def test_three_state_dicts_are_all_that_a_loop_has_to_save(recipe: str, stop: int) -> None:
     """Through a file without pickle, into a model that was initialized and sparsified otherwise:
     the same bits at the end.

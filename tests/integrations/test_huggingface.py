@@ -311,8 +311,7 @@ class CutOff(TrainerCallback):
             raise error
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-@pytest.mark.parametrize("after", [0, 2, 5])
+@pytest.mark.parametrize(("recipe", "after"), [("sr_ste", 0), ("sr_ste", 2), ("asp", 5)])
 def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path) -> None:
     """The second attempt starts with the dense weights that the first one left."""
     dense: list[Any] = []

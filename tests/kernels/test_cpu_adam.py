@@ -46,14 +46,19 @@ SHAPES = [
     ((8, 16, 3, 3), 1, "2:4"),
     ((8, 16, 3, 3), 1, "1:16"),
     ((16, 26), 0, "2:8"),
-    ((64, 1024), 1, "1:4"),
+    ((64, 1024), 1, "2:4"),
 ]
 
 
 @pytest.mark.parametrize(
-    "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"]
+    ("decoupled", "beta1", "layout"),
+    [
+        (True, 0.8, torch.contiguous_format),
+        (False, 0.9, torch.channels_last),
+        (True, 0.3, torch.channels_last),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.8), (False, 0.9), (True, 0.3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
     kind: str, decoupled: bool, beta1: float, layout: torch.memory_format

@@ -60,8 +60,8 @@ def soft(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
 
 # inserted from the top, N = M, sorted, inserted from below; the others go one of these ways too, and
 # the compiler takes seconds for each
-SEVERAL = ["16:32", "32:32", "20:48", "48:64"]
-SEVERAL += [rare(ratio) for ratio in ("1:32", "8:32", "24:32", "31:32", "20:64")]
+SEVERAL = ["16:32", "32:32", "20:48", "255:256"]
+SEVERAL += [rare(ratio) for ratio in ("1:32", "8:32", "24:32", "31:32", "48:64", "20:64")]
 
 
 @needs_compiler
@@ -82,8 +82,9 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
     assert cpu.mask(weight, mask, Pattern.parse(ratio), 1)
     kept = reference.nm_mask(weight, Pattern.parse(ratio), 1)
     assert torch.equal(mask, kept)
-    assert cpu.project(weight, faded, Pattern.parse(ratio), 1, factor=0.7)
-    assert torch.equal(bits(faded), bits(torch.where(kept, weight, weight * 0.7) + 0.0))
+    if ratio in ("16:32", "20:48"):  # a library of its own
+        assert cpu.project(weight, faded, Pattern.parse(ratio), 1, factor=0.7)
+        assert torch.equal(bits(faded), bits(torch.where(kept, weight, weight * 0.7) + 0.0))
 
 
 @needs_compiler
@@ -108,7 +109,8 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         rare("14:32", (9, 64), 1),
         ("15:16", (33, 48), 1),  # from below
         ("16:32", (40, 64), 1),  # the last that insertion finds
-        ("17:34", (40, 68), 1),  # the first that sorting does
+        ("20:48", (40, 96), 1),  # sorted
+        rare("17:34", (40, 68), 1),  # the first that is
         rare("16:33", (40, 66), 1),
         ("16:32", (64, 50), 0),
         ("17:31", (3, 62, 3, 3), 1),

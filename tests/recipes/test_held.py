@@ -35,14 +35,15 @@ def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: A
     return model
 
 
+TWO = [r for r in itertools.product((0.0, 1.0), repeat=4) if sum(r) == 2]
+# all 4 x 4 masks with two in each row and column
+BLOCKS = [c for c in itertools.product(TWO, repeat=4) if all(sum(k) == 2 for k in zip(*c, strict=True))]  # fmt: skip
+
+
 def best_block(w: Tensor) -> Tensor:
-    """The 4 x 4 block mask with rows and columns of two that keeps the most, by trying all choices
-    of rows.
-    """
-    rows = [r for r in itertools.product((0, 1), repeat=4) if sum(r) == 2]
-    choices = [torch.tensor(c, dtype=w.dtype) for c in itertools.product(rows, repeat=4)]
-    valid = [c for c in choices if (c.sum(0) == 2).all()]
-    return max(valid, key=lambda c: float((c * w.abs()).sum()))
+    """The mask of a 4 x 4 block that keeps the most, by trying all of them."""
+    choices = torch.tensor(BLOCKS, dtype=w.dtype)
+    return choices[(choices * w.abs()).sum((1, 2)).argmax()]
 
 
 def transposable(w: Tensor) -> Tensor:

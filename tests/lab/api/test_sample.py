@@ -33,8 +33,7 @@ class Table(nn.Module):
         return self.logits[tokens]
 
 
-@pytest.mark.parametrize("top_k", [None, 2])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.5, None), (1.0, 2), (2.0, None)])
 def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int | None) -> None:
     """The fourth logit is of no token of the data."""
     logits = torch.tensor([0.3, -0.5, 1.1, 9.0], dtype=torch.float64)
@@ -48,8 +47,8 @@ def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int |
     deviation = (wanted * (1 - wanted) / draws).sqrt()
     assert (abs(shares - wanted.numpy()) <= 4 * deviation.numpy()).all()
     assert model.seen == 5
-    assert found == continued(model, [0], draws, 5, 3, temperature, top_k, seed=3)
-    assert found != continued(model, [0], draws, 5, 3, temperature, top_k, seed=4)
+    assert found[:200] == continued(model, [0], 200, 5, 3, temperature, top_k, seed=3)
+    assert found[:200] != continued(model, [0], 200, 5, 3, temperature, top_k, seed=4)
 
 
 def test_without_temperature_the_likeliest_follows() -> None:

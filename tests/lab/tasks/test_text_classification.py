@@ -287,9 +287,8 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("recipe", ["dense", "step", "asp"])
-def test_a_run_that_was_cut_off_ends_with_the_same_bits(recipe: str, tmp_path: Path):
-    overrides = (*SMALL, f"recipe={recipe}", "trainer.accumulate=2")
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(tmp_path: Path):
+    overrides = (*SMALL, "recipe=step", "trainer.accumulate=2")
     alone, cut = config(tmp_path / "alone", *overrides), config(tmp_path / "cut", *overrides)
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
     cut_off(cut, 7)

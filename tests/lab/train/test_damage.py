@@ -70,6 +70,17 @@ INTERRUPTED = ("checkpoint.pt", "checkpoint.pt checkpoint.previous.pt", "metrics
 FINISHED = (RESULT, *SEALED)
 
 
+def some(files: tuple[str, ...]) -> list[Any]:
+    """All pairs of a file and a damage. By default all damages of the first, and of the others each
+    third, another third of each.
+    """
+    return [
+        pytest.param(file, kind, marks=() if i == 0 or (i + j) % 3 == 0 else pytest.mark.minutes)
+        for i, file in enumerate(files)
+        for j, kind in enumerate(KINDS)
+    ]
+
+
 def damage(path: Path, kind: str) -> None:
     data = path.read_bytes()
     if kind in CONTENTS:
@@ -136,8 +147,7 @@ def again(made: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tup
     return status, "".join([status, *capsys.readouterr()])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("names", INTERRUPTED)
+@pytest.mark.parametrize(("names", "kind"), some(INTERRUPTED))
 def test_of_an_interrupted_run(
     names: str,
     kind: str,
@@ -163,8 +173,7 @@ def run_folder_of(root: Path) -> Path:
     return run_folder(made(root))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FINISHED)
+@pytest.mark.parametrize(("name", "kind"), some(FINISHED))
 def test_of_a_finished_run(
     name: str,
     kind: str,
@@ -193,7 +202,3 @@ def test_of_a_finished_run(
         assert name in said
     else:  # of the same size: whoever uses the file has its hash checked
         assert status == "skipped"
-
-
-def test_there_are_many() -> None:
-    assert len(KINDS) * (len(INTERRUPTED) + len(FINISHED)) >= 120

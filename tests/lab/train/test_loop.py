@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import RECIPES, config, rows
+from runs import KINDS, config, rows
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
@@ -64,7 +64,7 @@ def weights(loop: Loop) -> dict[str, Tensor]:
 # --- micro-batches, clipping, schedule ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path: Path) -> None:
     """Also when they are of unequal size (30 images in 4 parts), and with SR-STE's decay, which
     must not be added 4 times.
@@ -501,7 +501,7 @@ def test_parts_of_the_build(tmp_path: Path) -> None:
 # --- memory layout --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_with_channels_last_the_same_training_up_to_rounding(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

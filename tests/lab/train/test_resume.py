@@ -128,12 +128,12 @@ def cut(
 
 
 def cuts() -> Iterator[Any]:
-    """All pairs of a recipe and a step. By default two steps of a recipe, of the first and of the
-    last three, and all where a phase changes.
+    """All pairs of a recipe and a step. By default one step of a recipe, and all where a phase
+    changes.
     """
     for i, recipe in enumerate(RECIPES):
         for j, step in enumerate((2, 5, 7, 8, 11, 12)):
-            default = recipe in ("asp", "step") or (i + j) % 3 == 0
+            default = recipe in ("asp", "step") or (i + j) % 6 == 0
             yield pytest.param(recipe, step, marks=() if default else pytest.mark.minutes)
 
 
