@@ -95,7 +95,6 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         ("2:4", (8, 16), 1),
         ("2:4", (1, 4), 1),  # a single group
         ("1:4", (7, 36), 1),  # 63 groups: no multiple of any vector length
-        ("4:4", (5, 12), 1),
         ("1:1", (3, 5), 1),
         ("3:7", (5, 21, 3, 3), 1),
         ("2:4", (6, 8, 5), 1),
@@ -113,7 +112,7 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         rare("17:34", (40, 68), 1),  # the first that is
         rare("16:33", (40, 66), 1),
         ("16:32", (64, 50), 0),
-        ("17:31", (3, 62, 3, 3), 1),
+        rare("17:31", (3, 62, 3, 3), 1),
         ("32:32", (5, 64), 1),
         ("1:128", (9, 256), 1),
         ("255:256", (2, 512), 1),
@@ -163,7 +162,7 @@ def test_weights_with_channels_last(
 @needs_compiler
 @pytest.mark.parametrize(
     ("ratio", "shape", "dim"),
-    [("2:4", (7, 36), 1), ("1:8", (3, 16, 3, 3), 1), ("3:16", (32, 50), 0)],
+    [("2:4", (7, 36), 1), ("3:16", (3, 32, 3, 3), 1), ("3:16", (32, 50), 0)],
 )
 @pytest.mark.parametrize("factor", [0.7, 1e-3, 1.0])
 def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, factor: float) -> None:

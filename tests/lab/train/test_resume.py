@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -128,13 +129,12 @@ def cut(
 
 
 def cuts() -> Iterator[Any]:
-    """All pairs of a recipe and a step. By default one step of a recipe, and all where a phase
-    changes.
+    """All pairs of a recipe and a step; by default of recipes with phases, as the next test but one
+    has all recipes.
     """
-    for i, recipe in enumerate(RECIPES):
-        for j, step in enumerate((2, 5, 7, 8, 11, 12)):
-            default = recipe in ("asp", "step") or (i + j) % 6 == 0
-            yield pytest.param(recipe, step, marks=() if default else pytest.mark.minutes)
+    for recipe, step in itertools.product(RECIPES, (2, 5, 7, 8, 11, 12)):
+        default = recipe in ("asp", "step", "sdgf_stepwise")
+        yield pytest.param(recipe, step, marks=() if default else pytest.mark.minutes)
 
 
 @pytest.mark.parametrize(("recipe", "step"), list(cuts()))
