@@ -47,16 +47,16 @@ GROUPS = {
         "recipes/test_*.py sparsity/test_conformance.py test_resume_state.py",
     ),
     "checkpoint": (
-        "train/checkpoint.py",
-        "train/test_checkpoint.py train/test_shards.py"
-        " train/test_faults.py::test_no_flipped_bit_goes_unnoticed"
-        " train/test_resume.py::test_killed_again_and_again"
-        " train/test_resume.py::test_random_state_of_all_generators"
-        " train/test_resume.py::test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before",
+        "lab/train/checkpoint.py",
+        "lab/train/test_checkpoint.py lab/train/test_shards.py"
+        " lab/train/test_faults.py::test_no_flipped_bit_goes_unnoticed"
+        " lab/train/test_resume.py::test_killed_again_and_again"
+        " lab/train/test_resume.py::test_random_state_of_all_generators"
+        " lab/train/test_resume.py::test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before",
     ),
     "statistics": (
-        "report/statistics.py report/differences.py report/numbers.py",
-        "report/test_numbers.py report/test_statistics.py",
+        "lab/compare/statistics.py lab/compare/numbers.py",
+        "lab/compare/test_numbers.py lab/compare/test_statistics.py",
     ),
 }
 

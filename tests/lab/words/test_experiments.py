@@ -33,37 +33,6 @@ EMBEDDED = (
     *("stdlib_text", "copy_reverse"),
 )
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
-OF_THE_PAPERS = {
-    *(
-        "step_cifar10",
-        "step_cifar100",
-        "step_aggressive",
-        "step_layerwise",
-        "step_dominosearch",
-        "step_glue",
-        "step_wmt",
-        "step_gpt2",
-        "step_autoswitch",
-        "step_second_moment",
-    ),
-    *(
-        "sr_ste_resnet",
-        "sr_ste_sad",
-        "sr_ste_detection",
-        "sr_ste_flow",
-        "asp_imagenet",
-        "lbc_resnet",
-        "lbc_candidates",
-    ),
-    *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
-    *("s_ste_scale", "s_ste_threshold", "s_ste_mvue", "s_ste_glue", "s_ste_squad"),
-    "t_sr_ste_decay",
-    *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
-    *("gradient_flow_densify", "gradient_flow_matrices", "gradient_flow_swin", "gradient_flow_t5"),
-    *("equal_time", "activations"),
-    *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
-    *("as_they_come_images", "as_they_come_language", "step_long"),
-}
 OWN = """
 title: Own
 source: nobody
@@ -92,10 +61,6 @@ def label(config: schema.Config, key: str) -> str:
 
 
 # --- the files ------------------------------------------------------------------------------------
-
-
-def test_there_is_a_file_for_each_table_and_figure():
-    assert set(NAMES) == OF_THE_PAPERS
 
 
 def test_the_page_names_each_of_them_and_no_other():
