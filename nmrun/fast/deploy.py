@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.fast import measurement
+from nmrun.fast.cpu import dense_int8
 from nmrun.fast.cpu import probe as on_cpu
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.onednn import FASTER, OneDNNLinear, available
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
@@ -29,7 +31,7 @@ from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.measurement import BF16, ONEDNN, Choice
+from nmrun.fast.measurement import BF16, DENSE_INT8, ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
@@ -61,8 +63,9 @@ def deploy(
         sample: an input as in use: a tensor, a tuple of arguments, a dict of keyword arguments, or
             a function that calls the model (``lambda: model.generate(prompt)``). Layers are timed
             with what they are given in it, calls of several sizes together.
-        precision: ``"int8"`` lets N:M linear layers on the CPU multiply in int8 as well, where that is
-            the fastest (:class:`~nmrun.fast.cpu.packed_int8.Int8Linear`); by default all keep theirs.
+        precision: ``"int8"`` lets linear layers on the CPU multiply in int8 as well, where that is the
+            fastest: packed (:class:`~nmrun.fast.cpu.packed_int8.Int8Linear`), or with their zeros by
+            oneDNN (:class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`); by default all keep theirs.
         tolerance: how far off the outputs of an int8 layer may be for the tokens of the sample, as
             a share of their norm; a layer that is further off is not int8.
 
@@ -86,11 +89,10 @@ def deploy(
         for site in held:
             reason, pattern = _try(site)
             notes[site.name] = ""
-            if precision and pattern and site.seen is not None:
-                layer, note = int8_layer(site, tolerance)
+            if precision and site.seen is not None:
+                near, note = int8_layers(site, pattern is not None, tolerance)
                 notes[site.name] = f"; {note}"
-                if layer is not None:
-                    site.candidates[INT8] = layer
+                site.candidates |= near
             choices[site.name] = Choice(site.name, None, reason)
             if site.candidates:
                 alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
@@ -119,25 +121,34 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
         raise ConfigError(f"precision={INT8} is for CPUs; the model is on {min(elsewhere)}")
 
 
-def int8_layer(site: Site, tolerance: float) -> tuple[Int8Linear | None, str]:
-    """The int8 layer of a linear site, if its outputs for the tokens seen there are near enough, and
-    how far off they are.
+def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, nn.Module], str]:
+    """The int8 layers of a linear site whose outputs for the tokens seen there are near enough, by
+    their path, and how far off they are.
 
     Args:
         site: one that has seen an input.
+        sparse: its weight is N:M.
         tolerance: the error's share of the outputs' norm.
     """
     assert site.seen is not None
     bias = None if site.bias is None else site.bias.float()
-    try:
-        layer = Int8Linear.of(site.weight, site.bias)
-        exact = site.product(site.seen.float(), site.weight.float(), bias)
-        off = float((layer(site.seen).float() - exact).norm() / exact.norm())
-    except (*measurement.ERRORS, MemoryError) as error:
-        return None, measurement.first_line(error)
-    if not off <= tolerance:  # NaN is not
-        return None, f"{INT8}: outputs {off:.2g} off, more than {tolerance:g}"
-    return layer, f"{INT8} outputs {off:.2g} off"
+    ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if dense_int8.available() else {}
+    ways |= {INT8: Int8Linear.of} if sparse else {}
+    near, said = dict[str, nn.Module](), []
+    for name, make in ways.items():
+        try:
+            layer = make(site.weight, site.bias)
+            exact = site.product(site.seen.float(), site.weight.float(), bias)
+            off = float((layer(site.seen).float() - exact).norm() / exact.norm())
+        except (*measurement.ERRORS, MemoryError) as error:
+            said.append(f"{name}: {measurement.first_line(error)}")
+            continue
+        if off <= tolerance:  # NaN is not
+            near[name] = layer
+            said.append(f"{name} outputs {off:.2g} off")
+        else:
+            said.append(f"{name}: outputs {off:.2g} off, more than {tolerance:g}")
+    return near, "; ".join(said)
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
@@ -241,8 +252,22 @@ def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
 
 def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
     """The path that does all that the sample brought in the least time, None for dense, and the
-    times of the commonest call. Weights alike take turns, since in the model, too, others come in
-    between and a weight may have left the caches.
+    times of the commonest call."""
+    site = alike[0]
+    total, said = times(alike)
+    best = min(site.candidates, key=lambda name: total[name])
+    # packed has to beat all that is dense, a dense candidate what torch calls, by more than noise
+    candidate = best in (ONEDNN, DENSE_INT8)
+    rivals = [name for name in total if name not in site.candidates]
+    rivals += [] if candidate else [name for name in total if name in (ONEDNN, DENSE_INT8)]
+    ratio = min(total[name] for name in rivals) / total[best]
+    return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{said} ({ratio:.2f}x)"
+
+
+def times(alike: Sequence[Site]) -> tuple[dict[str, float], str]:
+    """The milliseconds that each way takes for all calls of the sample, and in words those of the
+    commonest call. Weights alike take turns, since in the model, too, others come in between and a
+    weight may have left the caches.
     """
     site, total, said = alike[0], defaultdict[str, float](float), ""
     (common, _), *_ = site.shapes.most_common(1)
@@ -254,14 +279,10 @@ def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
         for name, ms in taken.items():
             total[name] += ms * count
         if shape == common:
-            said = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
-    best = min(site.candidates, key=lambda name: total[name])
-    # packed has to beat all that is dense, oneDNN what torch calls, by more than noise
-    rivals = [name for name in total if name not in site.candidates or ONEDNN == name != best]
-    ratio = min(total[name] for name in rivals) / total[best]
-    calls = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
-    told = f"{site.about(common)}: {said} ({ratio:.2f}x{calls})"
-    return (best if ratio > (1 / FASTER if best == ONEDNN else 1) else None), told
+            calls = "" if len(site.shapes) == 1 else f", one of {site.shapes.total()} calls"
+            listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
+            said = f"{site.about(common)}{calls}: {listed}"
+    return total, said
 
 
 def _input(site: Site, shape: tuple[int, ...]) -> Tensor:

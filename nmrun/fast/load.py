@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.fast import packed
-from nmrun.fast.cpu import packed_convolution
+from nmrun.fast.cpu import dense_int8, packed_convolution
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8, products, tiles
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.measurement import DENSE_INT8
 from nmrun.fast.packed import Line
 from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
 
@@ -152,6 +154,10 @@ def _linear(
         raise ValueError(f"{line.name}: a value behind the last column")
     if scales is not None:
         own = scales[first : first + rows]
+        if line.layer == DENSE_INT8 and dense_int8.available():
+            weight = torch.zeros(rows, columns, dtype=torch.int8)
+            weight[row, column] = value
+            return partial(DenseInt8Linear, weight, own.clone())
         return partial(Int8Linear, int8.pack(row, column, value, own, rows, columns))
     value = value if site.weight.is_meta else value.to(site.weight.dtype)
     if value.dtype not in products.DTYPES:

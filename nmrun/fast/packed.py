@@ -7,7 +7,8 @@ either N positions of ceil(log2 M) bits a group, or a mask of M bits where that 
 The groups are those of the weight with its dimension ``dim`` moved to the end and filled up with
 zeros to a multiple of M. A weight of int8 has ``w.values`` of int8 and a third tensor,
 ``w.scales``, (rows,), float32, that its rows (of the weight so moved) are multiplied with; such a
-file has version 2, others have version 1. All other tensors stay as they are. The file's metadata has ``packed``,
+file has version 2, others have version 1. Its line in the header has ``layer``: whether ``int8``, the kept weights
+alone, or ``dense int8`` was the faster where it was written. All other tensors stay as they are. The file's metadata has ``packed``,
 JSON with the layers and the SHA-256 of every stored tensor, and ``sha256``, that of this JSON.
 """
 
@@ -33,6 +34,7 @@ FILE = "model.packed.safetensors"
 PARTS = ("values", "places", "scales")
 VERSION, VERSION_INT8 = 1, 2
 INT8 = torch.int8
+LAYERS = ("int8", "dense int8")
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
@@ -56,6 +58,7 @@ class Line:
     pattern: Pattern
     dim: int
     shape: list[int]
+    layer: str | None = None  # one of LAYERS for an int8 weight; files of old have none
 
     def parts(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Its values and places among the file's tensors."""
@@ -115,6 +118,8 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
                 scales is not None and (scales.shape != (rows,) or scales.dtype != torch.float32)
             ):
                 raise ValueError(f"{line.name}: {values.dtype} values with other scales")
+            if line.layer and scales is None:
+                raise ValueError(f"{line.name} is {values.dtype}, no layer of {line.layer}")
             positions(places, len(values), line.pattern)
     except (
         ValueError,
@@ -134,7 +139,9 @@ def _line(plain: dict[str, Any]) -> Line:
     sizes = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
     if not sizes or type(dim) is not int or not 0 <= dim < len(shape):
         raise ValueError(f"{name} has groups along {dim} of {shape}")
-    return Line(str(name), Pattern.parse(plain["pattern"]), dim, shape)
+    if (layer := plain.get("layer")) not in (None, *LAYERS):
+        raise ValueError(f"{name} is a layer of {layer!r}, none of {', '.join(LAYERS)}")
+    return Line(str(name), Pattern.parse(plain["pattern"]), dim, shape, layer)
 
 
 def _rows(line: Line) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import deploy as deploying
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
@@ -54,7 +55,7 @@ def test_layers_are_int8(dtype: torch.dtype) -> None:
     wanted = model(x).detach()
     choices = nmrun.deploy(model, x, precision="int8")
     assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
-    assert all("int8 0.25 ms (4.00x); int8 outputs 0.0" in c.reason for c in choices)
+    assert all("int8 0.25 ms (4.00x); dense int8 outputs 0.0" in c.reason for c in choices)
     with torch.no_grad():
         found = model(x)
     assert found.dtype == dtype
@@ -163,3 +164,71 @@ def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -
         assert list(model) == layers
     finally:
         int8._library.cache_clear()
+
+
+@pytest.fixture
+def dense_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"onednn": 0.7, "packed": 0.5, "int8": 0.4, "dense int8": 0.25}
+
+    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        return {name: took.get(name, 1.0) for name in arms}
+
+    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+
+
+@needs_int8
+@pytest.mark.usefixtures("dense_faster")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None:
+    """Of N:M weights and of others; its weight is the one that a packed layer would have."""
+    model, x = mlp().to(dtype), torch.randn(3, 5, 80).to(dtype)
+    model[2].weight.data = torch.randn(30, 50).to(dtype)
+    weight, wanted = model[0].weight.data.clone(), model(x).detach()
+    choices = nmrun.deploy(model, x, precision="int8")
+    assert [(c.path, c.is_sparse) for c in choices] == [("dense int8", False)] * 2
+    assert all("; dense int8 outputs 0.0" in c.reason for c in choices)
+    assert all(isinstance(model[i], DenseInt8Linear) for i in (0, 2))
+    assert torch.equal(model[0].dense(), Int8Linear.of(weight).dense())
+    with torch.no_grad():
+        found = model(x)
+        assert model(x[:0]).shape == (0, 5, 30)
+    assert found.dtype == dtype
+    assert 0 < share(found, wanted) < 0.03
+    x[1, 2, 3] = float("nan")
+    with pytest.raises(RuntimeError, match="NaN or infinity"):
+        model(x)
+
+
+@needs_int8
+@pytest.mark.usefixtures("dense_faster")
+def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> None:
+    model, other, x = mlp(), mlp("1:16"), torch.randn(3, 5, 80)
+    engine = torch.backends.quantized.engine
+    for one in (model, other):
+        nmrun.deploy(one, x, precision="int8")
+    assert torch.backends.quantized.engine == engine
+    with torch.no_grad():
+        wanted = model(x)
+        reloaded = copy.deepcopy(other)
+        reloaded.load_state_dict(model.state_dict())
+        again = pickle.loads(pickle.dumps(model))
+        for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
+            assert torch.equal(one(x), wanted)
+    layer, upstream = model[0], torch.randn(7, 50)
+    a = torch.randn(7, 80, requires_grad=True)
+    layer(a).backward(upstream)
+    torch.testing.assert_close(a.grad, upstream @ layer.dense())
+    operands = (torch.randn(3, 80, requires_grad=True), layer.weight, layer.scales, layer.number)
+    torch.library.opcheck(torch.ops.nmrun.dense_int8.default, operands)
+
+
+@needs_int8
+def test_a_dense_candidate_has_to_beat_torch_by_more_than_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    took = {"dense int8": 0.99}
+    monkeypatch.setattr(
+        deploying, "milliseconds", lambda arms, _: {name: took.get(name, 1.0) for name in arms}
+    )
+    choices = nmrun.deploy(mlp(), torch.randn(40, 80), precision="int8")
+    assert [c.path for c in choices] == [None, None]

@@ -2,7 +2,8 @@
 N:M weights by ``nmrun.deploy``, in the precisions that this processor has.
 
 Weights are random. Dense arms are torch as it is, torch compiled, ``onednn`` (torch's oneDNN
-products and convolutions of reordered weights, convolutions between channels last), ONNX Runtime
+products and convolutions of reordered weights, convolutions between channels last; in int8 its
+dynamically quantised linear layers), ONNX Runtime
 and OpenVINO (:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude.
 All arms of a network and size take turns in one process. Times are those of the wall, with one
 thread the CPU time of the process, threads of runtimes among it.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
@@ -144,12 +146,13 @@ def prune(model: nn.Module, pattern: Pattern) -> None:
 
 
 @torch.no_grad()
-def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
+def by_onednn(model: nn.Module, x: Tensor, precision: str) -> nn.Module:
     """Let the linear layers and convolutions of a copy of a model go by oneDNN.
 
     Args:
         model: the model.
         x: an input of the size that is measured.
+        precision: float32, or int8 for the linear layers, quantised in the call.
     """
     twin = copy.deepcopy(model)
     found, _ = sites(twin)
@@ -158,6 +161,8 @@ def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
         for site in held:
             if isinstance(site, ConvolutionSite):
                 site.layer = OneDNNConvolution(site)
+            elif precision == peers.INT8:
+                site.layer = DenseInt8Linear.of(site.weight, site.bias)
             else:
                 (tokens, _), *_ = site.shapes
                 site.layer = OneDNN(site.weight, site.bias, tokens)
@@ -198,8 +203,8 @@ def measure(
         if peers.BF16 in precisions:
             low = copy.deepcopy(model).bfloat16()
             calls[peers.BF16, "torch", ""] = partial(low, peers.cast(x, peers.BF16))
-    if "onednn" in names and peers.FLOAT32 in precisions:
-        calls[peers.FLOAT32, "onednn", ""] = partial(by_onednn(model, x), x)
+    for precision in {peers.FLOAT32, peers.INT8} & {*precisions} if "onednn" in names else ():
+        calls[precision, "onednn", ""] = partial(by_onednn(model, x, precision), x)
     expected = {"": model(x)}
     about: dict[Arm, Row] = {}
     for pattern in patterns if "packed" in names else ():

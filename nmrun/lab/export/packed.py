@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.packed_int8 import TOLERANCE
-from nmrun.fast.deploy import int8_layer
+from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE
+from nmrun.fast.deploy import int8_layers, times
+from nmrun.fast.measurement import DENSE_INT8
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, load, pack, scaled, sha256_of
-from nmrun.fast.sites import install, sites, watch
+from nmrun.fast.sites import Site, install, sites, watch
 from nmrun.lab.export.finished import Finished, network, write_about
 
 SPLIT = "val"
-Rounded = tuple[Tensor, Tensor]  # int8, and the scales of its rows
+Rounded = tuple[Tensor, Tensor, str]  # int8, the scales of its rows, and which layer it is
 
 
 def write(run: Finished, folder: Path, precision: str | None = None) -> list[str]:
@@ -44,13 +46,14 @@ def write(run: Finished, folder: Path, precision: str | None = None) -> list[str
     tensors, layers, expected = dict(run.state), [], dict(run.state)
     for layer in run.layers:
         weight = tensors.pop(layer.name)
+        about = {**layer.plain, "shape": list(weight.shape)}
         if layer.name in low:
-            weight, tensors[f"{layer.name}.scales"] = low[layer.name]
+            weight, tensors[f"{layer.name}.scales"], about["layer"] = low[layer.name]
             expected[layer.name] = scaled(weight, tensors[f"{layer.name}.scales"], layer.dim)
         tensors[f"{layer.name}.values"], tensors[f"{layer.name}.places"] = pack(
             weight, layer.pattern, layer.dim
         )
-        layers.append({**layer.plain, "shape": list(weight.shape)})
+        layers.append(about)
     version = VERSION_INT8 if low else VERSION
     hashes = {name: sha256_of(tensor) for name, tensor in sorted(tensors.items())}
     header = json.dumps({"version": version, "layers": layers, "sha256": hashes})
@@ -63,6 +66,8 @@ def write(run: Finished, folder: Path, precision: str | None = None) -> list[str
             raise ValueError(f"{name} does not come back from the packed file with the same bits")
     before, after = (sum(t.nbytes for t in held.values()) for held in (run.state, tensors))
     which = f", {len(low)} of them in int8" if precision else ""
+    if count := sum(kind == DENSE_INT8 for *_, kind in low.values()):
+        which += f" ({count} by dense products, which are faster)"
     return [
         f"{FILE}: {run.pattern} in {len(run.layers)} layers{which}, {after / before:.1%} of the plain size",
         *told,
@@ -80,22 +85,23 @@ def _in_int8(run: Finished) -> tuple[dict[str, Rounded], list[str]]:
     watch(model, found, lambda: before.update(task.evaluate(model, SPLIT)))
     sparse = {layer.name: layer for layer in run.layers}
     kept = {name: why for name, why in left.items() if name in sparse}
+    parts: dict[str, list[Site]] = defaultdict(list)
     for site in (site for held in found.values() for site in held):
         name = site.name.partition("[")[0]  # of the weight that this is a part of
         if name in sparse:
             what = "convolutions stay as they are"
             if site.seen is not None:
-                site.layer, what = int8_layer(site, TOLERANCE)
-            if site.layer is None:
+                site.candidates, what = int8_layers(site, True, TOLERANCE)
+            if INT8 not in site.candidates:
                 kept[name] = what
-    low: dict[str, Rounded] = {}
+            parts[name].append(site)
+    low, known = dict[str, Rounded](), dict[Any, dict[str, float]]()
+    for name in parts.keys() - kept.keys():
+        kind = _faster(parts[name], known)
+        low[name] = *_rounded(run.state[name], sparse[name].dim), kind
+        for site in parts[name]:
+            site.layer = site.candidates[kind]
     for module, held in found.items():
-        for site in held:
-            name = site.name.partition("[")[0]
-            if name in kept:
-                site.layer = None
-            elif name in sparse:
-                low[name] = _rounded(run.state[name], sparse[name].dim)
         if any(site.layer is not None for site in held):
             install(model, module, held)
     after, metric = task.evaluate(model, SPLIT)[task.metric], task.metric
@@ -103,11 +109,20 @@ def _in_int8(run: Finished) -> tuple[dict[str, Rounded], list[str]]:
     return low, told + [f"  {name} is not int8: {why}" for name, why in sorted(kept.items())]
 
 
-def _rounded(weight: Tensor, dim: int) -> Rounded:
+def _faster(parts: list[Site], known: dict[Any, dict[str, float]]) -> str:
+    """The int8 layer that the parts of one weight become: which is the fastest for what they were
+    given. ``known`` has the times of parts alike."""
+    total: Counter[str] = Counter()
+    for site in parts:
+        key = (*site.alike, *site.candidates)
+        if key not in known:
+            known[key], _ = times([site])
+        total.update(known[key])
+    both = set.intersection(*(set(site.candidates) for site in parts))
+    return min(both, key=lambda name: total[name])
+
+
+def _rounded(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """A matrix whose groups run along ``dim`` as int8, and the scales of its rows."""
-    last = weight.movedim(dim, -1)
-    row, column = last.nonzero(as_tuple=True)
-    value, scales = int8.quantised(row, last[row, column], len(last))
-    made = torch.zeros(last.shape, dtype=torch.int8)
-    made[row, column] = value
+    made, scales = int8.rounded(weight.movedim(dim, -1))
     return made.movedim(-1, dim).contiguous(), scales

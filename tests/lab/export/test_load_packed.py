@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
+from nmrun.fast import deploy as deploying
 from nmrun.fast import packed
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8, products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
@@ -209,8 +211,19 @@ needs_int8 = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
 
 @needs_int8
 @pytest.mark.slow
-def test_a_run_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exported and loaded: the metric that the export told is the loaded model's own."""
+@pytest.mark.parametrize(
+    ("faster", "kind"), [("int8", Int8Linear), ("dense int8", DenseInt8Linear)]
+)
+def test_a_run_in_int8(
+    faster: str, kind: type, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Exported and loaded: the metric that the export told is the loaded model's own, and each layer
+    is the one that was the faster when it was written.
+    """
+    monkeypatch.setattr(
+        deploying, "milliseconds", lambda arms, _: {name: 1.0 - (name == faster) for name in arms}
+    )
     words = ["dataset=digits", "model=mlp", "recipe=ste", "sparsity=1:4", "trainer.epochs=2"]
     result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
     plain, low = tmp_path / "plain", tmp_path / "low"
@@ -220,7 +233,9 @@ def test_a_run_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     words = [run, "--to", str(low), "--format", "packed", "--precision", "int8"]
     assert cli.main(words) == 0
     first, told, *more = capsys.readouterr().out.splitlines()
-    assert "1:4 in 1 layers, 1 of them in int8, " in first
+    by = " (1 by dense products, which are faster)" if faster == "dense int8" else ""
+    assert f"1:4 in 1 layers, 1 of them in int8{by}, " in first
+    assert [line.layer for line in packed.read(low)[1]] == [faster]
     assert not more
     exact, rounded = packed.load(plain), packed.load(low)
     assert exact.keys() == rounded.keys()
@@ -232,7 +247,7 @@ def test_a_run_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (low / packed.FILE).stat().st_size < (plain / packed.FILE).stat().st_size
     model = nmrun.load_packed(low, result.model())
     layer = model.get_submodule(name.removesuffix(".weight"))
-    assert isinstance(layer, Int8Linear)
+    assert type(layer) is kind
     assert torch.equal(layer.dense(), rounded[name])
     finished_run = finished.load(Path(run))
     _, task = finished.network(finished_run)
@@ -267,6 +282,18 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
     with torch.no_grad():
         found, wanted = model(x), dense(x)
     assert float((found - wanted).norm() / wanted.norm()) < 0.03
+    for layer, said in (("int4", "none of int8, dense int8"), ("dense int8", "")):
+        header["layers"][0]["layer"] = layer
+        text = json.dumps(header)
+        marks = {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        save_file(tensors, file, marks)
+        if said:
+            with pytest.raises(ConfigError, match=said):
+                nmrun.load_packed(file, encoder())
+    loaded = nmrun.load_packed(file, encoder())
+    assert sum(isinstance(m, DenseInt8Linear) for m in loaded.modules()) == 1
+    with torch.no_grad():
+        assert float((loaded(x) - wanted).norm() / wanted.norm()) < 0.03
     del tensors[f"{lines[0].name}.scales"]
     header["sha256"].pop(f"{lines[0].name}.scales")
     text = json.dumps(header)

@@ -113,6 +113,19 @@ def quantised(row: Tensor, value: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return (value / scales[row]).round().clamp(-127, 127).to(torch.int8), scales
 
 
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as int8, with its zeros, and the scale of each row.
+
+    Raises:
+        ValueError: for values that are not finite.
+    """
+    row, column = weight.nonzero(as_tuple=True)
+    value, scales = quantised(row, weight[row, column], len(weight))
+    made = torch.zeros(weight.shape, dtype=torch.int8)
+    made[row, column] = value
+    return made, scales
+
+
 def pack(
     row: Tensor, column: Tensor, value: Tensor, scales: Tensor, rows: int, columns: int
 ) -> Int8Matrix:

@@ -1,0 +1,137 @@
+"""A dense linear layer for inference in int8 by oneDNN: what a packed one has to beat.
+
+The weight is rounded as a packed one is, a scale a row. Tokens are quantised in the call, all of it
+with one scale and one zero (a packed layer has them for each token), so that a token's last bits
+depend on the others of its call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.packed_linear import check_operands
+from nmrun.products.simulated import compute_dtype
+
+ENGINE = "onednn"
+# oneDNN's own copies of weights, which a compiled graph names by their number
+_LAID_OUT: dict[int, Any] = {}
+_numbers = itertools.count()
+
+
+def available() -> bool:
+    """Whether torch has oneDNN's products of int8 here."""
+    return ENGINE in torch.backends.quantized.supported_engines
+
+
+class DenseInt8Linear(nn.Module):
+    """``x W^T + bias`` with a weight of int8, on the CPU.
+
+    Args:
+        weight: (out_features, in_features), int8.
+        scales: (out_features,), float32, that its rows are multiplied with.
+        bias: (out_features,), or None.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+        self._lay_out()
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseInt8Linear:
+        """The layer of a weight (out_features, in_features), rounded to int8.
+
+        Raises:
+            ValueError: for a weight with NaN or infinity.
+        """
+        return cls(*int8.rounded(weight.detach()), bias)
+
+    def _lay_out(self) -> None:
+        bias, rows = self.bias, self.out_features
+        zeros = torch.zeros(rows, dtype=torch.long)
+        held = torch._make_per_channel_quantized_tensor(self.weight, self.scales.double(), zeros, 0)
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = ENGINE
+        try:
+            laid_out = torch.ops.quantized.linear_prepack(
+                held, None if bias is None else bias.float()
+            )
+        finally:
+            torch.backends.quantized.engine = before
+        self.number = next(_numbers)
+        _LAID_OUT[self.number] = laid_out
+        weakref.finalize(self, _LAID_OUT.pop, self.number, None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of pickles and copies
+        super().__setstate__(state)
+        self._lay_out()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._lay_out()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., out_features), in the dtype of x.
+
+        Raises:
+            RuntimeError: for NaN and infinity in x.
+        """
+        x = x.to(compute_dtype(x))
+        flat = x.reshape(-1, x.shape[-1])
+        differentiated = x.requires_grad and torch.is_grad_enabled()
+        call = dense_int8 if torch.compiler.is_compiling() or differentiated else _product
+        made = call(flat, self.weight, self.scales, self.number)
+        return made.view(*x.shape[:-1], self.out_features)
+
+    def dense(self) -> Tensor:
+        """The weight as it was rounded, float32."""
+        return self.weight * self.scales.float()[:, None]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def _product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
+    check_operands(x, weight, weight.shape[1])
+    if not x.numel():
+        return x.new_empty(len(x), len(weight))
+    if not all(math.isfinite(end) for end in torch.aminmax(x)):
+        raise RuntimeError("int8 products: the activations have NaN or infinity")
+    made: Tensor = torch.ops.quantized.linear_dynamic(x.float().contiguous(), _LAID_OUT[number])
+    return made.to(x.dtype)
+
+
+@torch.library.custom_op("nmrun::dense_int8", mutates_args=())
+def dense_int8(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
+    return _product(x.detach(), weight, scales, number)
+
+
+@dense_int8.register_fake
+def _(x, weight, scales, number):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    weight, scales = ctx.saved_tensors
+    return dz @ (weight * scales.float()[:, None]).to(dz.dtype), None, None, None
+
+
+dense_int8.register_autograd(_backward, setup_context=_save)
