@@ -15,7 +15,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.models import gpt, text_encoder, vit
 from nmrun.patterns import Pattern
-from nmrun.sparsity.activations import SquaredReLU, keep_largest
+from nmrun.step.activations import SquaredReLU, keep_largest
 
 TOTAL = 10
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from nmrun.oneshot.method import Method
 
 METHODS = {
-    "magnitude": "nmrun.oneshot.magnitude.Magnitude",
-    "wanda": "nmrun.oneshot.wanda.Wanda",
-    "ria": "nmrun.oneshot.ria.RIA",
+    "magnitude": "nmrun.oneshot.method.Magnitude",
+    "wanda": "nmrun.oneshot.method.Wanda",
+    "ria": "nmrun.oneshot.method.RIA",
     "sparsegpt": "nmrun.oneshot.sparsegpt.SparseGPT",
 }
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.oneshot.inputs import Layer
+from nmrun.oneshot.inputs import LayerMatrix
 
 Pass = Callable[[], None]  # lets all calibration batches through
 Arguments = dict[Any, Any]  # of a call, by position or name
 
 
 def stages(
-    model: nn.Module, layers: Sequence[Layer], passes: Sequence[Pass]
-) -> Iterator[tuple[nn.Module, list[Layer], Pass]]:
+    model: nn.Module, layers: Sequence[LayerMatrix], passes: Sequence[Pass]
+) -> Iterator[tuple[nn.Module, list[LayerMatrix], Pass]]:
     """Split the layers into blocks and single layers, in the order in which the network calls them.
 
     Args:
@@ -49,7 +49,7 @@ def stages(
         for index, block in enumerate(blocks)
         for part in block.modules()
     }
-    together: dict[Any, list[Layer]] = {}
+    together: dict[Any, list[LayerMatrix]] = {}
     for layer in order:
         together.setdefault(place.get(id(layer.module), layer.name), []).append(layer)
     known: dict[int, Chain | None] = {}
@@ -67,13 +67,13 @@ def stages(
             yield root, own, functools.partial(chain.through, index)
 
 
-def _called(layers: Sequence[Layer], one: Pass) -> list[Layer]:
+def _called(layers: Sequence[LayerMatrix], one: Pass) -> list[LayerMatrix]:
     """The layers in the order in which a pass calls them first; those that it does not call last."""
-    order: dict[str, Layer] = {}
+    order: dict[str, LayerMatrix] = {}
     with contextlib.ExitStack() as hooks:
         for layer in layers:
 
-            def note(module: nn.Module, args: Any, layer: Layer = layer) -> None:
+            def note(module: nn.Module, args: Any, layer: LayerMatrix = layer) -> None:
                 order.setdefault(layer.name, layer)
 
             hooks.callback(layer.module.register_forward_pre_hook(note).remove)
@@ -81,7 +81,7 @@ def _called(layers: Sequence[Layer], one: Pass) -> list[Layer]:
     return [*order.values(), *(layer for layer in layers if layer.name not in order)]
 
 
-def _lists(model: nn.Module, layers: Sequence[Layer]) -> list[list[nn.Module]]:
+def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Module]]:
     """The outermost lists of modules of one class that have layers inside."""
     wanted = {id(layer.module) for layer in layers}
     found: list[list[nn.Module]] = []

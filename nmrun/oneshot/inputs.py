@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from nmrun.oneshot.experts import Watching, are_seen
 from nmrun.sparsity.layers import is_conv1d
 from nmrun.sparsity.select import Candidate
 
@@ -28,7 +28,7 @@ def unseen(module: nn.Module) -> str:
     return f"the inputs of {type(module).__name__} cannot be seen (of linear layers and convolutions they can)"
 
 
-class Layer:
+class LayerMatrix:
     """A linear layer or convolution as the product of a matrix (outputs, columns) with its inputs.
 
     The columns of a convolution are its input channels, once for every kernel position, so that
@@ -104,7 +104,7 @@ class Layer:
 
 
 @contextlib.contextmanager
-def watched(layers: Sequence[Layer]) -> Iterator[dict[str, Tensor]]:
+def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
     """Sum up ``X^T X`` of each layer's inputs X (tokens, columns), while the context is entered.
 
     Args:
@@ -115,7 +115,7 @@ def watched(layers: Sequence[Layer]) -> Iterator[dict[str, Tensor]]:
     """
     grams: dict[str, Tensor] = {}
 
-    def watch(layer: Layer) -> Any:
+    def watch(layer: LayerMatrix) -> Any:
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args else next(iter(kwargs.values()))
             with torch.autocast(given.device.type, enabled=False):
@@ -153,3 +153,65 @@ def output_error(matrix: Tensor, pruned: Tensor, gram: Tensor) -> float:
     error = float(((change @ gram) * change).sum())
     output = float(((matrix @ gram) * matrix).sum())
     return max(error, 0.0) / output if output > 0 else 0.0
+
+
+PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+Seen = Callable[[str, int, Tensor], None]
+
+
+def are_seen(module: nn.Module) -> bool:
+    """Whether a module's experts are multiplied one by one, so that what each sees can be seen.
+
+    Args:
+        module: that has the stacked matrices.
+    """
+    config = getattr(module, "config", None)
+    stacked = isinstance(getattr(module, "is_transposed", None), bool)  # set by transformers
+    return stacked and hasattr(config, "_experts_implementation")
+
+
+class Watching(TorchFunctionMode):
+    """Hands on the inputs of each expert, while the context is entered.
+
+    Args:
+        stacks: the stacked matrices by name.
+        seen: ``seen(name, expert, x)`` is called with each product's input x (tokens, inputs).
+    """
+
+    def __init__(self, stacks: Mapping[str, Tensor], seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+        self.at = {
+            stack.untyped_storage().data_ptr(): (name, stack) for name, stack in stacks.items()
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in PRODUCTS and len(args) > 1:
+            found = self.at.get(args[1].untyped_storage().data_ptr())
+            if found is not None:
+                name, stack = found
+                place = args[1].storage_offset() - stack.storage_offset()
+                self.seen(name, place // stack.stride(0), args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+
+def for_each(prune: Callable[[Tensor, Tensor], Tensor], stack: Tensor, grams: Tensor) -> Tensor:
+    """Prune the matrices of all experts.
+
+    Args:
+        prune: ``prune(matrix, gram)`` prunes one.
+        stack: (experts, outputs, inputs).
+        grams: ``X^T X`` of each, (experts, inputs, inputs). An expert that no token has reached is
+            pruned as if its inputs were alike and independent, so by its weights alone.
+
+    Returns:
+        The pruned matrices.
+    """
+    alike = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
+    pruned = [
+        prune(matrix, gram if bool(gram.any()) else alike)
+        for matrix, gram in zip(stack, grams, strict=True)
+    ]
+    return torch.stack(pruned)

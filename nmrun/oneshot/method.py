@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.ranges import FLAG
+from nmrun.ranges import FLAG, number
 from nmrun.sparsity.masks import nm_mask
 
 
@@ -60,3 +60,43 @@ class Scored(Method):
         scores = self.scores(weight, gram.diagonal().sqrt())
         runs = scores.unflatten(1, (-1, pattern.length or scores.shape[1]))
         return torch.where(nm_mask(runs, pattern, dim=2).flatten(1), weight, 0.0)
+
+
+@dataclass
+class Magnitude(Scored):
+    """Score ``|W_ij|``."""
+
+    name: ClassVar[str] = "magnitude"
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        return weight.abs()
+
+
+@dataclass
+class Wanda(Scored):
+    """Score ``|W_ij| * ||X_j||_2``."""
+
+    name: ClassVar[str] = "wanda"
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        return weight.abs() * norms
+
+
+@dataclass
+class RIA(Scored):
+    """Score ``(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a``.
+
+    Args:
+        a: how much the activations count; 0.5 in the paper.
+    """
+
+    name: ClassVar[str] = "ria"
+
+    a: Annotated[float, number(0)] = 0.5
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        size = weight.abs()
+        least = torch.finfo(size.dtype).tiny  # a column or row of zeros has the score 0
+        of_column = size / size.sum(0, keepdim=True).clamp_min(least)
+        of_row = size / size.sum(1, keepdim=True).clamp_min(least)
+        return (of_column + of_row) * norms**self.a

@@ -1,7 +1,7 @@
 """Channel permutation for one-shot methods: input channels ordered so that the masks keep more of
 the scores, as RIA does it (Zhang et al. 2024, arXiv 2402.12419, section 3.3).
 
-The order is found as in the paper (``nmrun.permutation.assignment``). The outputs of the layers
+The order is found as in the paper (``nmrun.permutation.order``). The outputs of the layers
 before follow, so the network computes the same function. Hidden channels of a Transformer's
 feed-forward layers can be reordered; what the residual stream carries cannot, as other blocks read
 it.
@@ -14,10 +14,10 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from nmrun.oneshot.inputs import Layer
+from nmrun.oneshot.inputs import LayerMatrix
 from nmrun.oneshot.method import Scored
-from nmrun.permutation.assignment import assigned_order
 from nmrun.permutation.channels import Channels, input_channels
+from nmrun.permutation.order import assigned_order
 from nmrun.permutation.permute import reorder
 
 
@@ -48,7 +48,7 @@ def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
 
 
 def permute(
-    stage: Sequence[Layer],
+    stage: Sequence[LayerMatrix],
     grams: MutableMapping[str, Tensor],
     method: Scored,
     channels: Sequence[Channels],

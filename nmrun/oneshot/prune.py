@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
 from nmrun.oneshot.blocks import stages
-from nmrun.oneshot.experts import for_each
-from nmrun.oneshot.inputs import Layer, output_error, unseen, watched
+from nmrun.oneshot.inputs import LayerMatrix, for_each, output_error, unseen, watched
 from nmrun.oneshot.method import Method, Scored
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern
@@ -142,7 +141,7 @@ def _chosen(
     exclude: str | Sequence[str],
     overrides: Mapping[str, str | Pattern] | None,
     pad: bool,
-) -> tuple[list[Layer], list[LeftDense]]:
+) -> tuple[list[LayerMatrix], list[LeftDense]]:
     """The layers that are pruned, and the parameters that stay dense."""
     found, left_dense = select(model, pattern, include, exclude, overrides=overrides, pad=pad)
     if live := [c.name for c in found if LIVE.get(id(c.tensor)) is c.tensor]:
@@ -154,14 +153,14 @@ def _chosen(
         for c in found
         if (reason := unseen(c.module))
     ]
-    layers = [Layer(c) for c in found if not unseen(c.module)]
+    layers = [LayerMatrix(c) for c in found if not unseen(c.module)]
     if not layers:
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be pruned to {pattern} ({reasons})")
     return layers, left_dense
 
 
-def _pruned(layer: Layer, method: Method, gram: Tensor) -> dict[str, Any]:
+def _pruned(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, Any]:
     """Prune one layer; its report."""
     matrix = layer.matrix()
     gram = gram.to(matrix.dtype)

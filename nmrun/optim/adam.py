@@ -12,7 +12,6 @@ from nmrun.errors import ConfigError
 from nmrun.kernels.adam import OnePass
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import Update, decoupled
-from nmrun.optim.loss_scaling import skipped_by_loss_scaling
 from nmrun.optim.stock import Uncompiled, stock_step
 from nmrun.ranks import part_like
 
@@ -258,3 +257,32 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
         f"{recipe} freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
         f"use nmrun.optim.{own}, a drop-in with the same arguments"
     )
+
+
+def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Unscale the gradients where a GradScaler left that to the optimizer.
+
+    A GradScaler gives its scale and its overflow flag to optimizers whose fused kernel applies
+    them. A recipe edits gradients before this kernel: they must be unscaled, and a step that
+    overflows must not count.
+
+    Args:
+        optimizer: the optimizer that is about to step.
+
+    Returns:
+        Whether the gradients overflowed, so that the step is skipped.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and bool(found_inf):
+        return True
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        grads = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        torch._foreach_div_(grads, float(scale))
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+    return False

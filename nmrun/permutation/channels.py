@@ -8,31 +8,243 @@ they go. Channels that go into anything unknown keep their order, with the reaso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from nmrun.permutation import tracing
-from nmrun.permutation.operations import (
-    CONVOLUTIONS,
-    ELEMENTWISE,
-    FACTS,
-    PER_CHANNEL,
-    Flow,
-    Key,
-    normalised,
-    reshaped,
-)
+# modules whose functions are known by name
+HOMES = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
+
+
+def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
+    """Trace a model in training and in evaluation.
+
+    A submodule that cannot be traced is one node of the graph. A copy of the model is traced.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Both graphs, each with the names of the modules that cannot be traced and of all modules
+        inside them.
+
+    Raises:
+        ValueError: in one line, where the model's own ``forward`` cannot be traced.
+    """
+    try:
+        empty: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+        }
+        # tracing runs the model's code, which may change its attributes
+        twin = copy.deepcopy(model, empty)
+        return [_trace(twin.train(training)) for training in (True, False)]
+    except Exception as error:  # the model's code may do anything with a symbol for a tensor
+        first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        raise ValueError(f"the model cannot be traced ({first})") from error
+
+
+class _Tracer(fx.Tracer):
+    """Makes modules of the classes ``opaque`` nodes; ``failed`` is the innermost class that failed."""
+
+    def __init__(self, opaque: set[type]) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.failed: type | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) in self.opaque or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or type(m)
+            raise
+
+
+def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
+    opaque: set[type] = set()
+    while True:
+        tracer = _Tracer(opaque)
+        try:
+            graph = tracer.trace(model)
+        except Exception:
+            if tracer.failed is None or tracer.failed in opaque:
+                raise
+            opaque.add(tracer.failed)
+            continue
+        hidden = {
+            id(part)
+            for module in model.modules()
+            if type(module) in opaque
+            for part in module.modules()
+        }
+        return graph, {name for name, module in model.named_modules() if id(module) in hidden}
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of a node's module, attribute, method or function.
+
+    Args:
+        node: a node of a graph.
+
+    Returns:
+        The name without underscores at its ends: "relu" for ``relu_``. Empty for a function outside
+        torch.
+    """
+    if node.target is getattr:
+        return str(node.args[1])
+    if node.op == "call_function":
+        known = getattr(node.target, "__module__", "") in HOMES
+        return str(getattr(node.target, "__name__", "")).strip("_") if known else ""
+    return str(node.target).strip("_") if node.op == "call_method" else str(node.target)
+
+
+def said(node: fx.Node) -> str:
+    """Name a node in a sentence of a log."""
+    return (
+        "the model's input"
+        if node.op == "placeholder"
+        else name_of(node) or getattr(node.target, "__name__", str(node.target))
+    )
+
+
+def is_batch_size(size: Any, x: Any) -> bool:
+    """Say whether a node is the batch size of another.
+
+    Args:
+        size: a node, or a number.
+        x: a node.
+
+    Returns:
+        Whether ``size`` is ``x.size(0)`` or ``x.shape[0]``.
+    """
+    if not isinstance(size, fx.Node):
+        return False
+    shape: Any = size.args[0]
+    indexed = (
+        name_of(size) == "getitem"
+        and isinstance(shape, fx.Node)
+        and shape.target is getattr
+        and size.args[1] == 0
+    )
+    return (
+        shape.args == (x, "shape") if indexed else name_of(size) == "size" and size.args == (x, 0)
+    )
+
+
+CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}  # with the number of spatial dimensions
+NORMS = {
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+}
+# modules, functions and methods that treat every entry alike
+ELEMENTWISE = {
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish,
+    nn.Hardsigmoid, nn.Softplus, nn.Identity, nn.Dropout, nn.AlphaDropout,
+    "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "hardtanh", "hardswish",
+    "hardsigmoid", "softplus", "dropout", "alpha_dropout",
+    "add", "sub", "mul", "truediv", "div", "iadd", "isub", "imul", "itruediv", "maximum", "minimum", "neg", "abs", "square", "sqrt", "exp",
+    "pow", "clamp", "clone", "contiguous", "detach", "float", "half", "bfloat16",
+}  # fmt: skip
+# and those that treat every channel by itself
+PER_CHANNEL = {
+    nn.Upsample, "interpolate",
+    *(getattr(nn, f"{kind}{d}d") for kind in ("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Dropout") for d in (1, 2, 3)),
+    *(f"{kind}{d}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "dropout") for d in (1, 2, 3)),
+}  # fmt: skip
+FACTS = {"size", "dim", "shape", "dtype", "device", "ndim"}  # what reads no values of a tensor
+
+Key = tuple[str, str]  # a side of a module: the module's name, and "in" or "out"
+
+
+class ChannelFlow(NamedTuple):
+    """A value with known channels, in a forward pass.
+
+    Attributes:
+        key: the side of a module whose channels the value has.
+        spatial: the number of dimensions after the channels, which are dimension 1. 0: the
+            channels are the last dimension.
+        flat: whether the last dimension has some positions of the first channel, as many of the
+            second, and so on.
+    """
+
+    key: Key
+    spatial: int = 0
+    flat: bool = False
+
+    def flattened(self) -> ChannelFlow:
+        """Return the value with all dimensions after the batch as one."""
+        return self._replace(spatial=0, flat=self.flat or self.spatial > 0)
+
+
+def reshaped(node: fx.Node, name: str, flow: ChannelFlow) -> ChannelFlow | None:
+    """Follow a value through flattening after the batch, or a mean over all positions.
+
+    Args:
+        node: the call.
+        name: the name of the function or method.
+        flow: the value that goes in.
+
+    Returns:
+        The value that comes out; None for any other call.
+    """
+    x, *rest = node.args or (node.kwargs.get("input"),)
+    if name == "flatten":
+        start = rest[0] if rest else node.kwargs.get("start_dim", 0)
+        end = rest[1] if len(rest) > 1 else node.kwargs.get("end_dim", -1)
+        return flow.flattened() if (start, end) == (1, -1) else None
+    if name in ("view", "reshape"):
+        sizes = rest[0] if rest and isinstance(rest[0], list | tuple) else rest
+        flat = len(sizes) == 2 and sizes[1] == -1 and is_batch_size(sizes[0], x)
+        return flow.flattened() if flat else None
+    if name == "mean" and flow.spatial:
+        dims: Any = rest[0] if rest else node.kwargs.get("dim")
+        kept = rest[1] if len(rest) > 1 else node.kwargs.get("keepdim", False)
+        if isinstance(dims, list | tuple) and {d % (flow.spatial + 2) for d in dims} == set(
+            range(2, flow.spatial + 2)
+        ):
+            return flow if kept else flow._replace(spatial=0)
+    return None
+
+
+def normalised(module: Any, spatial: int) -> int:
+    """Count the entries of a norm layer's parameters, if it treats all channels alike.
+
+    Args:
+        module: any module.
+        spatial: the number of spatial dimensions of the value that goes in.
+
+    Returns:
+        The number of entries; 0 for other layers, and where groups of channels are normalised
+        together.
+    """
+    kind = type(module)
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        last = spatial == 0 and len(module.normalized_shape) == 1
+        return module.normalized_shape[0] if last else 0
+    if kind is nn.GroupNorm:
+        alike = spatial and module.num_groups in (1, module.num_channels)
+        return module.num_channels if alike else 0
+    if kind is nn.BatchNorm1d or (kind in NORMS and spatial):
+        return module.num_features
+    return 0
+
 
 # the tensors of a layer that have an entry for every output
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 
 
 @dataclass(frozen=True)
-class Site:
+class ChannelDim:
     """A dimension of a parameter or buffer that runs over channels.
 
     Attributes:
@@ -71,7 +283,7 @@ class Channels:
 
     size: int
     fixed: str = ""
-    sites: list[Site] = field(default_factory=list)
+    sites: list[ChannelDim] = field(default_factory=list)
 
 
 def input_channels(model: nn.Module) -> dict[str, Channels]:
@@ -96,7 +308,7 @@ def input_channels(model: nn.Module) -> dict[str, Channels]:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError("several processes train the model")
     ties = _Ties(model)
-    for graph, hidden in tracing.graphs(model):
+    for graph, hidden in graphs(model):
         ties.read(graph, hidden)
     return ties.inputs()
 
@@ -131,7 +343,7 @@ class _Ties:
             for attribute in ("weight",) if side == "in" else PARAMETERS:
                 tensor = getattr(self.modules[name], attribute, None)
                 if tensor is not None:
-                    site = Site(
+                    site = ChannelDim(
                         name, self.modules[name], attribute, int(side == "in"), self.block[key]
                     )
                     channels.sites.append(site)
@@ -146,15 +358,13 @@ class _Ties:
     def read(self, graph: fx.Graph, hidden: set[str]) -> None:
         """Follow the channels through a graph. Calls of ``hidden`` modules are not in it."""
         self.elsewhere |= hidden
-        flows: dict[fx.Node, Flow | None] = {}
+        flows: dict[fx.Node, ChannelFlow | None] = {}
         origin: dict[fx.Node, str] = {}  # of values whose channels are not known
         for node in graph.nodes:
-            before, name = [flows[n] for n in node.all_input_nodes], tracing.name_of(node)
+            before, name = [flows[n] for n in node.all_input_nodes], name_of(node)
             first, after = before[0] if before else None, None
             before_it = next(iter(node.all_input_nodes), node)
-            origin[node] = (
-                origin[before_it] if len(before) == 1 and first is None else tracing.said(node)
-            )
+            origin[node] = origin[before_it] if len(before) == 1 and first is None else said(node)
             if node.op == "get_attr":
                 self.elsewhere.add(name)
             elif node.op == "call_module":
@@ -173,13 +383,13 @@ class _Ties:
             if after is None and not (
                 node.op in ("call_method", "call_function") and name in FACTS
             ):
-                into = f"they go into {tracing.said(node)}"
+                into = f"they go into {said(node)}"
                 self._fix(
                     before, "they are an output of the model" if node.op == "output" else into
                 )
             flows[node] = after
 
-    def _through(self, name: str, flow: Flow | None, source: str) -> Flow | None:
+    def _through(self, name: str, flow: ChannelFlow | None, source: str) -> ChannelFlow | None:
         """Follow a value through a module; None where the channels that go in must be fixed."""
         module: Any = self.modules[name]
         kind = type(module)
@@ -207,7 +417,7 @@ class _Ties:
         entries = normalised(module, flow.spatial)
         return self._enter((name, "out"), entries, flow, source) if entries else None
 
-    def _together(self, flows: Sequence[Flow | None]) -> Flow | None:
+    def _together(self, flows: Sequence[ChannelFlow | None]) -> ChannelFlow | None:
         """Join the channels of values that meet entry by entry; None if one is not known."""
         known = [flow for flow in flows if flow is not None]
         if not known or len(known) < len(flows) or len({flow.spatial for flow in known}) > 1:
@@ -215,7 +425,9 @@ class _Ties:
         self._join(known)
         return known[0]._replace(flat=any(flow.flat for flow in known))
 
-    def _enter(self, key: Key, entries: int, flow: Flow | None, source: str) -> Flow | None:
+    def _enter(
+        self, key: Key, entries: int, flow: ChannelFlow | None, source: str
+    ) -> ChannelFlow | None:
         """Join a value with a side of a module that has ``entries``; returns the value."""
         channels = entries if flow is None else self.size[self._find(flow.key)]
         if flow is None:
@@ -226,20 +438,22 @@ class _Ties:
             self._join([flow, self._side(key, channels, entries // channels)])
         return flow
 
-    def _side(self, key: Key, size: int, block: int = 1) -> Flow:
+    def _side(self, key: Key, size: int, block: int = 1) -> ChannelFlow:
         """Return a side of a module; it is fixed if its size or block differs between calls."""
         if key not in self.root:
             self.root[key], self.size[key], self.block[key] = key, size, block
         elif (self.size[self._find(key)], self.block[key]) != (size, block):
-            self._fix([Flow(key)], f"{key[0]} does not take them in the same form at every call")
-        return Flow(key)
+            self._fix(
+                [ChannelFlow(key)], f"{key[0]} does not take them in the same form at every call"
+            )
+        return ChannelFlow(key)
 
     def _find(self, key: Key) -> Key:
         while self.root[key] != key:
             key = self.root[key]
         return key
 
-    def _join(self, flows: Sequence[Flow]) -> None:
+    def _join(self, flows: Sequence[ChannelFlow]) -> None:
         root = self._find(flows[0].key)
         for other in (self._find(flow.key) for flow in flows[1:]):
             if self.size[other] != self.size[root]:
@@ -249,7 +463,7 @@ class _Ties:
                 if other in self.fixed:
                     self.fixed.setdefault(root, self.fixed[other])
 
-    def _fix(self, flows: Sequence[Flow | None], reason: str) -> None:
+    def _fix(self, flows: Sequence[ChannelFlow | None], reason: str) -> None:
         for flow in flows:
             if flow is not None:
                 self.fixed.setdefault(self._find(flow.key), reason)

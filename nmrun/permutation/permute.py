@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from nmrun.permutation.channels import Channels, Site, input_channels
-from nmrun.permutation.search import best_order, kept_magnitude
+from nmrun.permutation.channels import ChannelDim, Channels, input_channels
+from nmrun.permutation.order import best_order, kept_magnitude
 from nmrun.sparsity.weight import SparseWeight
 
 MOST_SENTENCES = 8
@@ -138,7 +138,7 @@ def _obstacle(
 
 
 def reorder(
-    site: Site, order: Tensor, optimizer: torch.optim.Optimizer | None = None
+    site: ChannelDim, order: Tensor, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[str, int, Tensor]:
     """Reorder channels in one of the tensors that have them, in place.
 

@@ -22,8 +22,7 @@ from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels
 from nmrun.permutation.permute import find_channels, permute_inputs
 from nmrun.ranges import FLAG, FRACTION, between
-from nmrun.recipes.base import Recipe
-from nmrun.recipes.periodic_mask import keep_mask
+from nmrun.recipes.base import Recipe, keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 

@@ -16,11 +16,13 @@ A subclass is a dataclass: its fields are the hyperparameters, under the names o
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
@@ -298,3 +300,41 @@ def check_hyperparameters(recipe: Recipe) -> None:
             problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
     if problems:
         raise ConfigError(problems)
+
+
+@dataclass
+class Dense(Recipe):
+    """No weight is made sparse; ``nmrun.sparsify`` returns a handle that does nothing."""
+
+    name: ClassVar[str] = "dense"
+
+
+@torch.no_grad()
+def keep_mask(weight: SparseWeight, mask: Tensor) -> None:
+    """Keep a mask for a weight, stored as the weight is."""
+    if "mask" not in weight:
+        weight["mask"] = torch.empty_like(weight.dense, dtype=torch.bool)
+    weight["mask"].copy_(mask)
+
+
+def drawn_seed() -> int:
+    """Draw a seed from torch's generator, which stays where it is; replicas all get rank 0's.
+
+    Returns:
+        A whole number in [0, 2**31).
+    """
+    with torch.random.fork_rng(devices=[]):
+        drawn = [int(torch.randint(2**31, ()))]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(drawn, src=0)
+    return drawn[0]
+
+
+def generator_of(*words: object) -> torch.Generator:
+    """Make a generator on the CPU for some words.
+
+    Args:
+        words: such as a seed, the place of a weight among all (names differ within DDP) and a
+            step; other words, other numbers.
+    """
+    return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, words)).encode()))

@@ -21,8 +21,7 @@ from torch import Tensor
 from nmrun.kernels import projection
 from nmrun.products import layer
 from nmrun.ranges import log, number, whole
-from nmrun.recipes import draws
-from nmrun.recipes.base import Recipe
+from nmrun.recipes.base import Recipe, drawn_seed, generator_of
 from nmrun.rule import Rule
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
@@ -59,7 +58,7 @@ class BiMask(Recipe):
             weight.dependents.append(self._prune_rows)
         if exact:
             self.events.append(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
-        self.seed = draws.seed()
+        self.seed = drawn_seed()
         self._search(weights)
 
     @property
@@ -94,7 +93,7 @@ class BiMask(Recipe):
             used = torch.empty_like(weight.dense)
             self.project(weight, used)
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
-            own = draws.generator(self.seed, place, self.step)
+            own = generator_of(self.seed, place, self.step)
             drawn = [
                 torch.randperm(len(order), generator=own).to(order.device)
                 for _ in range(self.candidates)

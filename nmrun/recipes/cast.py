@@ -4,7 +4,7 @@ The forward pass is dense until the last step: ``w * s``, with learnable scales 
 (:class:`PartScales`). The mask holds the N largest of every M and is chosen anew every
 ``interval`` steps. AdamS (algorithm 1) moves the other weights less and less by their gradients,
 more and more towards zero. With Adam's first moment m1, a = t / T and the step of
-:mod:`nmrun.recipes.adam_decay`::
+:class:`nmrun.recipes.ast.AdamDecay`::
 
     u = (1 - a) * m1 + a * decay * sign(w)   for pruned weights,   m1 for kept ones
 
@@ -25,7 +25,7 @@ from torch.nn.functional import one_hot
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import log, number, whole
-from nmrun.recipes.adam_decay import AdamDecay
+from nmrun.recipes.ast import AdamDecay
 from nmrun.recipes.parameters import AddedParameters
 from nmrun.sparsity.weight import SparseWeight
 

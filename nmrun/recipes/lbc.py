@@ -23,10 +23,9 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, number
-from nmrun.recipes.parameters import MaskScores
-from nmrun.recipes.periodic_mask import keep_mask
+from nmrun.recipes.base import keep_mask
+from nmrun.recipes.parameters import MaskScores, candidates
 from nmrun.rule import Rule
-from nmrun.sparsity.candidates import candidates
 from nmrun.sparsity.weight import SparseWeight
 
 

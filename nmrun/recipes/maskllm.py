@@ -22,10 +22,10 @@ from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
-from nmrun.recipes import draws
-from nmrun.recipes.parameters import FrozenWeights, MaskScores
-from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
+from nmrun.recipes.base import drawn_seed
+from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates
 from nmrun.sparsity.masks import nm_mask
+from nmrun.sparsity.reference import by_group
 from nmrun.sparsity.weight import SparseWeight
 
 Span = Sequence[float]
@@ -67,7 +67,7 @@ class MaskLLM(MaskScores, FrozenWeights):
             own = torch.Generator(like.device).manual_seed(self.seed + self.place[weight.name])
             return 0.01 * torch.randn(shape, generator=own, dtype=like.dtype, device=like.device)
 
-        self.seed = draws.seed()
+        self.seed = drawn_seed()
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
         lr = float(optimizer.param_groups[0]["lr"]) * self.lr_mult
@@ -172,7 +172,7 @@ def kept_in(path: Path, weight: SparseWeight) -> Tensor:
         weight: which of its parameters, and the pattern that it should hold there.
 
     Returns:
-        Ones and zeros by group, as :func:`nmrun.sparsity.candidates.by_group` views the weight.
+        Ones and zeros by group, as :func:`nmrun.sparsity.reference.by_group` views the weight.
 
     Raises:
         ConfigError: where the file cannot be read, or has no such parameter that is N:M.
@@ -196,3 +196,32 @@ def kept_in(path: Path, weight: SparseWeight) -> Tensor:
             f"masks={path}: {weight.name} is not {weight.pattern} there: it keeps {most} of a group"
         )
     return kept
+
+
+def gumbel_softmax(logits: Tensor, temperature: float, seed: int) -> Tensor:
+    """Compute ``softmax((logits + noise) / temperature)`` with Gumbel noise (Jang et al. 2017).
+
+    Args:
+        logits: (..., C).
+        temperature: above 0.
+        seed: of the noise, which depends on nothing else.
+
+    Returns:
+        The probabilities, of the same shape; they sum to 1 over the last dimension.
+    """
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
+    return torch.softmax((logits + noise) / temperature, -1)
+
+
+def softmax_gradient(soft: Tensor, gradient: Tensor) -> Tensor:
+    """Carry a gradient back through a softmax over the last dimension.
+
+    Args:
+        soft: the softmax's result (..., C).
+        gradient: the gradient at that result, of the same shape.
+
+    Returns:
+        The gradient at the softmax's argument, of the same shape.
+    """
+    return soft * (gradient - (soft * gradient).sum(-1, keepdim=True))

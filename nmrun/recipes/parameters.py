@@ -4,8 +4,11 @@ that it freezes meanwhile.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError, RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
+from nmrun.sparsity.reference import by_group, from_groups
 from nmrun.sparsity.weight import SparseWeight
 
 # keys of a group that are not the optimizer's own: torch's, its schedules', nmrun's
@@ -131,6 +134,45 @@ def _common_keys(optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any
 def _is_same(one: Any, other: Any) -> bool:
     plain = (bool, int, float, str, tuple, type(None))
     return one is other or (isinstance(one, plain) and type(one) is type(other) and one == other)
+
+
+# candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
+MOST = 256
+
+
+@cache
+def _rows(pattern: Pattern) -> Tensor:
+    rows = torch.zeros(math.comb(pattern.m, pattern.n), pattern.m)
+    for row, kept in zip(rows, itertools.combinations(range(pattern.m), pattern.n), strict=True):
+        row[list(kept)] = 1.0
+    return rows
+
+
+def candidates(pattern: Pattern, like: Tensor) -> Tensor:
+    """Return all masks of a group.
+
+    Args:
+        pattern: the N:M pattern.
+        like: a tensor; the result has its dtype and device.
+
+    Returns:
+        Ones and zeros (C, M) with C = M over N rows, in the order of ``itertools.combinations``.
+    """
+    return _rows(pattern).to(like.device, like.dtype)
+
+
+def too_many(pattern: Pattern) -> str:
+    """Say why a pattern has too many candidates.
+
+    Returns:
+        The reason, or an empty string for up to 256 candidates.
+    """
+    count = math.comb(pattern.m, pattern.n)
+    return (
+        f"{pattern} has {count:,} possible masks a group, more than the {MOST} that can have a score each"
+        if count > MOST
+        else ""
+    )
 
 
 @dataclass

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, log, number
+from nmrun.recipes.base import keep_mask
 from nmrun.recipes.parameters import FrozenWeights, check_groups
-from nmrun.recipes.periodic_mask import keep_mask
 from nmrun.rule import Rule
-from nmrun.sparsity.candidates import by_group, from_groups
+from nmrun.sparsity.reference import by_group, from_groups
 from nmrun.sparsity.weight import SparseWeight
 
 MOST = 8  # members of a group: (M - N) descents of up to 100 sweeps over M weights

@@ -22,9 +22,7 @@ import torch
 
 from nmrun.products import layer
 from nmrun.ranges import one_of
-from nmrun.recipes import draws
-from nmrun.recipes.base import Recipe
-from nmrun.recipes.periodic_mask import keep_mask
+from nmrun.recipes.base import Recipe, drawn_seed, generator_of, keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
@@ -51,11 +49,11 @@ class SLoPe(Recipe):
         return True
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        seed = draws.seed() if self.mask == "random" else None
+        seed = drawn_seed() if self.mask == "random" else None
         for place, weight in enumerate(weights):
             scores = weight.dense
             if seed is not None:
-                drawn = torch.rand(weight.shape, generator=draws.generator(seed, place))
+                drawn = torch.rand(weight.shape, generator=generator_of(seed, place))
                 scores = drawn.to(scores.device)
             keep_mask(weight, nm_mask(scores, weight.pattern, weight.dim))
             weight.dense.masked_fill_(~weight["mask"], 0.0)

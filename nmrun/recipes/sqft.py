@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from nmrun.ranges import among, number, whole
-from nmrun.recipes import draws
+from nmrun.recipes.base import drawn_seed, generator_of, keep_mask
 from nmrun.recipes.parameters import AddedParameters
-from nmrun.recipes.periodic_mask import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 
@@ -48,11 +47,11 @@ class SQFT(AddedParameters):
             keep_mask(weight, self.choose(weight))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
             weight["base"] = weight.dense.clone()
-        seed, place = draws.seed(), {w.name: number for number, w in enumerate(weights)}
+        seed, place = drawn_seed(), {w.name: number for number, w in enumerate(weights)}
 
         def first(weight: SparseWeight) -> dict[str, Tensor]:
             outputs, inputs = _matrix(weight, weight.dense).shape
-            own = draws.generator(seed, place[weight.name])
+            own = generator_of(seed, place[weight.name])
             down = torch.empty(self.rank, inputs).uniform_(-1, 1, generator=own)
             up = weight.dense.new_zeros(outputs, self.rank)
             return {"up": up, "down": (down * inputs**-0.5).to(up)}

@@ -8,12 +8,14 @@ adds. Cost: one projection a step, one dense copy of the sparse weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import torch
+
 from nmrun.ranges import one_of, whole
-from nmrun.recipes.base import Recipe
-from nmrun.recipes.periodic_mask import PeriodicMask
+from nmrun.recipes.base import Recipe, keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 
@@ -24,6 +26,28 @@ class STE(Recipe):
 
     name: ClassVar[str] = "ste"
     masks_are_largest: ClassVar[bool] = True
+
+
+@dataclass
+class PeriodicMask(Recipe):
+    """Forward ``m * w``; :meth:`choose` gives m at the start and after every ``interval`` steps."""
+
+    interval: Annotated[int, whole(1)] = 1
+
+    def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.renew(weights)
+
+    def renew(self, weights: Sequence[SparseWeight]) -> None:
+        """Choose the masks anew."""
+        for weight in weights:
+            keep_mask(weight, self.choose(weight))
+
+    def rule(self, weight: SparseWeight) -> Rule:
+        return Rule(mask=weight["mask"])
+
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        if self.step % self.interval == 0:
+            self.renew(weights)
 
 
 @dataclass

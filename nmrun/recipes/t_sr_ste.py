@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import DECAY, FRACTION, log, whole
-from nmrun.recipes.periodic_mask import PeriodicMask
+from nmrun.recipes.ste import PeriodicMask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 

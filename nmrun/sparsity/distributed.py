@@ -15,7 +15,7 @@ from nmrun.errors import ConfigError
 from nmrun.sparsity.weight import SparseWeight
 
 
-class Clock(Protocol):
+class RecipeClock(Protocol):
     """The part of a recipe that is read here."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 @torch.no_grad()
-def agree_over_ranks(recipe: Clock, weights: Sequence[SparseWeight]) -> bool:
+def agree_over_ranks(recipe: RecipeClock, weights: Sequence[SparseWeight]) -> bool:
     """Give every rank rank 0's tensors of replicated weights where they differ.
 
     Ranks that called ``sparsify`` before DDP synchronised their models have equal projected weights

@@ -91,7 +91,7 @@ def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None
         out.copy_(reference.hard_threshold(dense, pattern, dim))
 
 
-class Batch:
+class WeightBatch:
     """Weights that Triton projects together, in as few launches as a CUDA device takes.
 
     The launch is prepared anew when an address changes.

@@ -51,6 +51,39 @@ def ungrouped(groups: Tensor, size: int, d: int) -> Tensor:
     return whole if whole.shape[d - 1] == size else whole.narrow(d - 1, 0, size).contiguous()
 
 
+def by_group(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
+    """View a weight by group.
+
+    Args:
+        weight: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along, from 0.
+
+    Returns:
+        A view (..., M) whose last dimension runs over the members of a group. A copy where the last
+        group is short: zeros fill that group up.
+
+    Raises:
+        ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
+    """
+    groups, _, d = grouped(weight, pattern, dim)
+    return groups.movedim(d, -1)
+
+
+def from_groups(groups: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Undo :func:`by_group`.
+
+    Args:
+        groups: a tensor (..., M).
+        shape: the shape of the whole weight.
+        dim: the dimension that groups run along, from 0.
+
+    Returns:
+        The tensor of this shape, without what filled up a short last group.
+    """
+    return ungrouped(groups.movedim(-1, dim + 1), shape[dim], dim + 1)
+
+
 def _sizes(groups: Tensor) -> Tensor:
     """Compute ``|w|``, and -1 for a NaN, which so takes no place among the N largest."""
     return groups.abs().masked_fill_(groups.isnan(), -1.0)

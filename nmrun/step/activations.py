@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.sparsity.activations import SquaredReLU, keep_largest
+from nmrun.sparsity.masks import hard_threshold
 
 # squared ReLUs of others by the name of their class: transformers'
 SQUARED_RELUS = ("ReLUSquaredActivation",)
@@ -225,3 +226,58 @@ def sparse_activations(
     return SparseActivations(
         model, Pattern.parse(pattern), include, total_steps, dense_start, dense_end
     )
+
+
+class SquaredReLU(nn.Module):
+    """``relu(x)^2`` (So et al. 2021, arXiv 2109.08668): x and the result have any shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().square()
+
+
+def keep_largest(activations: Tensor, pattern: Pattern) -> Tensor:
+    """Keep the N largest magnitudes of every M features of each token.
+
+    Of a V:N:M pattern, every block of V consecutive tokens and M features first keeps the four
+    features with the largest sum of magnitudes; the last block is filled up with tokens of zeros.
+    Ties keep the lower index, and a NaN is kept.
+
+    Args:
+        activations: (..., features), features a multiple of M; tokens are all other dimensions, in
+            their order.
+        pattern: the pattern.
+
+    Returns:
+        The kept activations and 0 elsewhere, of the same shape and dtype. The gradient passes
+        where they are not 0; it is autograd's, and torch.compile sees a single operator.
+
+    Raises:
+        ValueError: where M does not divide the features.
+    """
+    kept: Tensor = torch.ops.nmrun.keep_largest(activations, pattern.n, pattern.m, pattern.v)
+    return kept
+
+
+@torch.library.custom_op("nmrun::keep_largest", mutates_args=())
+def _keep_largest(activations: Tensor, n: int, m: int, v: int) -> Tensor:
+    tokens = activations.reshape(-1, activations.shape[-1])
+    filled = functional.pad(tokens, (0, 0, 0, -len(tokens) % v))
+    kept = hard_threshold(filled, Pattern(n, m, v=v))
+    return kept[: len(tokens)].reshape(activations.shape)
+
+
+@_keep_largest.register_fake
+def _(activations: Tensor, n: int, m: int, v: int) -> Tensor:
+    return activations.new_empty(activations.shape)
+
+
+def _remember(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(output)  # the next layer keeps it anyway
+
+
+def _pass_kept(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (kept,) = ctx.saved_tensors
+    return torch.where(kept != 0, gradient, 0.0), None, None, None
+
+
+_keep_largest.register_autograd(_pass_kept, setup_context=_remember)

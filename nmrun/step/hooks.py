@@ -31,7 +31,7 @@ from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.distributed import agree_over_ranks
 from nmrun.sparsity.metrics import MaskMetrics
-from nmrun.sparsity.projections import Batch
+from nmrun.sparsity.projections import WeightBatch
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import Resume, makes_state
 
@@ -79,7 +79,7 @@ class Steps:
         self._told = 0  # how many of the recipe's events were logged
         # the weights that the present step projects, by id: the mask or scale, and its version
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
-        self._batch = Batch()
+        self._batch = WeightBatch()
         self._compared = False  # whether the ranks' dense weights were compared
         self._hooks: list[Any] = []
         self._resume = Resume(optimizer, recipe, sparse, self.refresh)

@@ -14,7 +14,7 @@ import nmrun
 from nmrun import oneshot
 from nmrun.errors import ConfigError
 from nmrun.lab.models.gpt import GPT
-from nmrun.oneshot.inputs import Layer, watched
+from nmrun.oneshot.inputs import LayerMatrix, watched
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern
 from nmrun.sparsity import check_nm, nm_mask
@@ -60,7 +60,7 @@ def test_the_function_stays_and_the_masks_keep_more(make):
     model, block, x, expected = make()
     model.eval()
     inside = {id(module) for module in block.modules()}
-    stage = [Layer(c) for c in select(model, Pattern(2, 4))[0] if id(c.module) in inside]
+    stage = [LayerMatrix(c) for c in select(model, Pattern(2, 4))[0] if id(c.module) in inside]
     method, before = oneshot.build("ria", {}), logits(model, x)
 
     def grams():

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.permutation import assignment
-from nmrun.permutation.assignment import assigned_order
-from nmrun.permutation.search import best_order, kept_magnitude
+from nmrun.permutation import order as assignment
+from nmrun.permutation.order import assigned_order, best_order, kept_magnitude
 
 
 def scores(rows: int, channels: int, seed: int = 0) -> Tensor:

@@ -30,8 +30,8 @@ from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
 from nmrun.permutation.channels import input_channels
+from nmrun.permutation.order import best_order, kept_magnitude
 from nmrun.permutation.permute import permute_inputs
-from nmrun.permutation.search import best_order, kept_magnitude
 
 
 def kept_by_hand(matrix: Tensor, pattern: Pattern, order: list[int]) -> float:

@@ -19,7 +19,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import nmrun
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
-from nmrun.recipes import draws
+from nmrun.recipes.base import generator_of
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.handle import Handle
 
@@ -437,7 +437,7 @@ def test_a_run_of_the_command_line(tmp_path: Path) -> None:
 def test_numbers_of_a_recipe_are_apart_by_each_word() -> None:
     """Seed 1 at place 23 is not seed 12 at place 3."""
     words = [(1, 23), (12, 3), (123,), (1, 2, 3), (3, 12)]
-    drawn = [torch.rand(4, generator=draws.generator(*each)).tolist() for each in words]
+    drawn = [torch.rand(4, generator=generator_of(*each)).tolist() for each in words]
     assert len({tuple(numbers) for numbers in drawn}) == len(words)
-    again = torch.rand(4, generator=draws.generator(1, 23)).tolist()
+    again = torch.rand(4, generator=generator_of(1, 23)).tolist()
     assert again == drawn[0]

@@ -17,13 +17,9 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.sparsity.candidates import (
-    by_group,
-    candidates,
-    from_groups,
-    gumbel_softmax,
-    softmax_gradient,
-)
+from nmrun.recipes.maskllm import gumbel_softmax, softmax_gradient
+from nmrun.recipes.parameters import candidates
+from nmrun.sparsity.reference import by_group, from_groups
 
 MASKS = [list(c) for c in itertools.combinations(range(4), 2)]  # of 2:4, in order
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.activations import SquaredReLU, keep_largest
+from nmrun.step.activations import SquaredReLU, keep_largest
 
 
 def best_of_each_group(tokens: Tensor, pattern: Pattern) -> Tensor:

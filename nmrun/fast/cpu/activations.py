@@ -1,7 +1,7 @@
 """Linear layers around pruned activations on CPUs: products with the activations packed anew in every
 pass, as operators that autograd and ``torch.compile`` know.
 
-By the equations of ``nmrun.sparsity.activations``, with Z = m * A of A = relu(B)^2, B = X V^T::
+By the equations of ``nmrun.step.activations``, with Z = m * A of A = relu(B)^2, B = X V^T::
 
     the layer that reads Z     Y = Z W^T     dZ = dY W, where Z is not 0     dW = dY^T Z
     the layer that feeds it    dX = dB V     dV = dB^T X     with dB, which is 0 where Z is
@@ -30,9 +30,9 @@ from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, watched
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulated import compute_dtype
-from nmrun.sparsity.activations import keep_largest
 from nmrun.sparsity.layers import forward_class, is_conv1d
 from nmrun.sparsity.weight import SparseWeight
+from nmrun.step.activations import keep_largest
 
 NAME = "packed activations"
 READS, FEEDS = "reads", "feeds"

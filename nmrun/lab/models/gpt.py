@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.sparsity.activations import SquaredReLU
+from nmrun.step.activations import SquaredReLU
 
 
 class Attention(nn.Module):

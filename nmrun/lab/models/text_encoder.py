@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.sparsity.activations import SquaredReLU
+from nmrun.step.activations import SquaredReLU
 
 
 class TextEncoder(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.sparsity.activations import SquaredReLU
+from nmrun.step.activations import SquaredReLU
 
 SMALL, PATCHES = 64, (4, 16)  # images below so many pixels have patches of 4
 

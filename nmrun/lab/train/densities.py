@@ -91,7 +91,7 @@ def densities(
 
 def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -> Densities:
     """Say what the products of a layer cost beside pruned activations Z = m * A, by the equations of
-    ``nmrun.sparsity.activations``.
+    ``nmrun.step.activations``.
 
     Arithmetically, Y = Z W^T and all gradients are left with N/M of their multiplications: their
     operand is Z or the gradient of what Z is made of, which is 0 where Z is, or m masks their result.

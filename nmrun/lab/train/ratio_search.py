@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.sparsity.candidates import by_group
+from nmrun.sparsity.reference import by_group
 from nmrun.sparsity.select import select
 
 # Entries of the list of choices. A longer one is thinned to one for each of so many parts of the

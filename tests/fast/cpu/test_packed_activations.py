@@ -24,7 +24,7 @@ from nmrun.lab.train import build, plan, runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
-from nmrun.sparsity.activations import SquaredReLU
+from nmrun.step.activations import SquaredReLU
 
 pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
 FAST, SLOW = Times(0.0, 1.0, 1.0), Times(0.0, 2.0, 2.0)

@@ -27,7 +27,7 @@ from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
-from nmrun.sparsity.activations import SquaredReLU
+from nmrun.step.activations import SquaredReLU
 
 
 class Sums:

@@ -17,7 +17,7 @@ from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import early
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
-from nmrun.sparsity import activations as mathematics
+from nmrun.step import activations as mathematics
 
 GPT = (
     *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.width=16"),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from nmrun.patterns import Pattern
@@ -21,11 +22,11 @@ from nmrun.sparsity.masks import nm_mask
 ENUMERATED_UP_TO = 1000  # ways to form groups: 35 for 8 channels at M = 4, 945 for 10 at M = 2
 # random swaps to leave a local optimum; after a single one, the best next swap mostly undoes it
 SWAPS_AT_ONCE = 4
-Layer = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern along its channels
+Columns = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern along its channels
 
 
 @torch.no_grad()
-def kept_magnitude(layers: Sequence[Layer], order: Tensor | None = None) -> float:
+def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> float:
     """Sum the magnitudes ``|w|`` that N:M masks keep.
 
     Args:
@@ -40,7 +41,7 @@ def kept_magnitude(layers: Sequence[Layer], order: Tensor | None = None) -> floa
 
 
 @torch.no_grad()
-def best_order(layers: Sequence[Layer], regressions: int = 20, seed: int = 0) -> Tensor:
+def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) -> Tensor:
     """Search the order of channels with which the masks of all layers keep the most magnitude.
 
     The search is exact where there are no more than 1,000 ways to form groups of M. Else it climbs
@@ -93,7 +94,7 @@ def _partitions(channels: list[int], m: int) -> Iterator[list[int]]:
 class _Swaps:
     """Greedy swaps of two channels. ``order`` is by position, everything else by channel."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Columns]) -> None:
         self.layers = [
             (matrix.abs().T.double().contiguous(), pattern) for matrix, pattern in layers
         ]
@@ -185,3 +186,68 @@ class _Swaps:
             ).sum(2)
             above = (torch.cdist(t, columns, p=1.0) + columns.sum(1) - t.sum(1, keepdim=True)) / 2
             self.with_other[i, members[real]] = s[real].unsqueeze(1) + above
+
+
+LEAST = 1e-4  # share of what is kept; a round that gains less is the last
+
+
+@torch.no_grad()
+def assigned_order(layers: Sequence[Columns]) -> Tensor:
+    """Find an order of channels with which the masks of all layers keep more of their scores.
+
+    Args:
+        layers: scores (rows, channels), 0 or more, all of the same channels, each with its pattern.
+            The last group of a pattern made ``over`` the number of channels may be short.
+
+    Returns:
+        The channel at each position: int64, on the CPU. The present order where none is better, or
+        where a score is not finite.
+    """
+    channels = layers[0][0].shape[1]
+    layers = [(scores, pattern) for scores, pattern in layers if pattern.n < pattern.m]
+    present = torch.arange(channels)
+    if not layers or not all(bool(scores.isfinite().all()) for scores, _ in layers):
+        return present
+    # where patterns differ, places of blocks that all groups fit into
+    block = min(channels, math.lcm(*(pattern.m for _, pattern in layers)))
+    by_channel = [(scores.T.contiguous(), pattern) for scores, pattern in layers]
+    sums = torch.stack([columns.sum(1).cpu() for columns, _ in by_channel]).sum(0)
+    order = _dealt(sums, block)
+    kept = 0.0
+    while (now := kept_magnitude(layers, order)) > kept * (1 + LEAST):
+        kept = now
+        for place in range(block):
+            _assign(by_channel, order, torch.arange(place, channels, block))
+    return order if now > kept_magnitude(layers) * (1 + 1e-9) else present
+
+
+def _dealt(sums: Tensor, block: int) -> Tensor:
+    """Deal channels to blocks by their sums, forwards and backwards in turn; returns the order."""
+    cards, given = sums.argsort(descending=True, stable=True), 0
+    order = torch.empty_like(cards)
+    for place in range(block):
+        places = torch.arange(place, len(order), block)
+        own = cards[given : given + len(places)]
+        order[places] = own.flip(0) if place % 2 else own
+        given += len(places)
+    return order
+
+
+def _assign(by_channel: Sequence[Columns], order: Tensor, places: Tensor) -> None:
+    """Exchange the channels at these places, at most one of a group, as is best; in place.
+
+    In a row, a group whose N-th largest score without the place is t gains max(0, c - t) by a
+    channel of score c. Up to sums over c and t, which are the same for every assignment, that is
+    half of |c - t|.
+    """
+    gains = torch.zeros(len(places), len(places))
+    for columns, pattern in by_channel:
+        m = pattern.m
+        beside = torch.arange(m - 1) + (torch.arange(m - 1) >= (places % m).unsqueeze(1))
+        others = (places // m * m).unsqueeze(1) + beside
+        real = (others < len(order)).unsqueeze(2).to(columns.device)  # the last group may be short
+        values = columns[order[others.clamp_max(len(order) - 1)]] * real
+        t = values.topk(pattern.n, 1).values[:, -1]
+        gains = gains + torch.cdist(t, columns[order[places]], p=1.0).cpu()
+    _, given = linear_sum_assignment(gains.numpy(), maximize=True)
+    order[places] = order[places[torch.as_tensor(given)]]
