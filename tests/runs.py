@@ -15,7 +15,7 @@ from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import schema, source
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
 
 RECIPES = tuple(recipes.RECIPES)

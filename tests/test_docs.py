@@ -18,8 +18,8 @@ from verbs import verb
 import nmrun.lab.cli as cli
 import nmrun.lab.train.jobs
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, early, experiment, precheck
-from nmrun.lab.words.composing import Done
+from nmrun.lab.words import command_line, experiment, precheck, rules
+from nmrun.lab.words.composition import Done
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,7 +61,7 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
     if words[0] in cli.all_verbs():
         assert is_parsed(words)
         return
-    monkeypatch.setattr(early, "DEVICES", (str(tmp_path),))  # a machine with a GPU
+    monkeypatch.setattr(rules, "DEVICES", (str(tmp_path),))  # a machine with a GPU
     # Hydra's launchers are extras
     own = [word for word in words if not word.startswith("hydra")]
     asked = command_line.options(own)

@@ -153,9 +153,9 @@ def explain(argv: list[str]) -> int:
 
         print(help.text(asked.config_dir))
     for topic in asked.topic:
-        from nmrun.lab.words import explain
+        from nmrun.lab.words import reference
 
-        print(explain.about(topic, asked.config_dir))
+        print(reference.about(topic, asked.config_dir))
     return 0
 
 

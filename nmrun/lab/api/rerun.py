@@ -11,7 +11,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab.folders import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, agreed
-from nmrun.lab.words import sweep, zipped
+from nmrun.lab.words import command_line
 
 # what a plain override of a key has not: a class, an interpolation, a place for a config
 MARKS = ("_target_", "${", "@")
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     if command is None:
         raise ConfigError(f"{options.run}: its command is not known")
     words, place = _split(command, options.run)
-    changed = {zipped.key(word) for word in options.changes}
-    kept = [word for word in words if zipped.key(word) not in changed]
+    changed = {command_line.key(word) for word in options.changes}
+    kept = [word for word in words if command_line.key(word) not in changed]
     words = [*kept, *options.changes]
     where = f"cd {shlex.quote(place)} && " if place else ""
     print(f"{where}{shlex.join(['nmrun', *words])}", flush=True)
@@ -83,7 +83,7 @@ def _code(words: Sequence[str], run: Path) -> list[str]:
     Raises:
         ConfigError: for keys of Hydra, which no run needs.
     """
-    for word in filter(sweep.is_hydras, words):
+    for word in filter(command_line.is_hydras, words):
         raise ConfigError(
             f"{run}: its command has {word}, and Hydra's keys can run any code; type it yourself"
         )
@@ -91,6 +91,6 @@ def _code(words: Sequence[str], run: Path) -> list[str]:
         word
         for word in words
         if word.startswith("-")
-        or zipped.key(word) == "experiment"
+        or command_line.key(word) == "experiment"
         or any(mark in word for mark in MARKS)
     ]

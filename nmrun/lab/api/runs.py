@@ -17,11 +17,11 @@ from nmrun.lab.api.process import unchanged
 from nmrun.lab.api.result import Result
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
-from nmrun.lab.words import command_line, schema, sweep_end
+from nmrun.lab.words import command_line, schema
 from nmrun.lab.words import sweep as record
-from nmrun.lab.words.composing import composing, jobs_of
+from nmrun.lab.words.composition import composing, jobs_of
 from nmrun.lab.words.identity import run_folder
-from nmrun.lab.words.recorded import recorded
+from nmrun.lab.words.sweep import recorded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,7 +93,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         SystemExit: likewise after another signal.
     """
     typed, config_dir = words.asked(overrides, {}, multirun=True)
-    for word in filter(record.is_hydras, typed):
+    for word in filter(command_line.is_hydras, typed):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
@@ -104,7 +104,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
             again = command_line.of_job(typed_for_job, config_dir)
             outcome = jobs.of_sweep(folder, number, job, typed_for_job, again)
             raise_interrupt(outcome)
-        print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
+        print("\n".join([*record.planned(folder), record.summary(folder)[0]]))
     runs = collect(folders)
     if runs.empty:
         if looks[0].dry:

@@ -10,9 +10,9 @@ from typing import Any
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, sweep
-from nmrun.lab.words.hydra_quoting import RATIOS
+from nmrun.lab.words import command_line
 from nmrun.lab.words.schema import flatten
+from nmrun.lab.words.suggestions import RATIOS
 
 
 def asked(
@@ -68,7 +68,9 @@ def _word(key: str, value: Any) -> str:
         if not problems and not read[0].is_sweep_override():
             return f"{key}={value}"
     try:
-        return sweep.typed(f"{key}={Override._get_value_element_as_str(_element(value))}")
+        return command_line.unescaped(
+            f"{key}={Override._get_value_element_as_str(_element(value))}"
+        )
     except TypeError:
         raise ConfigError(
             f"{key}={value!r}: it takes a number, a text, True, False, None, a list or a dictionary"

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import schema, source
-from nmrun.lab.words.composing import composing
+from nmrun.lab.words.composition import composing
 
 if TYPE_CHECKING:  # a mistake in the options is answered without torch
     import torch

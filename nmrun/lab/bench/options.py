@@ -11,7 +11,7 @@ from nmrun.lab.bench import KINDS
 from nmrun.lab.bench.networks import NETWORKS, overrides
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import precheck, source
-from nmrun.lab.words.early import no_gpu
+from nmrun.lab.words.rules import no_gpu
 from nmrun.patterns import Pattern, PatternError
 
 COLUMNS = 4096  # inputs of the layer of masks; the number of weights decides on the outputs

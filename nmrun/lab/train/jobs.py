@@ -37,17 +37,15 @@ from nmrun.lab.train.sweep_table import SweepTable
 from nmrun.lab.words import (
     command_line,
     experiment,
-    plugins,
+    launchers,
     precheck,
     schema,
     source,
     sweep,
-    sweep_end,
 )
-from nmrun.lab.words.composing import Done, jobs_of, without_others_configs
+from nmrun.lab.words.composition import Done, jobs_of, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
-from nmrun.lab.words.recorded import recorded
-from nmrun.lab.words.sweep import make_folder
+from nmrun.lab.words.sweep import make_folder, recorded
 
 BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
 # Ends of runs, the one that matters most last.
@@ -77,7 +75,7 @@ def main(argv: list[str]) -> int:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
         others = {found.launcher for found in looks} - {"basic"}
-        if not plugins.asked_for(sweeps, asked.config_dir):
+        if not launchers.asked_for(sweeps, asked.config_dir):
             status = _in_order(folder, sweeps, asked.config_dir)
         elif others:
             status = _launch_beside(folder, others, flags, launches)
@@ -86,7 +84,7 @@ def main(argv: list[str]) -> int:
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
-        lines = "\n".join([*sweep_end.planned(folder), lines, *sweep_end.lines(folder)])
+        lines = "\n".join([*sweep.planned(folder), lines, *sweep.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -111,7 +109,7 @@ def checked(
 
 def _one_launch(sweeps: list[list[str]]) -> bool:
     """Whether the sweeper takes them all: their jobs go to one launcher."""
-    return len({tuple(filter(sweep.is_hydras, words)) for words in sweeps}) == 1
+    return len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) == 1
 
 
 def _in_order(folder: Path, sweeps: list[list[str]], config_dir: str | None) -> int:
@@ -190,7 +188,7 @@ def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     workers.end_with_sweep()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
-    overrides = [sweep.typed(word) for word in job.overrides.task]
+    overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = int(os.environ[BEFORE]) + job.job.num + 1

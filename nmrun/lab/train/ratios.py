@@ -149,7 +149,7 @@ def _checked(words: Sequence[str]) -> Config:
     from hydra import compose
 
     from nmrun.lab.words import schema, source
-    from nmrun.lab.words.composing import composing
+    from nmrun.lab.words.composition import composing
 
     source.register()
     with composing():

@@ -25,7 +25,7 @@ from nmrun.lab.tune import space
 from nmrun.lab.tune.plan import Cell
 from nmrun.lab.tune.study import RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.identity import identity, run_folder
 
 DEFINITION = "study.json"

@@ -15,8 +15,8 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tune import space
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
-from nmrun.lab.words import schema, zipped
-from nmrun.lab.words.composing import jobs_of
+from nmrun.lab.words import command_line, schema
+from nmrun.lab.words.composition import jobs_of
 from nmrun.lab.words.identity import identity
 
 
@@ -66,7 +66,7 @@ def cells(
         seeds = [job.seed] if job.seeds is None else list(job.seeds)
         job.seed, job.seeds = SEED, None
         config = schema.check(job)
-        bare = [word for word in words if zipped.key(word) not in ("seed", "seeds")]
+        bare = [word for word in words if command_line.key(word) not in ("seed", "seeds")]
         known = by_identity.setdefault(identity(config), (bare, config, []))[2]
         known += [seed for seed in seeds if seed not in known]
     unknown = [

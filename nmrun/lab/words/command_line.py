@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import re
 import shlex
 from collections.abc import Sequence
@@ -17,10 +19,12 @@ from hydra.errors import HydraException
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as groups
 from nmrun.lab.keys.fields import fields
-from nmrun.lab.words import suggestions, zipped
-from nmrun.lab.words.hydra_quoting import quoting
+from nmrun.lab.words import suggestions
+from nmrun.lab.words.suggestions import RATIOS
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean
+
+PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -133,7 +137,7 @@ def without_effect(words: Sequence[str]) -> list[str]:
 
 
 def _of_ratio(word: str) -> bool:
-    return zipped.key(word).partition(".")[0] == "sparsity"
+    return key(word).partition(".")[0] == "sparsity"
 
 
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -179,3 +183,59 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
     if override.is_sweep_override():
         return [Override._convert_value(one) for one in override.sweep_iterator()]
     return [value]
+
+
+def quoting(word: str) -> str:
+    """Say how a word that cannot be read as key=value should be written.
+
+    In ``sparsity.overrides`` the keys of a dictionary are regular expressions. Hydra allows neither
+    quotes around a key nor ``^`` in it. Characters of its own grammar need a backslash, which it
+    removes.
+
+    Returns:
+        The end of an error's line, beginning with a semicolon; an empty string where the word has
+        no ``=``.
+    """
+    key, equals, value = word.partition("=")
+    if key != RATIOS:
+        if not key.strip() or key != key.strip() or value[:1] == " ":
+            return "; write key=value, without spaces around the ="
+        if value.rstrip()[-1:] == ",":
+            return "; it ends with a comma"
+        return "; quote what is special in a value, as in 'key=\"(a)\"'" if equals else ""
+    inner = value.strip("{} ")
+    pairs = PAIR.findall(inner)
+    # an expression matches whole names, so ^ and $ at its ends change nothing
+    names = [name.strip("\"' ").removeprefix("^").removesuffix("$") for name, _ in pairs]
+    escaped = [re.sub(r"(?<!\\)([][(){}:=,])", r"\\\1", name) for name in names]
+    meant = f"{RATIOS}={{{', '.join(f'{name}: {ratio}' for name, (_, ratio) in zip(escaped, pairs, strict=True))}}}"
+    with contextlib.suppress(HydraException):
+        read: Any = OverridesParser.create().parse_override(meant).value()
+        if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
+            return f"; write it as {shlex.quote(meant)}"
+    return (
+        f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', the whole of it in quotes; "
+        "in a name put a backslash before each of ( ) [ ] { } : = and the comma, and leave out ^ and quotes"
+    )
+
+
+def key(word: str) -> str:
+    """Return the key of an override, without ``+``, ``~`` and its value."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
+def unescaped(word: str) -> str:
+    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need
+    that.
+    """
+    bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
+    with contextlib.suppress(HydraException):
+        parse = OverridesParser.create().parse_override
+        return bare if bare != word and parse(bare).value() == parse(word).value() else word
+    return word
+
+
+def is_hydras(word: str) -> bool:
+    """Whether an override is for Hydra itself (``hydra/launcher=joblib``)."""
+    return word.lstrip("+~").startswith("hydra")

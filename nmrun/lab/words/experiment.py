@@ -1,4 +1,6 @@
-"""Experiments: a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
+"""What words of a sweep stand for: ``experiment=NAME scale=SCALE`` and ``zip=KEY,KEY``.
+
+An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
 
 On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of the file and is replaced
 by them before Hydra reads the words. So a run of an experiment is the same run, in the same folder,
@@ -7,7 +9,9 @@ as one whose overrides were written by hand.
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,12 +20,14 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import schema, source, yaml_files, zipped
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words import command_line, schema, source
+from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
 from nmrun.registry import did_you_mean
 
@@ -87,8 +93,11 @@ class Experiment:
         found = []
         for sweep in self.sweeps[scale]:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
-            last = {word if zipped.key(word) == "zip" else zipped.key(word): word for word in words}
-            found += zipped.rows(list(last.values()))
+            last = {
+                word if command_line.key(word) == "zip" else command_line.key(word): word
+                for word in words
+            }
+            found += rows(list(last.values()))
         return found
 
 
@@ -127,7 +136,7 @@ def load(name: str) -> Experiment:
             f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
         )
     file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
-    content = yaml_files.read(file, f"experiment={name}")
+    content = options.read_yaml(file, f"experiment={name}")
     try:
         return _read(Path(name).stem, content)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -178,8 +187,7 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
 
     Args:
         words: the overrides of a command line. ``experiment`` takes several names with commas
-            between, or ``all``. ``scale`` is ``small`` by default. For ``zip`` see
-            :mod:`nmrun.lab.words.zipped`.
+            between, or ``all``. ``scale`` is ``small`` by default.
         multirun: whether the command line has ``-m``.
 
     Returns:
@@ -189,7 +197,7 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
         ConfigError: for an unknown experiment or scale, for keys that cannot be zipped, and for
             ``experiment`` or ``zip`` without ``-m``.
     """
-    given = {zipped.key(word): word.partition("=")[2] for word in words}
+    given = {command_line.key(word): word.partition("=")[2] for word in words}
     if "zip" in given and not multirun:
         raise ConfigError(f"zip={given['zip']}: several values make a sweep; add -m")
     if "experiment" not in given:
@@ -197,14 +205,96 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
             raise ConfigError(
                 f"scale={given['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
             )
-        return zipped.rows(words)
-    own = [word for word in words if zipped.key(word) not in ("experiment", "scale")]
+        return rows(words)
+    own = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
     found = [
         each.overrides(given.get("scale", "small"), own) for each in chosen(given["experiment"])
     ]
     if not multirun:
         raise ConfigError(f"experiment={given['experiment']} is a sweep: add -m")
     return [sweep for sweeps in found for sweep in sweeps]
+
+
+def rows(words: Sequence[str]) -> list[list[str]]:
+    """Replace ``zip=KEY,KEY`` by one sweep for each row of the values of these keys.
+
+    Each ``zip=`` word is a group of keys. The rows of the groups are combined with each other, and
+    with all other swept keys.
+
+    Args:
+        words: the overrides of a command line.
+
+    Returns:
+        The overrides of each sweep.
+
+    Raises:
+        ConfigError: for keys that are not swept, are zipped twice, or have different numbers of
+            values.
+    """
+    groups = {
+        word: word.partition("=")[2].split(",") for word in words if command_line.key(word) == "zip"
+    }
+    if not groups:
+        return [list(words)]
+    written = {command_line.key(word): word for word in words if command_line.key(word) != "zip"}
+    values: dict[str, list[str]] = {}
+    problems = [
+        f"zip: {name} is zipped twice"
+        for name, n in Counter(itertools.chain(*groups.values())).items()
+        if n > 1
+    ]
+    for zipped, names in groups.items():
+        if len(names) < 2:
+            problems.append(
+                f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
+            )
+            continue
+        for name in names:
+            try:
+                found = _values(written[name]) if name in written else []
+            except HydraException:  # precheck reports words that cannot be read
+                return [[word for word in words if command_line.key(word) != "zip"]]
+            values[name] = found
+            if len(found) < 2:
+                hint = "" if name in written else did_you_mean(name, written)
+                problems.append(
+                    f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}"
+                )
+        if len({len(values[name]) for name in names}) > 1 and all(
+            len(values[name]) > 1 for name in names
+        ):
+            counts = ", ".join(f"{name} {len(values[name])}" for name in names)
+            problems.append(
+                f"{zipped}: these keys must have as many values each, and have: {counts}"
+            )
+    if problems:
+        raise ConfigError(problems)
+    sweeps = []
+    for choice in itertools.product(*(range(len(values[names[0]])) for names in groups.values())):
+        row = {
+            name: values[name][i]
+            for i, names in zip(choice, groups.values(), strict=True)
+            for name in names
+        }
+        sweeps.append(
+            [
+                command_line.unescaped(f"{word.partition('=')[0]}={row[command_line.key(word)]}")
+                if command_line.key(word) in row
+                else word
+                for word in words
+                if command_line.key(word) != "zip"
+            ]
+        )
+    return sweeps
+
+
+def _values(word: str) -> list[str]:
+    """The values of a sweep as they stand in overrides; none for what does not list them (one
+    value, an interval, a glob).
+    """
+    override = OverridesParser.create().parse_override(word)
+    listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+    return list(override.sweep_string_iterator()) if listed else []
 
 
 def configs(

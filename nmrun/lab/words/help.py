@@ -9,7 +9,6 @@ from importlib.resources import files
 import yaml
 
 from nmrun.lab.keys import options
-from nmrun.lab.words import yaml_files
 
 
 def text(config_dir: str | None = None) -> str:
@@ -37,7 +36,7 @@ def _groups(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
     for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
         names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]
         found.setdefault(folder.name, set()).update(name.removesuffix(".yaml") for name in names)
-    for group, own in yaml_files.of_folder(config_dir).items():
+    for group, own in options.in_folder(config_dir).items():
         found.setdefault(group, set()).update(file.stem for file in own)
     for group in sorted(found):
         if found[group] and group != "hydra":

@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import options
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, early, plugins, schema, suggestions, yaml_files
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words import command_line, launchers, rules, schema, suggestions
+from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.source import GROUP as RATIO
 from nmrun.patterns import Pattern, PatternError
 
@@ -86,13 +87,11 @@ def look(
             raise KeyboardInterrupt from None
         findings.problems.append(str(error).splitlines()[0])
     except yaml.YAMLError as error:  # of a file in config_dir, which it names
-        findings.problems.append(yaml_files.unreadable(error))
+        findings.problems.append(options.unreadable(error))
     except OSError as error:
-        findings.problems.append(yaml_files.unreadable(error))
+        findings.problems.append(options.unreadable(error))
     except UnicodeDecodeError as error:
-        findings.problems.append(
-            yaml_files.unreadable(error, f"a file in --config-dir {config_dir}")
-        )
+        findings.problems.append(options.unreadable(error, f"a file in --config-dir {config_dir}"))
     except ConfigError as error:
         findings.problems += error.problems
     findings.problems = list(dict.fromkeys(findings.problems))
@@ -118,12 +117,12 @@ class _Look:
         self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        launcher, missing = plugins.asked(overrides, loader)
+        launcher, missing = launchers.asked(overrides, loader)
         findings.problems += missing
         if missing:  # then what is said to it is left out
-            left_out = (*plugins.WORDS, "hydra/sweeper", "hydra.sweeper")
+            left_out = (*launchers.WORDS, "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
-        findings.launcher, self.here = launcher, launcher in plugins.HERE
+        findings.launcher, self.here = launcher, launcher in launchers.HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         # the loader would copy all its sources for each group that it is asked for
         _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
@@ -216,7 +215,7 @@ class _Look:
             if not wrong:
                 self.findings.seeds |= {*(config["seeds"] or [config["seed"]])}
             if not wrong and not self.findings.problems:
-                self.findings.problems += early.problems(config, self.here)
+                self.findings.problems += rules.refusals(config, self.here)
 
     def _composed(self, choices: dict[str, Any]) -> DictConfig:
         """Compose the config with these options of groups, without the values of keys."""

@@ -20,8 +20,8 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words import command_line, early, precheck, schema, source, suggestions
-from nmrun.lab.words.composing import composing
+from nmrun.lab.words import command_line, precheck, rules, schema, source, suggestions
+from nmrun.lab.words.composition import composing
 from nmrun.lab.words.identity import completed
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import whole
@@ -122,7 +122,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if problems := [line for one in overrides if (line := _put(composed, one, known))]:
         raise ConfigError(problems)
     config = schema.check(composed)
-    if found := list(early.problems({**config.plain, "recipe": plain["recipe"]})):
+    if found := list(rules.refusals({**config.plain, "recipe": plain["recipe"]})):
         raise ConfigError(found)
     return config
 

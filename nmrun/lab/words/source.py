@@ -37,7 +37,7 @@ SWEEPER: dict[str, Any] = {
 }
 
 
-class RatioSource(ConfigSource):
+class ClassSource(ConfigSource):
     """The config source ``nm://``.
 
     It answers ``sparsity/2:8`` with ``{n: 2, m: 8, v: 1, overrides: null, pad: false}``, ``recipe/sr_ste``
@@ -104,7 +104,7 @@ def _ratio(name: str) -> dict[str, Any]:
     return {"n": pattern.n, "m": pattern.m, "v": pattern.v}
 
 
-class RatioSearchPath(SearchPathPlugin):
+class ClassSearchPath(SearchPathPlugin):
     """Adds ``nm://`` to the search path of nmrun, and of no other Hydra application."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -120,7 +120,7 @@ def register() -> None:
     ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
     OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
     plugins = Plugins.instance()
-    for plugin in (RatioSource, RatioSearchPath):
+    for plugin in (ClassSource, ClassSearchPath):
         plugins.register(plugin)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from nmrun.lab.keys import options
 from nmrun.lab.keys.fields import fields
-from nmrun.lab.words.hydra_quoting import RATIOS
 from nmrun.lab.words.recipe_fields import recipe_keys
 from nmrun.oneshot import METHODS
 from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean, nearest
 
+RATIOS = "sparsity.overrides"
 # What others call it, by the last part of the key.
 ELSEWHERE = {
     "recipe": ("method", "algorithm", "algo", "pruner", "sparsifier"),

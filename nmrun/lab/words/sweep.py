@@ -13,21 +13,27 @@ import itertools
 import json
 import os
 import re
+import shlex
+import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, tell
-from nmrun.lab.runs import documents, jsonl
+from nmrun.errors import ConfigError, leads, tell
+from nmrun.lab.runs import documents, jsonl, locks
+from nmrun.lab.words import command_line
+
+if TYPE_CHECKING:
+    from nmrun.lab.words.precheck import Findings
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
+SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
+OWN_AXES = ("seed", "seeds", "sparsity", "output_dir")  # what a table averages over or has anyway
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = (
     "skipped",
@@ -55,6 +61,37 @@ def make_folder(folder: Path, output_dir: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
+
+
+@contextlib.contextmanager
+def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> Iterator[Path]:
+    """A new record of a sweep, which is alive while the context is entered; that of a plan
+    (``dry=true``) goes then.
+
+    Args:
+        looks: what was found at the overrides of each
+        command: as it was typed.
+        together: the overrides of each sweep, where they are launched together.
+
+    Raises:
+        ConfigError: where the folder cannot be made.
+    """
+    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
+        output_dir = looks[0].output_dir
+        folder = new_folder(output_dir) if leads() else Path(nowhere)
+        new = [place for place in folder.parents if not place.exists()]
+        make_folder(folder, output_dir)
+        try:
+            with locks.hold(folder):  # shows that the sweep is alive
+                jobs = sum(found.jobs for found in looks)
+                begin(folder, jobs, command, output_dir, together)
+                yield folder
+        finally:
+            if looks[0].dry or not (folder / HEAD).exists():  # nothing began on a full disk
+                shutil.rmtree(folder, ignore_errors=True)
+                for place in new:
+                    with contextlib.suppress(OSError):  # others are at work there
+                        place.rmdir()
 
 
 def begin(
@@ -332,18 +369,54 @@ def span(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
-def typed(word: str) -> str:
-    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need
-    that.
+def planned(folder: Path) -> list[str]:
+    """List the jobs that were only planned (``dry=true``), one a line: recipe, ratio, what is swept
+    beside them, steps and FLOPs.
+
+    Args:
+        folder: that of the sweep's record.
     """
-    bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
-    with contextlib.suppress(HydraException):
-        parse = OverridesParser.create().parse_override
-        return bare if bare != word and parse(bare).value() == parse(word).value() else word
-    return word
+    done = [line for line in read(folder).done if line.get("plan")]
+    swept = [key for key in _varied([line["overrides"] for line in done]) if key not in SAID]
+    rows = []
+    for line in done:
+        words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
+        recipe, ratio, *rest = line["plan"].items()
+        rows.append(dict([recipe, ratio, *((key, words.get(key, "")) for key in swept), *rest]))
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
-def is_hydras(word: str) -> bool:
-    """Whether an override is for Hydra itself (``hydra/launcher=joblib``)."""
-    return word.lstrip("+~").startswith("hydra")
+def lines(folder: Path) -> list[str]:
+    """The lines below the summary; none where no job has a result.
+
+    Args:
+        folder: that of the sweep's record.
+    """
+    record = read(folder)
+    good = [line for line in record.done if line["status"] in ("finished", "skipped")]
+    places = [line["folder"] for line in good if line.get("folder")]
+    if not places:
+        return []
+    varied = _varied([line["overrides"] for line in record.done])
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    above = {str(Path(place).parents[3]) for place in places}
+    path = above.pop() if len(above) == 1 else os.path.commonpath(places)
+    rows = [key for key in varied if key not in OWN_AXES]
+    words = ["nmrun", "table", path]
+    if rows and rows != ["recipe"]:
+        words += ["--rows", ",".join(dict.fromkeys(["recipe", *rows]))]
+    return [f"  {shlex.join(words)}"]
+
+
+def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
+    """The keys in which jobs differ, in their order."""
+    values: dict[str, set[str]] = {}
+    for words in jobs:
+        for word in words:
+            values.setdefault(command_line.key(word), set()).add(word.partition("=")[2])
+    return dict.fromkeys(key for key, found in values.items() if len(found) > 1)

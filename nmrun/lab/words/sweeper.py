@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
-from nmrun.lab.words import experiment, sweep
+from nmrun.lab.words import command_line, experiment, sweep
 from nmrun.lab.words.source import SWEEPER
 
 Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use
@@ -38,7 +38,9 @@ class NMSweeper(BasicSweeper):
         params, arguments = overrides[: len(self.params)], overrides[len(self.params) :]
         jobs = []
         for words in _sweeps([argument.input_line or "" for argument in arguments]):
-            parsed = parser.parse_overrides([word for word in words if not sweep.is_hydras(word)])
+            parsed = parser.parse_overrides(
+                [word for word in words if not command_line.is_hydras(word)]
+            )
             jobs += BasicSweeper.split_arguments([*params, *parsed], None)[0]
         return list(self.split_overrides_to_chunks(jobs, max_batch_size))
 

@@ -20,7 +20,7 @@ from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build, runner
 from nmrun.lab.train.distillation import Distilled, divergence
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words import early
+from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
 
@@ -291,7 +291,7 @@ def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
 def test_told_before_torch_is_there(tmp_path: Path, teacher: Path) -> None:
     def said(*overrides: str) -> list[str]:
         made = config(tmp_path, "recipe=sr_ste", *overrides)
-        return [line for line in early.problems(made.plain) if "distill" in line]
+        return [line for line in rules.refusals(made.plain) if "distill" in line]
 
     assert said(f"trainer.distill='{teacher}'") == []
     assert said("trainer.distill=nowhere") == ["trainer.distill=nowhere: no finished run is there"]

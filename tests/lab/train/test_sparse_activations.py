@@ -14,7 +14,7 @@ from torch import Tensor
 from nmrun.errors import ConfigError
 from nmrun.lab.train import build, runner
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words import early
+from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
 from nmrun.step import activations as mathematics
@@ -164,7 +164,7 @@ def test_mistakes_that_show_before_torch(
     words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     made = make(tmp_path, "trainer.activations=2:4", *words)
-    (found,) = early.problems(made.plain)
+    (found,) = rules.refusals(made.plain)
     assert message in found
     assert "\n" not in found
 

@@ -25,7 +25,7 @@ from nmrun.lab.tune.cli import main
 from nmrun.lab.tune.progress import Progress
 from nmrun.lab.tune.study import Study, Trial, ended
 from nmrun.lab.words import schema
-from nmrun.lab.words.composing import composed, composing
+from nmrun.lab.words.composition import composed, composing
 from nmrun.lab.words.identity import run_folder
 from nmrun.ranges import among
 

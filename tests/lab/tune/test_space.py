@@ -8,7 +8,7 @@ from hydra import compose
 from nmrun.errors import ConfigError
 from nmrun.lab.tune import space
 from nmrun.lab.words import recipe_fields, schema, source
-from nmrun.lab.words.composing import composing
+from nmrun.lab.words.composition import composing
 from nmrun.ranges import among, between, log
 from nmrun.recipes import RECIPES
 

@@ -19,7 +19,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.fields import defaults
 from nmrun.lab.keys.options import find_builder
-from nmrun.lab.words import early
+from nmrun.lab.words import rules
 from nmrun.papers.detection.keys import INSTANCES
 from nmrun.papers.flow.keys import FRAMES
 from nmrun.papers.reading.keys import QUESTIONS
@@ -94,9 +94,9 @@ def test_layers_that_are_known_without_building_are_those_of_the_model(name: str
 
 
 def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
+    monkeypatch.setattr(rules, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
     chosen = {"name": "local", "also": ["tensorboard", "mlflow"]}
-    assert list(early._no_logger(chosen)) == [
+    assert list(rules._no_logger(chosen)) == [
         "track=tensorboard is not installed: pip install 'nmrun[tensorboard]'"
     ]
 
@@ -104,8 +104,8 @@ def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_folder_of_ones_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
-    assert list(early._unknown_package("recipe", "mine.Recipe")) == []
-    assert list(early._unknown_package("recipe", "yours.Recipe")) == [
+    assert list(rules._unknown_package("recipe", "mine.Recipe")) == []
+    assert list(rules._unknown_package("recipe", "yours.Recipe")) == [
         "recipe._target_=yours.Recipe cannot be imported: there is no yours.py here and no such "
         "package installed; PYTHONPATH=FOLDER lets nmrun look in another folder"
     ]

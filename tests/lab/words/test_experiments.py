@@ -21,8 +21,8 @@ from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show.experiments import KINDS
 from nmrun.lab.train.schedules import scheduled
-from nmrun.lab.words import experiment, identity, plugins, precheck, recipe_fields, schema, source
-from nmrun.lab.words.composing import Done
+from nmrun.lab.words import experiment, identity, launchers, precheck, recipe_fields, schema, source
+from nmrun.lab.words.composition import Done
 from nmrun.recipes import RECIPES
 
 source.register()
@@ -74,7 +74,7 @@ def test_the_page_names_each_of_them_and_no_other():
 
 @pytest.mark.parametrize(("name", "scale"), EVERY)
 def test_every_job_is_accepted(name, scale, monkeypatch):
-    monkeypatch.setattr(plugins, "HERE", ())  # as on a machine with the data and a GPU
+    monkeypatch.setattr(launchers, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     looks = [precheck.look(words, multirun=True, done=COMPOSED) for words in sweeps]
     assert [problem for found in looks for problem in found.problems] == []

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.lab.keys import models
 from nmrun.lab.words import precheck, schema
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.composition import Done, composed, composing
 
 COMPOSED: Done = {}  # as the sweeps of one command line share them
 

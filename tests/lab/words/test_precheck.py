@@ -14,8 +14,8 @@ import pytest
 from test_schema import composed
 
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, early, precheck, schema
-from nmrun.lab.words.composing import Done
+from nmrun.lab.words import command_line, precheck, rules, schema
+from nmrun.lab.words.composition import Done
 
 COMPOSED: Done = {}  # as the sweeps of one command line share them
 
@@ -76,7 +76,7 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
     monkeypatch.setattr(
         schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
     )
-    monkeypatch.setattr(early, "problems", lambda plain, here: [])
+    monkeypatch.setattr(rules, "refusals", lambda plain, here: [])
     found = precheck.look(
         [f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True
     )

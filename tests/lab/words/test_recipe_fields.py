@@ -97,7 +97,7 @@ def without_file(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recipe_without_a_file_is_served(without_file: None) -> None:
-    offered = source.RatioSource("nmrun", "nm://")
+    offered = source.ClassSource("nmrun", "nm://")
     assert offered.list("recipe", ObjectType.CONFIG) == [*recipes.RECIPES, "custom"]
     assert "mine" in recipes.RECIPES
     assert offered.is_config("recipe/mine.yaml")

@@ -17,8 +17,8 @@ from verbs import verb
 import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
 from nmrun.errors import ConfigError
 from nmrun.lab.cli import all_verbs
-from nmrun.lab.words import explain, reference
-from nmrun.lab.words.composing import composing
+from nmrun.lab.words import reference
+from nmrun.lab.words.composition import composing
 
 EVERY = [reference.options(group) for group in ("", *reference.GROUPS)]
 
@@ -49,32 +49,32 @@ def test_every_key_is_there_with_its_meaning_and_its_default(options):
 
 
 def test_a_key_means_different_things_with_different_options():
-    text = explain.about("recipe.decay")
+    text = reference.about("recipe.decay")
     assert text.startswith("recipe.decay\n")
     assert "of sr_ste: the paper's lambda_w" in text
     assert "takes a number at least 0; nmrun tune tries 1e-06 to 0.01 (log); default 0.0002" in (
         " ".join(text.split())
     )
     assert "of step: SR-STE's lambda in phase two" in text
-    assert "default 0.0 (gpt2" in explain.about("model.dropout").replace("\n    ", " ")
+    assert "default 0.0 (gpt2" in reference.about("model.dropout").replace("\n    ", " ")
 
 
 def test_a_group_lists_its_options_and_an_option_its_keys():
-    names = re.findall(r"^schedule=(\w+):", explain.about("schedule"), re.M)
+    names = re.findall(r"^schedule=(\w+):", reference.about("schedule"), re.M)
     assert names == ["constant", "cosine", "inverse_sqrt", "linear"]
-    text = explain.about("recipe=step")
+    text = reference.about("recipe=step")
     for part in ("arXiv", "When to use", "Cost", "recipe.t_max", "recipe.eps_mode"):
         assert part in text
     assert "``" not in text
-    assert "trainer.epochs" in explain.about("trainer")
-    assert explain.about("sparsity=2:4") == explain.about("sparsity")
+    assert "trainer.epochs" in reference.about("trainer")
+    assert reference.about("sparsity=2:4") == reference.about("sparsity")
 
 
 @pytest.mark.parametrize(
     "option", ["recipe=step", "dataset=digits", "model=mlp", "optimizer=sgd", "track=wandb"]
 )
 def test_the_name_of_an_option_alone_leads_to_it(option):
-    assert explain.about(option.partition("=")[2]) == explain.about(option)
+    assert reference.about(option.partition("=")[2]) == reference.about(option)
 
 
 def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
@@ -89,18 +89,18 @@ def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    own = explain.about("recipe=mine", str(tmp_path)).splitlines()
+    own = reference.about("recipe=mine", str(tmp_path)).splitlines()
     assert [line.strip() for line in own] == [
         "recipe=mine", str(tmp_path / "recipe/mine.yaml"), "recipe.rate", "of what", "default 0.3",
         "recipe.other", "default 1",
     ]  # fmt: skip
-    slow = explain.about("optimizer=slow", str(tmp_path))
+    slow = reference.about("optimizer=slow", str(tmp_path))
     assert "share of the last update" in slow
     assert "default 0.5" in slow
-    assert "takes a whole number, 1 or more" in explain.about("recipe=often", str(tmp_path))
-    assert "recipe=mine:" in explain.about("recipe", str(tmp_path))
+    assert "takes a whole number, 1 or more" in reference.about("recipe=often", str(tmp_path))
+    assert "recipe=mine:" in reference.about("recipe", str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean mine"):
-        explain.about("recipe=mien", str(tmp_path))
+        reference.about("recipe=mien", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
 )
 def test_other_words_get_one_line(topic, hint, capsys):
     with pytest.raises(ConfigError, match=hint.replace("?", r"\?")):
-        explain.about(topic)
+        reference.about(topic)
     assert verb("help", topic) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

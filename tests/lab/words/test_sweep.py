@@ -29,8 +29,8 @@ from nmrun.errors import ConfigError
 from nmrun.lab import cli, verbs
 from nmrun.lab.runs import locks
 from nmrun.lab.train import checkpoint, jobs
-from nmrun.lab.words import command_line, experiment, schema, sweep, sweep_end
-from nmrun.lab.words.composing import composed, composing, jobs_of
+from nmrun.lab.words import command_line, experiment, schema, sweep
+from nmrun.lab.words.composition import composed, composing, jobs_of
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.sweeper import NMSweeper
 
@@ -377,7 +377,7 @@ def test_sweeps_for_different_launchers_are_launched_apart(
     ],
 )
 def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
-    assert sweep.typed(word) == as_typed
+    assert command_line.unescaped(word) == as_typed
 
 
 # --- runs that others are at work on ---------------------------------------------------------------
@@ -544,7 +544,7 @@ def ended(folder: Path, jobs: list[str]) -> list[str]:
     for number, words in enumerate(jobs):
         place = f"out/digits/small_conv/ste/2of4/s0-{number}"
         sweep.add(folder, {"status": "finished", "folder": place}, words.split(), 1.0)
-    return sweep_end.lines(folder)
+    return sweep.lines(folder)
 
 
 def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nmrun_cli) -> None:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from runs import TINY
 
 from nmrun.lab.words import source
-from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.composition import Done, composed, composing
 
 LINES = (
     "",

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import sweep
-from nmrun.lab.words.source import RatioSource
+from nmrun.lab.words import command_line
+from nmrun.lab.words.source import ClassSource
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
 Done = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
@@ -121,7 +121,7 @@ def jobs_of(
                 if of_interrupt(error):
                     raise KeyboardInterrupt from None
                 raise ConfigError(str(error).splitlines()[0]) from None
-            yield [sweep.typed(word) for word in words], job
+            yield [command_line.unescaped(word) for word in words], job
 
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
@@ -146,7 +146,7 @@ def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Co
         if plain and group in options.GROUPS and names.count(group) == 1:
             path = f"{group}/{option}"
             source = next((one for one in loader.get_sources() if one.is_config(path)), None)
-            if isinstance(source, RatioSource):
+            if isinstance(source, ClassSource):
                 found[group] = source.load_config(path).config
     return found
 

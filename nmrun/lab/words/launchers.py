@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override
 
-from nmrun.lab.words import suggestions, sweep
+from nmrun.lab.words import command_line, suggestions
 
 GROUP = "hydra/launcher"
 WORDS = (GROUP, "hydra.launcher")  # what begins an override for one
@@ -26,7 +26,7 @@ def asked_for(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
     """Whether anything is said to Hydra itself, by overrides or in a folder of more configs, such as
     a launcher or the environment of its jobs: then Hydra launches them.
     """
-    if any(map(sweep.is_hydras, itertools.chain(*sweeps))):
+    if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
     files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
     return any(
