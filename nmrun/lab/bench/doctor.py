@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.lab.verbs import Parser
 
 # inputs and outputs of the layers in the speed table
@@ -110,6 +109,8 @@ def driver() -> str:
 
 def cusparselt() -> str:
     """The version of the cuSPARSELt that this process has loaded."""
+    from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
+
     found = loaded_cusparselt()
     if found is None:
         return "not loaded (this torch has none): no 2:4 products by it"

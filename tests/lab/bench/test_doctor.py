@@ -105,13 +105,13 @@ def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(
 )
 def test_cusparselt(version: Any, said: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        doctor, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0")
+        cusparselt, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0")
     )
     assert doctor.cusparselt().startswith(said)
 
 
 def test_the_loaded_version_is_the_one_torch_knows():
-    found = doctor.loaded_cusparselt()
+    found = cusparselt.loaded_cusparselt()
     number = (
         torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     )
