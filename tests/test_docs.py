@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from verbs import verb
 
 import nmrun.lab.cli as cli
 import nmrun.lab.train.jobs
@@ -207,38 +206,3 @@ def test_the_readme_leads_to_every_page():
         links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())
         following += [(page.parent / link).resolve() for link in links if "://" not in link]
     assert set(PAGES) - {ROOT / "docs/index.md"} <= found
-
-
-def printed(capsys, *words: str) -> list[str]:
-    """The lines of the tables that ``nmrun table`` prints."""
-    assert verb("table", *words) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
-
-
-def figures(page: str) -> list[str]:
-    """The lines of a page's tables that hold a mean or a difference."""
-    lines = (ROOT / page).read_text().splitlines()
-    return [line for line in lines if re.match(r"\|.*(\+-|p[=<])", line)]
-
-
-def cells(line: str) -> list[str]:
-    """What a line of a table says, without bold print and numbers of runs."""
-    plain = re.sub(r" \(\d+\)|\*\*|\\(?=<)", "", line)
-    return [cell.strip() for cell in plain.strip("|").split("|")]
-
-
-ONE_SHOT = str(ROOT / "docs/results/one_shot.csv")
-
-
-def test_the_page_on_one_shot_pruning_is_computed_from_its_runs(capsys):
-    dense, *shown = map(cells, figures("docs/results/one_shot.md"))
-    before = [
-        cells(line) for line in printed(capsys, ONE_SHOT, "--metric", "test/dense/perplexity")
-    ]
-    assert dense[1] in before[2][1:]
-    means: dict[str, list[str]] = {}
-    for name, *values in map(cells, printed(capsys, ONE_SHOT, "--baseline", "magnitude")):
-        means.setdefault(name, []).extend(values)
-    assert len(shown) == 4
-    for name, mean, difference in shown:
-        assert [mean, *filter(None, [difference])] == means[name.lower()]

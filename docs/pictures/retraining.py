@@ -1,7 +1,7 @@
 """Draw the perplexity of every way to a sparse network from committed results: one-shot pruning and
 retraining or mask learning, with its CPU seconds.
 
-python benchmarks/retraining_picture.py     # writes docs/pictures/retraining.svg
+python docs/pictures/retraining.py     # writes docs/pictures/retraining.svg
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from nmrun.lab.compare.names import written
 from nmrun.lab.show.style import COLOURS, GREY, looks
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1]
 RECIPES = (
     "asp", "slope", "sqft", "sr_ste", "ast", "cast", "step", "s_ste", "maskllm", "proxsparse", "dense"
 )  # fmt: skip
@@ -81,7 +81,7 @@ def main() -> None:
             label=f"with a teacher, {taught:.1f} s more",
         )
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(DOCS / "pictures" / "retraining.svg")
+        figure.savefig(DOCS / "pictures" / "retraining.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
