@@ -44,8 +44,6 @@ sys.exit(status)
 """
 
 MISTAKES = {  # one for each way to find it; bad_inputs.py has all of them
-    "recipe=stpe": ["recipe=stpe", "did you mean step?", "sr_ste"],
-    "sparsity=1:128": ["1:128", "no layer", "32, 64 inputs"],
     "tabel": ["tabel", "did you mean table?"],
     "-m recipe=ste,sr_ste recipe.decay=0,1": ["recipe.decay", "no such key with"],
 }
