@@ -76,9 +76,14 @@ def test_the_page_names_each_of_them_and_no_other():
 def test_every_job_is_accepted(name, scale, monkeypatch):
     monkeypatch.setattr(launchers, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
-    looks = [precheck.look(words, multirun=True, done=COMPOSED) for words in sweeps]
-    assert [problem for found in looks for problem in found.problems] == []
-    jobs = sum(found.jobs or 0 for found in looks)
+    jobs, looks = 0, {}
+    for words in sweeps:
+        seeds = [word for word in words if word.startswith("seed=")]
+        others = tuple(word for word in words if word not in seeds)
+        if others not in looks:  # one seed is as good as another
+            looks[others] = precheck.look([*others, "seed=0"], multirun=True, done=COMPOSED)
+        jobs += looks[others].jobs * (seeds[-1].count(",") + 1 if seeds else 1)
+    assert [problem for found in looks.values() for problem in found.problems] == []
     assert 2 <= jobs <= (24 if scale == "smoke" else 440)
     for words in sweeps if scale == "smoke" else []:
         values = dict(word.split("=", 1) for word in words)
