@@ -84,9 +84,9 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path, monkeypatch: A
     assert weights(trainer.model) == weights(plain_loop(recipe, batches))
 
 
-@pytest.mark.parametrize("recipe", hf.OPTIONS)
+@pytest.mark.parametrize("recipe", ["s_ste", "step"])
 def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_path: Path) -> None:
-    """Taken in the dense phase of those that have one, and after it."""
+    """Taken in the dense phase of STEP, and after it."""
     saving = {"save_strategy": "steps", "save_steps": 3}
     whole, _ = trained(tmp_path / "whole", recipe, **saving)
     for step in (3, 6):
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_
         assert not (found["missing_keys"])
         assert not (found["unexpected_keys"])
         assert not (found["mismatched_keys"])
-        if step == 6 or recipe in ("sr_ste", "s_ste"):
+        if step == 6 or recipe == "s_ste":
             nmrun.sparsity.check_nm(model, "2:4")
         again, sparse = trained(tmp_path / "again", recipe, str(saved), **saving)
         assert sparse.handle.recipe.step == hf.STEPS

@@ -19,7 +19,7 @@ from typing import Any
 import preloaded
 import pytest
 import torch
-from runs import RECIPES, TINY, config, rows
+from runs import KINDS, RECIPES, TINY, config, rows
 from torch import nn
 
 from nmrun.lab import models
@@ -129,8 +129,8 @@ def cut(
 
 
 def cuts() -> Iterator[Any]:
-    """All pairs of a recipe and a step; by default of recipes with phases, as the next test but one
-    has all recipes.
+    """All pairs of a recipe and a step; by default of recipes with phases. Others are cut off within
+    an epoch below, and all in test_resume_state.py.
     """
     for recipe, step in itertools.product(RECIPES, (2, 5, 7, 8, 11, 12)):
         default = recipe in ("asp", "step", "sdgf_stepwise")
@@ -158,7 +158,7 @@ def test_killed_where_rows_are_further_apart(
     assert outcome(made) == alone
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_checkpoints_within_an_epoch(
     recipe: str,
     tmp_path: Path,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import RECIPES, config, rows
+from runs import KINDS, config, rows
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch.nn import functional
@@ -53,7 +53,7 @@ def run(made: Config, sweep: str | None = None) -> dict[str, Any]:
 # --- a finished run -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_the_folder_of_a_finished_run(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
