@@ -99,9 +99,9 @@ def test_manual_optimization(closure: bool, tmp_path: Path) -> None:
     assert weights(module) == weights(same)
 
 
-@pytest.mark.parametrize("recipe", lit.OPTIONS)
+@pytest.mark.parametrize("recipe", ["s_ste", "step"])
 def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_path: Path) -> None:
-    """Taken after each epoch: in the dense phase of those that have one, and after it."""
+    """Taken after each epoch: in the dense phase of STEP, and after it."""
     module = lit.Module()
     saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = lit.trainer(tmp_path, [callback(recipe), saves], enable_checkpointing=True)
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_
     for epoch in (0, 2):
         saved = tmp_path / f"epoch={epoch}.ckpt"
         model = lit.Module.load_from_checkpoint(saved, weights_only=True)
-        if epoch == 2 or recipe in ("sr_ste", "s_ste"):
+        if epoch == 2 or recipe == "s_ste":
             nmrun.sparsity.check_nm(model, "2:4")
         again, watch = lit.Module(lr=0.5), callback(recipe)
         lit.trainer(tmp_path, [watch]).fit(again, lit.loader(), ckpt_path=saved)

@@ -623,7 +623,7 @@ def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() ->
 
 @pytest.mark.parametrize(
     ("options", "precision"),
-    [("mvue", torch.float32), ("fp8", torch.bfloat16), ("both", torch.bfloat16), ("input", torch.float32)],
+    [("both", torch.bfloat16), ("input", torch.float32)],
     ids=str,
 )  # fmt: skip
 def test_compiled_in_one_graph(options: str, precision: torch.dtype) -> None:

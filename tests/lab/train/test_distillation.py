@@ -164,8 +164,9 @@ def test_weight_0_is_the_run_without_a_teacher(tmp_path: Path, teacher: Path) ->
         assert a.get("train/loss") == b.get("train/loss")
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "dense", "step"])
-@pytest.mark.parametrize("by", ["start", "finished"])
+@pytest.mark.parametrize(
+    ("recipe", "by"), [("sr_ste", "start"), ("dense", "finished"), ("step", "finished")]
+)
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
     tmp_path: Path, teacher: Path, recipe: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

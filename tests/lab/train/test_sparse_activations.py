@@ -98,7 +98,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert rows(found) == rows(expected)
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "step", "asp", "t_sr_ste", "bi_mask"])
+@pytest.mark.parametrize("recipe", ["step", "t_sr_ste", "bi_mask"])
 def test_beside_sparse_weights(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
