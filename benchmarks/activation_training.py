@@ -20,7 +20,7 @@ import torch
 from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
 from nmrun.lab.bench.networks import composed
 from nmrun.lab.train import build
-from nmrun.lab.train.steps import Steps
+from nmrun.lab.train.steps import TrainingSteps
 
 WORDS = (
     *("recipe=dense", "dataset=stdlib_text", "dataset.context=256", "model=gpt2", "model.layers=4"),
@@ -29,10 +29,10 @@ WORDS = (
 )
 
 
-def prepared(folder: Path, words: list[str]) -> tuple[Steps, Callable[[], object]]:
+def prepared(folder: Path, words: list[str]) -> tuple[TrainingSteps, Callable[[], object]]:
     """A run that is built, and its next step."""
     config = composed(folder, [*WORDS, *words])
-    steps = Steps(config, build.build(config))
+    steps = TrainingSteps(config, build.build(config))
     steps.model.train()
 
     def step() -> None:
@@ -42,7 +42,7 @@ def prepared(folder: Path, words: list[str]) -> tuple[Steps, Callable[[], object
     return steps, step
 
 
-def zeros(steps: Steps) -> float:
+def zeros(steps: TrainingSteps) -> float:
     """The share of the squared ReLUs' own zeros."""
     with torch.no_grad(), steps.activations.measured() as sums:
         steps.task.loss(steps.model, steps.task.micro_batches(0, 0, 1)[0])

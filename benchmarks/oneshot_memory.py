@@ -24,7 +24,7 @@ import torch
 
 import nmrun
 from nmrun.lab.bench.harness import hardware
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.show.markdown import table
 from nmrun.oneshot import METHODS
 
@@ -40,9 +40,9 @@ def resident(key: str) -> int:
 def once(method: str, layers: int, width: int, context: int, texts: int) -> dict[str, float]:
     """Prune a network in this process: bytes of its weights, peak bytes beyond, CPU seconds."""
     # libraries and kernels are loaded at their first use
-    nmrun.prune(GPT(64, 16, 2, 2, 64), [torch.zeros(1, 16, dtype=torch.long)], method)
+    nmrun.prune(GPTNetwork(64, 16, 2, 2, 64), [torch.zeros(1, 16, dtype=torch.long)], method)
     torch.manual_seed(0)
-    model = GPT(VOCABULARY, context, layers, max(1, width // 64), width)
+    model = GPTNetwork(VOCABULARY, context, layers, max(1, width // 64), width)
     batches = [torch.randint(VOCABULARY, (1, context)) for _ in range(texts)]
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before, began = resident("VmRSS"), time.process_time()

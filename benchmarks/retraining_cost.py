@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import nmrun
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.train.distillation import divergence
 from nmrun.oneshot import METHODS
 
@@ -34,18 +34,18 @@ OPTIONS = {
 RECIPES = ("dense", "asp", "sr_ste", "step", "s_ste", "slope", "sqft", "ast", "cast", "proxsparse", "maskllm")  # fmt: skip
 
 
-def pruned(method: str, model: GPT) -> None:
+def pruned(method: str, model: GPTNetwork) -> None:
     """Prune the network by the method."""
     texts = [torch.randint(VOCABULARY, (BATCH, CONTEXT)) for _ in range(CALIBRATION)]
     nmrun.prune(model, texts, method, RATIO)
 
 
-def taught(recipe: str, model: GPT) -> None:
+def taught(recipe: str, model: GPTNetwork) -> None:
     """Train the network by the recipe, with what it was before as the teacher."""
     retrained(recipe, model, copy.deepcopy(model))
 
 
-def retrained(recipe: str, model: GPT, teacher: GPT | None = None) -> None:
+def retrained(recipe: str, model: GPTNetwork, teacher: GPTNetwork | None = None) -> None:
     """Train the network by the recipe, clipped as in the runs."""
     optimizer = nmrun.optim.Adam(model.parameters(), 1e-3)
     nmrun.sparsify(
@@ -65,10 +65,10 @@ def retrained(recipe: str, model: GPT, teacher: GPT | None = None) -> None:
         optimizer.zero_grad()
 
 
-def seconds(work: Callable[[str, GPT], None], name: str, times: int) -> float:
+def seconds(work: Callable[[str, GPTNetwork], None], name: str, times: int) -> float:
     """The least CPU seconds of some tries, each on a copy."""
     torch.manual_seed(0)
-    model, found = GPT(VOCABULARY, CONTEXT, 2, 4, 128), []
+    model, found = GPTNetwork(VOCABULARY, CONTEXT, 2, 4, 128), []
     for _ in range(times):
         own, began = copy.deepcopy(model), time.process_time()
         work(name, own)

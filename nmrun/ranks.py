@@ -7,7 +7,7 @@ of ranks.
 Models are replicated (``trainer.distributed=ddp``) or sharded (``fsdp``). Replicated: each rank has
 all weights and the mean of all gradients, so recipes, clipping, AutoSwitch and the optimizer do the
 same on all ranks. Sharded: each rank has its rows of each weight, and all ranks must pass through
-the model together (``nmrun.lab.train.sharded``).
+the model together (``nmrun.lab.train.fsdp``).
 
 Only rank 0, the leader, writes files and prints. Without ``torchrun`` there is one rank, the
 leader, and no function here communicates.

@@ -36,7 +36,7 @@ MODULES = [
     "nmrun.lab.train.jobs",
     "nmrun.lab.train.loop",
     "nmrun.lab.train.runner",
-    "nmrun.lab.train.sharded",
+    "nmrun.lab.train.fsdp",
     "nmrun.lab.train.shards",
     "sklearn.datasets",
     "torch._dynamo",

@@ -152,16 +152,16 @@ def full(tensor: Tensor) -> Tensor:
 
 def check_odd() -> None:
     """A model by hand: the same steps as in one process, its state dicts those of one process."""
-    from nmrun.lab.train import sharded
-    from nmrun.lab.train.replicated import Replicated
+    from nmrun.lab.train import fsdp
+    from nmrun.lab.train.replicas import Replicated
 
     def odd() -> Odd:
         torch.manual_seed(1)
         return Odd()
 
-    alone, model = odd(), sharded.built(odd)
+    alone, model = odd(), fsdp.built(odd)
     assert all(p.is_meta != ranks.leads() for p in model.parameters())
-    sharded.shard(model, torch.device("cpu"), {"layers.1.weight"})
+    fsdp.shard(model, torch.device("cpu"), {"layers.1.weight"})
     assert model.first.weight is model.layers[0].weight
     for name, tensor in model.state_dict().items():
         assert torch.equal(full(tensor), alone.state_dict()[name]), name
@@ -174,7 +174,7 @@ def check_odd() -> None:
             each, optimizer, "sr_ste", "2:4", decay=0.1, exclude="first|layers.0"
         )
         made.append((each, optimizer, handle))
-    held, whole = sharded.Sharded(*made[1]), Replicated(*made[0])
+    held, whole = fsdp.Sharded(*made[1]), Replicated(*made[0])
     assert [w.name for w in made[1][2].sparse] == ["layers.1.weight"]
     assert made[1][2].sparse[0].dense.shape == (8, 3)
     for each, *_ in made:
@@ -219,7 +219,7 @@ def check_odd() -> None:
         (scaled, "cannot cut scale"),
     ):
         try:
-            sharded.shard(wrong, torch.device("cpu"), {"layers.1.weight"})
+            fsdp.shard(wrong, torch.device("cpu"), {"layers.1.weight"})
         except ConfigError as error:
             assert complaint in str(error)  # noqa: PT017
             assert "trainer.distributed=ddp" in str(error)  # noqa: PT017
@@ -229,10 +229,10 @@ def check_odd() -> None:
 
 def check_resharded(folder: Path) -> None:
     """What one rank has saved in shards, two have in theirs."""
-    from nmrun.lab.train import sharded
+    from nmrun.lab.train import fsdp
 
     model = nn.ParameterDict({n: torch.zeros(shape) for n, shape in one_rank.SHAPES.items()})
-    sharded.shard(model, torch.device("cpu"))
+    fsdp.shard(model, torch.device("cpu"))
     state, said = checkpoint.load_last(folder)
     assert state is not None
     assert not said

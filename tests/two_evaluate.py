@@ -25,7 +25,7 @@ from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.tasks.text_classification.task import TextClassification
 from nmrun.lab.tasks.text_classification.tokens import Words
 from nmrun.lab.tasks.vision import Classification
-from nmrun.lab.tasks.vision.stream import _Files
+from nmrun.lab.tasks.vision.stream import ImageFiles
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation.copy_reverse import Vocabulary
@@ -252,17 +252,17 @@ def broken_text() -> str:
 def run(place: Path, *overrides: str) -> dict[str, Any]:
     """A run's result, and how many images this rank has decoded for it."""
     made, decoded = config(place, *overrides), []
-    read = _Files.__getitem__
+    read = ImageFiles.__getitem__
 
-    def watched(files: _Files, key: tuple[int, int]) -> Any:
+    def watched(files: ImageFiles, key: tuple[int, int]) -> Any:
         decoded.append(key)
         return read(files, key)
 
-    _Files.__getitem__ = watched  # type: ignore[method-assign]
+    ImageFiles.__getitem__ = watched  # type: ignore[method-assign]
     try:
         result = runner.run(made, run_folder(made))
     finally:
-        _Files.__getitem__ = read  # type: ignore[method-assign]
+        ImageFiles.__getitem__ = read  # type: ignore[method-assign]
     told = {key: result.get(key) for key in ("status", "error", "metrics", "folder")}
     return told | {
         "trained": sum(epoch >= 0 for epoch, _ in decoded),

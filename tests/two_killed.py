@@ -35,13 +35,13 @@ def main(distributed: str, output_dir: str, last: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    def due(_: checkpoint.Clock) -> bool:
+    def due(_: checkpoint.CheckpointClock) -> bool:
         nonlocal asked
         asked += 1
         return ranks.rank() == 1 or asked % 2 == 0
 
     Loop.train_step = stepped  # type: ignore[method-assign]
-    checkpoint.Clock.due = due  # type: ignore[method-assign]
+    checkpoint.CheckpointClock.due = due  # type: ignore[method-assign]
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished", result
 

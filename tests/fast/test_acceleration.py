@@ -26,7 +26,7 @@ from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Choice, Times
 from nmrun.lab.train import build, plan
-from nmrun.lab.train.densities import densities
+from nmrun.lab.train.flops import densities
 from nmrun.lab.words.identity import identity
 
 CALLS = itertools.count()

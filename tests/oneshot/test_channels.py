@@ -13,7 +13,7 @@ from torch import nn
 import nmrun
 from nmrun import oneshot
 from nmrun.errors import ConfigError
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.oneshot.inputs import LayerMatrix, watched
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern
@@ -23,7 +23,7 @@ from nmrun.sparsity.select import select
 
 def gpt() -> tuple[nn.Module, nn.Module, torch.Tensor, set[str]]:
     torch.manual_seed(0)
-    model = GPT(vocabulary=17, context=12, layers=2, heads=2, width=16)
+    model = GPTNetwork(vocabulary=17, context=12, layers=2, heads=2, width=16)
     return model, model.h[1], torch.randint(17, (3, 12)), {"h.1.mlp.c_proj.weight"}
 
 

@@ -15,14 +15,14 @@ from torch.nn import functional
 import nmrun
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.patterns import Pattern
 from nmrun.sparsity import check_nm
 
 
-def gpt(layers: int = 3) -> GPT:
+def gpt(layers: int = 3) -> GPTNetwork:
     torch.manual_seed(0)
-    return GPT(vocabulary=17, context=12, layers=layers, heads=2, width=16)
+    return GPTNetwork(vocabulary=17, context=12, layers=layers, heads=2, width=16)
 
 
 def tokens(batches: int = 3, vocabulary: int = 17, length: int = 12) -> list[torch.Tensor]:

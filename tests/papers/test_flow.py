@@ -19,14 +19,14 @@ from nmrun.lab import tasks
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.flow import generated_motion
-from nmrun.papers.flow.task import Flow, sequence_loss
+from nmrun.papers.flow.task import FlowTask, sequence_loss
 
 CPU = torch.device("cpu")
 SMALL = ("model=raft_small", "model.updates=2", "model.evaluated_updates=2")
 MOTION = ("dataset=generated_motion", "dataset.size=6", *SMALL)
 
 
-def task(tmp_path: Path, *overrides: str) -> Flow:
+def task(tmp_path: Path, *overrides: str) -> FlowTask:
     found: Any = tasks.build(config(tmp_path, "trainer.batch_size=2", *overrides), CPU)
     return found
 
@@ -53,7 +53,7 @@ def sintel(place: Path, scenes: int = 4, side: int = 128) -> Any:
     return moved
 
 
-def of_sintel(tmp_path: Path, *overrides: str) -> Flow:
+def of_sintel(tmp_path: Path, *overrides: str) -> FlowTask:
     words = (f"dataset.path={tmp_path}", "dataset.workers=0", "trainer.batch_size=1")
     return task(tmp_path, "dataset=sintel", *words, *SMALL, *overrides)
 

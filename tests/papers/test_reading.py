@@ -168,7 +168,7 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from nmrun.lab.tasks.text_classification.tokens import Pretrained
+    from nmrun.lab.tasks.text_classification.tokens import PretrainedTokenizer
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -180,7 +180,7 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
     )
     own = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", model_max_length=64)
     own.save_pretrained(tmp_path)
-    tokenizer = Pretrained(str(tmp_path), 40)
+    tokenizer = PretrainedTokenizer(str(tmp_path), 40)
     assert tokenizer.padding == own.eos_token_id  # GPT-2's has no token for padding
     text = f"Ünïcode first. {TEXT}"
     question = Question("q", "Where?", text, (("Tuskegee, Alabama", text.index("Tuskegee")),))

@@ -25,10 +25,10 @@ from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.train.schedules import inverse_sqrt_factor
+from nmrun.lab.train.optimizers import inverse_sqrt_factor
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation import cli, prepare
-from nmrun.papers.translation.copy_reverse import Vocabulary
+from nmrun.papers.translation.copy_reverse import Symbols
 from nmrun.papers.translation.fairseq_folder import detokenizer
 from nmrun.papers.translation.fairseq_import import fairseq
 from nmrun.papers.translation.sentences import Corpus
@@ -66,10 +66,10 @@ def imported() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return before, surroundings()
 
 
-def corpora(number: int = 300, seed: int = 0, words: int = 20) -> tuple[Corpus, Corpus, Vocabulary]:
+def corpora(number: int = 300, seed: int = 0, words: int = 20) -> tuple[Corpus, Corpus, Symbols]:
     """Random sentences whose sides have lengths of their own."""
     random = np.random.default_rng(seed)
-    vocabulary = Vocabulary([f"w{i}" for i in range(words)])
+    vocabulary = Symbols([f"w{i}" for i in range(words)])
     sides = [
         [[*random.integers(4, 4 + words, random.integers(1, 9)).tolist(), 2] for _ in range(number)]
         for _ in range(2)
@@ -277,7 +277,7 @@ def test_embeddings_are_shared_as_asked_and_stay_dense() -> None:
         )
         == 3
     )
-    task.inputs = {"source": task.source, "target": Vocabulary(["other"])}
+    task.inputs = {"source": task.source, "target": Symbols(["other"])}
     half = transformer(task)
     assert (
         half.decoder.embed_tokens.weight
@@ -293,7 +293,7 @@ def test_embeddings_are_shared_as_asked_and_stay_dense() -> None:
 # --- beam search and BLEU -------------------------------------------------------------------------
 
 
-def rigged(table: torch.Tensor, vocabulary: Vocabulary) -> nn.Module:
+def rigged(table: torch.Tensor, vocabulary: Symbols) -> nn.Module:
     """A model that gives the next token the probabilities ``table[previous token]``, whatever the
     source says.
     """
@@ -321,7 +321,7 @@ def rigged(table: torch.Tensor, vocabulary: Vocabulary) -> nn.Module:
 
 
 def test_beam_search_finds_what_greedy_search_does_not() -> None:
-    vocabulary = Vocabulary(["a", "b", "c"])
+    vocabulary = Symbols(["a", "b", "c"])
     a, b, c, end = 4, 5, 6, 2
     table = torch.full((7, 7), 1e-9)
     table[end, [a, b]] = torch.tensor([0.6, 0.4])  # a sentence begins: a looks better ...

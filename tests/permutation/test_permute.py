@@ -20,9 +20,9 @@ from torchvision.models.resnet import BasicBlock
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.models.gpt import GPT
-from nmrun.lab.models.mlp import MLP
-from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.models.mlp import MLPNetwork
+from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.train import runner
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.loop import Loop
@@ -234,9 +234,9 @@ IMAGES, TOKENS = (
 # the network, its input, which layers' inputs can be reordered, and why others cannot
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str], dict[str, str]]] = {
     "small_conv": (
-        lambda: SmallConv((3, 8, 8), 5, (8, 8, 8)), IMAGES, {"inner.0", "inner.1", "head"}, {"stem": "they come from the model's input"},
+        lambda: SmallConvNetwork((3, 8, 8), 5, (8, 8, 8)), IMAGES, {"inner.0", "inner.1", "head"}, {"stem": "they come from the model's input"},
     ),
-    "mlp": (lambda: MLP((3, 8, 8), 5, (8, 8, 8)), IMAGES, {"inner.0", "inner.1", "head"}, {"stem": "they come from the model's input"}),
+    "mlp": (lambda: MLPNetwork((3, 8, 8), 5, (8, 8, 8)), IMAGES, {"inner.0", "inner.1", "head"}, {"stem": "they come from the model's input"}),
     "residual": (
         Residual,
         IMAGES,
@@ -253,7 +253,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str], dict[str, s
         {"stem": "they come from the model's input", "mix": "they come from two_groups"},
     ),
     "gpt": (
-        lambda: GPT(11, 8, 2, 2, 8),
+        lambda: GPTNetwork(11, 8, 2, 2, 8),
         TOKENS,
         {"h.0.mlp.c_proj", "h.1.mlp.c_proj"},
         {"h.0.mlp.c_fc": "they come from add", "h.1.mlp.c_fc": "they come from add", "lm_head": "they come from add"},
@@ -668,7 +668,7 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing catches it."""
 
 
-class Noisy(SmallConv):
+class Noisy(SmallConvNetwork):
     """With running statistics and random numbers."""
 
     def __init__(self, **options: Any) -> None:

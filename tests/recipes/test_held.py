@@ -13,7 +13,7 @@ from test_recipes import Net
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.lab.train.densities import densities
+from nmrun.lab.train.flops import densities
 
 
 def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: Any) -> nn.Module:

@@ -17,7 +17,7 @@ import nmrun
 from nmrun.kernels import compiled as c_library
 from nmrun.kernels import cpu
 from nmrun.lab.train import build, plan, runner
-from nmrun.lab.train.flops import Flops, Part, Products
+from nmrun.lab.train.flops import Flops, LayerFlops, Products
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
@@ -255,7 +255,9 @@ def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: 
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True)
     dense = 2.0 * inputs * 8
     cost = Flops(
-        dense, 2 * dense, [Part(handle.sparse[0], False, False, Products(dense, dense, dense))]
+        dense,
+        2 * dense,
+        [LayerFlops(handle.sparse[0], False, False, Products(dense, dense, dense))],
     )
     assert cost.forward_sparse == pytest.approx(2 * left * 8)
     assert cost.forward_hardware == pytest.approx(2 * stored / 2 * 8)

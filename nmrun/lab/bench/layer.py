@@ -40,7 +40,7 @@ ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-class Arm:
+class LayerArm:
     """One copy of the layer. Calling it does a step.
 
     Args:
@@ -107,7 +107,12 @@ def measure(
     """
     about = {"shape": f"{inputs} to {outputs}", "tokens": tokens, "accumulate": accumulate}
     make = partial(
-        Arm, inputs=inputs, outputs=outputs, tokens=tokens, accumulate=accumulate, device=device
+        LayerArm,
+        inputs=inputs,
+        outputs=outputs,
+        tokens=tokens,
+        accumulate=accumulate,
+        device=device,
     )
     products, rows = acceleration.is_24(device) and not acceleration.obstacle(device), list[Row]()
     names = [name for name in ARMS if products or name != "2:4"]

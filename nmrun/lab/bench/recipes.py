@@ -174,7 +174,7 @@ ARMS: dict[str, Attach] = {
 }
 
 
-class Arm:
+class RecipeArm:
     """A copy of the model with its optimizer, made sparse by ``attach``. Calling it trains it by some
     steps; modules of ``exclude`` stay dense.
     """
@@ -213,11 +213,11 @@ def measure(
     torch.manual_seed(0)
     model, batch = workload.build().train(), torch.randn(workload.shape)
     lay_out(model, DEVICE, "fp32")
-    arms = {"dense": Arm(model, ARMS["dense_again"], pattern, ())}
+    arms = {"dense": RecipeArm(model, ARMS["dense_again"], pattern, ())}
     cannot: dict[str, list[str]] = {}
     for recipe in recipes:
         try:
-            arms[recipe] = Arm(model, ARMS[recipe], pattern, workload.exclude)
+            arms[recipe] = RecipeArm(model, ARMS[recipe], pattern, workload.exclude)
         except ValueError as error:
             cannot.setdefault(str(error), []).append(recipe)
     left_out += [

@@ -26,7 +26,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.show.markdown import table
 from nmrun.lab.train.build import autocast, build
 from nmrun.lab.train.flops import peak_flops
-from nmrun.lab.train.steps import Steps
+from nmrun.lab.train.steps import TrainingSteps
 
 OFF = "trainer.acceleration=off"
 Prepared = tuple[Callable[[], None], Row]
@@ -34,7 +34,7 @@ Prepared = tuple[Callable[[], None], Row]
 
 def ours(config: Config, steps: int) -> Prepared:
     """A stretch of nmrun's training, and what there is to say of it."""
-    loop = Steps(config, parts := build(config))
+    loop = TrainingSteps(config, parts := build(config))
     loop.model.train()
     items = sum(loop.task.sizes(0, 0, 1))
 

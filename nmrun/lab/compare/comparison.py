@@ -206,14 +206,14 @@ def _of_rows(comparison: Comparison) -> Lines:
 
 
 @dataclass(frozen=True)
-class Part:
+class TableSection:
     """The table of some runs, and the settings that tell them from the other parts."""
 
     table: Table
     settings: dict[str, str]
 
 
-def divide(runs: pd.DataFrame, query: Query) -> list[Part]:
+def divide(runs: pd.DataFrame, query: Query) -> list[TableSection]:
     """Compare runs of any settings: by data set and model, and by whatever else would be averaged
     over. Settings of recipes (``recipe.decay``) become rows, all others parts of their own.
 
@@ -238,7 +238,7 @@ def divide(runs: pd.DataFrame, query: Query) -> list[Part]:
         asked = replace(query, filter=(), rows=(*query.row_keys, *inner))
         for values, part in divided:
             settings = dict(zip(outer, map(str, values), strict=False))
-            parts += [Part(table, settings) for table in compare(part, asked).tables]
+            parts += [TableSection(table, settings) for table in compare(part, asked).tables]
     return parts
 
 

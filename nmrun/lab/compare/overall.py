@@ -26,7 +26,7 @@ from nmrun.lab.words.metric import higher_is_better
 
 
 @dataclass(frozen=True)
-class Part:
+class DataSetPart:
     """A row's cells of one data set.
 
     Attributes:
@@ -69,7 +69,7 @@ class Overall:
     """
 
     row: Key
-    parts: dict[str, Part]
+    parts: dict[str, DataSetPart]
     mean: Mean
     failed: int = 0
     runs: int = 0
@@ -116,7 +116,7 @@ def better(means: Sequence[float]) -> int:
     return sum(value > 0 for value in means)
 
 
-def mean(parts: Sequence[Part]) -> Mean:
+def mean(parts: Sequence[DataSetPart]) -> Mean:
     """The mean over data sets, weighed by their cells, with its interval and p-value."""
     from scipy import stats
 
@@ -139,7 +139,7 @@ def mean(parts: Sequence[Part]) -> Mean:
     return Mean(value, error, freedom, value - half, value + half, p)
 
 
-def weighed(parts: Sequence[Part]) -> bool:
+def weighed(parts: Sequence[DataSetPart]) -> bool:
     """Whether the cells' units say nothing of their differences; of one cell the unit is none."""
     return all(part.apart for part in parts) or sum(len(part.means) for part in parts) == 1
 
@@ -195,12 +195,12 @@ def _data_set(table: Table, row: Key, column: Key) -> str:
     return labels.get("dataset", table.shared.get("dataset", ""))
 
 
-def _part(cells: Sequence[_Cell]) -> Part:
+def _part(cells: Sequence[_Cell]) -> DataSetPart:
     common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
     gaps = [statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common]
     least = min(cell.least for cell in cells) / len(cells)
     means = [statistics.fmean(cell.gaps.values()) for cell in cells]
-    return Part(means, gaps, least, all(cell.apart for cell in cells))
+    return DataSetPart(means, gaps, least, all(cell.apart for cell in cells))
 
 
 def _corrected(rows: list[Overall]) -> list[Overall]:

@@ -27,7 +27,7 @@ class NoRun(ConfigError):
 
 
 @dataclass(frozen=True)
-class Layer:
+class SparseLayer:
     """A sparse weight: its name in the state dict, its pattern, and the dimension that groups run
     along.
     """
@@ -54,7 +54,7 @@ class Finished:
     folder: Path
     result: dict[str, Any]
     state: dict[str, Tensor]
-    layers: list[Layer]
+    layers: list[SparseLayer]
     trusted: bool = False
 
     @property
@@ -126,7 +126,7 @@ def read(folder: Path, trusted: bool = False) -> Finished:
     try:
         sparsity = result["sparsity"]
         layers = [
-            Layer(
+            SparseLayer(
                 line["name"],
                 Pattern.parse(line.get("pattern", sparsity["pattern"])),
                 line.get("dim", 1),

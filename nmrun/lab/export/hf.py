@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nmrun.lab.export.finished import Finished, Layer, refuse_pruned_activations, write_about
+from nmrun.lab.export.finished import Finished, SparseLayer, refuse_pruned_activations, write_about
 from nmrun.lab.models import MODELS, hf_gpt2
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.models.hf_encoder import EncoderClassifier
 from nmrun.lab.tasks.hugging_face import fetch
 from nmrun.lab.tasks.text.corpus import LEVELS
@@ -62,7 +62,7 @@ def write(run: Finished, folder: Path) -> list[str]:
             if (ours or name == "hf_gpt2") and layer.name.endswith(hf_gpt2.TRANSPOSED)
             else layer.dim
         )
-        layers.append(Layer(names.get(layer.name, layer.name), layer.pattern, dim))
+        layers.append(SparseLayer(names.get(layer.name, layer.name), layer.pattern, dim))
         if layers[-1].name in state:
             check_nm(state[layers[-1].name], layer.pattern, dim, pad=True)
     write_about(run.about([layer.plain for layer in layers]), folder)
@@ -113,7 +113,7 @@ def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str]
     without = "ln_f.bias" not in run.state
     _fill(theirs, {**zeros, **state} if without else state)
     relu2 = config.activation_function == "relu2"
-    ours = GPT(
+    ours = GPTNetwork(
         config.vocab_size,
         config.n_positions,
         config.n_layer,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.lab.export.finished import Finished, network, refuse_pruned_activations, write_about
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 
 # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 LARGEST = 1 << 30
@@ -107,7 +107,7 @@ def _built(run: Finished) -> tuple[nn.Module, str, Callable[[int], Tensor], dict
     if "shape" in task.inputs:
         shape = tuple(task.inputs["shape"])
         return model, "images", lambda n: torch.randn(n, *shape, generator=_seeded(n)), batch
-    if not isinstance(model, GPT):
+    if not isinstance(model, GPTNetwork):
         name = run.result["config"]["model"]["name"]
         raise ValueError(
             f"--format onnx takes models for images and GPT; model={name} is made from {' and '.join(task.inputs)}"

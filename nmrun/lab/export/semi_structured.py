@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from nmrun.fast.gpu.semi_structured import milliseconds
 from nmrun.fast.measurement import ERRORS, fault, first_line
-from nmrun.lab.export.finished import Finished, Layer, write_about
+from nmrun.lab.export.finished import Finished, SparseLayer, write_about
 
 TOKENS = 4096  # rows of the input that a layer is timed with
 DTYPE = torch.bfloat16
@@ -69,7 +69,7 @@ def write(run: Finished, folder: Path) -> list[str]:
     return [f"model.pt: {faster} of {len(run.layers)} layers compressed", *lines]
 
 
-def _unfit(weight: Tensor, layer: Layer) -> str:
+def _unfit(weight: Tensor, layer: SparseLayer) -> str:
     if (layer.pattern.n, layer.pattern.m, layer.dim) != (2, 4, 1) or weight.dim() != 2:
         return f"dense, since only linear 2:4 weights have such a kernel; it is {layer.pattern} with {weight.dim()} dimensions"
     return (

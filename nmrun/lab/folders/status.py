@@ -33,7 +33,7 @@ FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
 
 
 @dataclass(frozen=True)
-class Run:
+class RunState:
     """A run folder as it stands. ``step`` is the last that ``metrics.jsonl`` has; ``command`` asks
     for this run again.
     """
@@ -49,7 +49,7 @@ class Run:
         return f"{self.state}{'' if self.step is None else f', step {self.step}'}: {self.folder}"
 
 
-def runs(path: Path) -> list[Run]:
+def runs(path: Path) -> list[RunState]:
     """The runs at or below a folder, by name. One without a result that no live process works on
     was killed.
     """
@@ -78,18 +78,18 @@ def _folders(path: Path) -> Iterator[Path]:
             ]
 
 
-def _run(folder: Path) -> Run:
+def _run(folder: Path) -> RunState:
     there = RunFolder(folder)
     state = there.result.get("status", "damaged" if there.problem else "killed")
     if locks.held(folder):
         state = "running"
     if state == "finished":
-        return Run(str(folder), state)
+        return RunState(str(folder), state)
     step = _step(folder)
     if state == "running":
-        return Run(str(folder), state, step=step)
+        return RunState(str(folder), state, step=step)
     error = f"{RESULT}: {there.problem}" if there.problem else there.result.get("error")
-    return Run(str(folder), state, error, step, command(there))
+    return RunState(str(folder), state, error, step, command(there))
 
 
 def _step(folder: Path) -> int | None:
@@ -163,11 +163,11 @@ def said(folder: Path, running: bool) -> list[str]:
     return [line, f"  {_here(record.command, record.output_dir, folder.resolve().parents[1])}"]
 
 
-def _block(run: Run) -> list[str]:
+def _block(run: RunState) -> list[str]:
     return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
 
 
-def _table(found: list[Run], path: Path) -> list[str]:
+def _table(found: list[RunState], path: Path) -> list[str]:
     """A line for each run: what it is, with the settings in which these runs differ, and how far."""
     rows = [_row(run, path) for run in found]
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
@@ -187,7 +187,7 @@ def _table(found: list[Run], path: Path) -> list[str]:
     ]
 
 
-def _row(run: Run, path: Path) -> dict[str, str]:
+def _row(run: RunState, path: Path) -> dict[str, str]:
     """A run's cells by column: its state, all its settings, its progress, and its folder in ``path``."""
     folder = Path(run.folder)
     named: dict[str, str] = {}
@@ -259,13 +259,13 @@ def _plain(path: Path) -> dict[str, Any]:
     return {"sweeps": told, "runs": _counts(found), "unfinished": rest}
 
 
-def _counts(found: list[Run]) -> dict[str, int]:
+def _counts(found: list[RunState]) -> dict[str, int]:
     count = Counter(run.state for run in found)
     return {state: count[state] for state in STATES if count[state]}
 
 
 def _lines(
-    path: Path, last: list[tuple[Path, bool]], found: list[Run], most: int | None
+    path: Path, last: list[tuple[Path, bool]], found: list[RunState], most: int | None
 ) -> list[str]:
     """Sweeps, counts, the runs, and how to repeat those that did not finish; empty where there are
     no runs. Those that run come first, then the unfinished, then the latest.
@@ -285,7 +285,7 @@ def _lines(
     return lines + [line for run in rest for line in _block(run)]
 
 
-def _rank(run: Run) -> tuple[int, float]:
+def _rank(run: RunState) -> tuple[int, float]:
     """The place of a run in the list."""
     order = ("running", *STATES[2:], "finished")
     ended = 0.0

@@ -12,7 +12,7 @@ from nmrun.errors import ConfigError
 from nmrun.step.activations import SquaredReLU
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention over (B, T, width): ``c_attn`` makes queries, keys and values in one
     product, ``c_proj`` mixes the heads.
 
@@ -69,14 +69,14 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)).
 
     Args:
-        width, heads, dropout, bias: as of :class:`Attention`; norms have the bias too.
+        width, heads, dropout, bias: as of :class:`CausalAttention`; norms have the bias too.
         activation: of :class:`FeedForward`.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, activation: str) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width, bias=bias)
-        self.attn = Attention(width, heads, dropout, bias)
+        self.attn = CausalAttention(width, heads, dropout, bias)
         self.ln_2 = nn.LayerNorm(width, bias=bias)
         self.mlp = FeedForward(width, dropout, bias, activation)
 
@@ -85,7 +85,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Decoder(nn.Module):
+class GPTDecoder(nn.Module):
     """GPT-2 without a head. Modules have the names of the original's variables.
 
     Weights start normal with deviation 0.02, those that end in the residual stream with 0.02 /
@@ -146,13 +146,13 @@ class Decoder(nn.Module):
         return self.ln_f(x)
 
 
-class GPT(Decoder):
+class GPTNetwork(GPTDecoder):
     """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). ``wte`` and
     ``lm_head`` are one weight.
 
     Args:
         vocabulary, context, layers, heads, width, dropout, bias, activation: as of
-            :class:`Decoder`.
+            :class:`GPTDecoder`.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ def build(
     dropout: float,
     bias: bool,
     activation: str = "gelu",
-) -> GPT:
+) -> GPTNetwork:
     """Build a GPT with its initial weights.
 
     Args:
-        vocabulary, context, layers, heads, width, dropout, bias, activation: as of :class:`GPT`.
+        vocabulary, context, layers, heads, width, dropout, bias, activation: as of :class:`GPTNetwork`.
     """
-    return GPT(vocabulary, context, layers, heads, width, dropout, bias, activation)
+    return GPTNetwork(vocabulary, context, layers, heads, width, dropout, bias, activation)

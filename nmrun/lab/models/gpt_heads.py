@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab.models.gpt import Decoder
+from nmrun.lab.models.gpt import GPTDecoder
 
 
-class Headed(Decoder):
+class Headed(GPTDecoder):
     """A decoder and a linear ``head`` with as many outputs as there are classes.
 
     Inputs are tokens (B, T), mask (B, T) bool (False is padding, at the right) and segments (B, T),
@@ -24,7 +24,7 @@ class Headed(Decoder):
 
     Args:
         vocabulary, context, layers, heads, width, dropout, bias, activation: as of
-            :class:`nmrun.lab.models.gpt.Decoder`.
+            :class:`nmrun.lab.models.gpt.GPTDecoder`.
         classes: outputs of the head.
         head_bias: whether the head has one.
     """
@@ -49,7 +49,7 @@ class Headed(Decoder):
         self.initialise()
 
 
-class GPTClassifier(Headed):
+class GPTClassifierNetwork(Headed):
     """Texts to logits (B, classes): the head sees a text's last token, which has seen all others."""
 
     def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ def classifier(
     context: int,
     embeddings: int | None,
     activation: str = "gelu",
-) -> GPTClassifier:
+) -> GPTClassifierNetwork:
     """Build a classifier; its head has no bias, as in transformers.
 
     Args:
         vocabulary, max_length, classes: of the data.
-        layers, heads, width, dropout, bias, activation: as of :class:`nmrun.lab.models.gpt.Decoder`.
+        layers, heads, width, dropout, bias, activation: as of :class:`nmrun.lab.models.gpt.GPTDecoder`.
         context: positions, as in pre-training.
         embeddings: tokens, as in pre-training; None: those of the data.
 
@@ -82,7 +82,7 @@ def classifier(
         ConfigError: where the data have more positions or tokens.
     """
     known = embedded(vocabulary, max_length, context, embeddings)
-    return GPTClassifier(
+    return GPTClassifierNetwork(
         known, context, layers, heads, width, dropout, bias, activation, classes, head_bias=False
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nmrun.errors import ConfigError
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.tasks.hugging_face import fetch, fetch_whole
 
 # the only values that are supported, by the names of Hugging Face's config
@@ -20,7 +20,7 @@ FIXED = {
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
-def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT:
+def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPTNetwork:
     """Load a pretrained network.
 
     Args:
@@ -53,7 +53,7 @@ def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT
             f"dataset.context={context}: {pretrained} takes at most {config.n_positions} tokens"
         )
     theirs = fetch_whole("GPT2LMHeadModel", pretrained, config=config)
-    model = GPT(
+    model = GPTNetwork(
         vocabulary, config.n_positions, config.n_layer, config.n_head, config.n_embd, dropout
     )
     weights = {

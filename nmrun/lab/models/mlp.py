@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 
-class MLP(nn.Module):
+class MLPNetwork(nn.Module):
     """Linear ``stem``, ``inner.0``, ... and ``head``, with ReLU between.
 
     ``stem`` goes from pixels to ``hidden[0]``, ``inner.i`` from ``hidden[i]`` to ``hidden[i + 1]``.
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         return self.head(x)
 
 
-def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)) -> MLP:
+def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)) -> MLPNetwork:
     """Build the perceptron.
 
     Args:
@@ -45,4 +45,4 @@ def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)
         classes: the number of classes.
         hidden: the widths of the hidden layers, one or more.
     """
-    return MLP(shape, classes, hidden)
+    return MLPNetwork(shape, classes, hidden)

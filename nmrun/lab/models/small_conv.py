@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 
-class SmallConv(nn.Module):
+class SmallConvNetwork(nn.Module):
     """Convolutions ``stem``, ``inner.0``, ... and a linear ``head``.
 
     ``stem`` goes from the image to ``channels[0]``, ``inner.i`` from ``channels[i]`` to
@@ -57,7 +57,7 @@ class SmallConv(nn.Module):
 
 def build(
     shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
-) -> SmallConv:
+) -> SmallConvNetwork:
     """Build the convolutional net.
 
     Args:
@@ -65,15 +65,15 @@ def build(
         classes: the number of classes.
         channels: the channels of the stem and of the inner convolutions.
     """
-    return SmallConv(shape, classes, channels)
+    return SmallConvNetwork(shape, classes, channels)
 
 
 def build_normed(
     shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
-) -> SmallConv:
+) -> SmallConvNetwork:
     """Build it with batch normalisation.
 
     Args:
         shape, classes, channels: as of :func:`build`.
     """
-    return SmallConv(shape, classes, channels, batch_norm=True)
+    return SmallConvNetwork(shape, classes, channels, batch_norm=True)

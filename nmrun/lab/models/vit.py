@@ -16,7 +16,7 @@ from nmrun.step.activations import SquaredReLU
 SMALL, PATCHES = 64, (4, 16)  # images below so many pixels have patches of 4
 
 
-class Attention(nn.Module):
+class ImageAttention(nn.Module):
     """Self-attention in the place of ``nn.MultiheadAttention``, with its initial weights:
     ``query``, ``key`` and ``value`` are layers of their own, so that each of them can be sparse or
     dense."""
@@ -105,7 +105,7 @@ def build(
     blocks: Any = model.encoder.layers
     for number, block in enumerate(blocks):
         drop = stochastic_depth * number / max(layers - 1, 1)
-        block.self_attention = Attention(block.self_attention)
+        block.self_attention = ImageAttention(block.self_attention)
         if activation == "relu2":
             block.mlp[1] = SquaredReLU()
         if drop:

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import numbers
-from nmrun.lab.compare.comparison import Part
+from nmrun.lab.compare.comparison import TableSection
 from nmrun.lab.compare.names import label, short
 from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
@@ -38,7 +38,7 @@ OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
 def write(
-    paths: Sequence[str], parts: Sequence[Part], target: Path, baseline: str, test: str
+    paths: Sequence[str], parts: Sequence[TableSection], target: Path, baseline: str, test: str
 ) -> None:
     """Write the report of the runs below ``paths``, whole or not at all.
 
@@ -79,7 +79,7 @@ def write(
     atomic.write(target, text, shared=True)
 
 
-def _sections(parts: Sequence[Part], baseline: str, test: str) -> list[dict[str, Any]]:
+def _sections(parts: Sequence[TableSection], baseline: str, test: str) -> list[dict[str, Any]]:
     """Title, tables and pictures of each part."""
     sections, refused = [], []
     for number, part in enumerate(parts, 1):
@@ -106,12 +106,12 @@ def _sections(parts: Sequence[Part], baseline: str, test: str) -> list[dict[str,
     return sections
 
 
-def _title(part: Part) -> str:
+def _title(part: TableSection) -> str:
     settings = [f"{key}={value}" for key, value in part.settings.items() if value != "-"]
     return "; ".join(filter(None, [captions.title(part.table), ", ".join(settings)]))
 
 
-def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
+def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
     """Every run with its settings, metric, folder and command."""
     rows = []
     for part in parts:

@@ -22,7 +22,8 @@ from nmrun.lab import tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.groups import Trainer
 from nmrun.lab.tasks.base import Loss, Task
-from nmrun.lab.train import distillation, flops, machine, parameter_groups, start
+from nmrun.lab.train import distillation, flops, machine, start
+from nmrun.lab.train.optimizers import optimizer_of
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import Candidate, select
 from nmrun.step.activations import SparseActivations
@@ -88,7 +89,7 @@ def build(
     if not in_shards:
         lay_out(model, device, precision)
     loss, taught = distillation.loss_of(config, task, model), trainer.distill is not None
-    optimizer = parameter_groups.optimizer(config.optimizer, model)
+    optimizer = optimizer_of(config.optimizer, model)
     planned = total_steps is not None
     if total_steps is None:
         total_steps = trainer.steps or trainer.epochs * task.batches_per_epoch
@@ -132,7 +133,7 @@ def build(
             # a trial, which leaves no trace
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 twin = copy.deepcopy(whole)
-                again = parameter_groups.optimizer(config.optimizer, twin)
+                again = optimizer_of(config.optimizer, twin)
                 trial = made_sparse(twin, again, total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
@@ -152,9 +153,9 @@ def build(
         attached_in = time.perf_counter() - began
         activations = pruned(model, total_steps)
         if in_shards:
-            from nmrun.lab.train import sharded  # half a second that others need not wait for
+            from nmrun.lab.train import fsdp  # half a second that others need not wait for
 
-            sharded.check(config, handle.recipe, task, precision)
+            fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
@@ -181,9 +182,9 @@ def build(
 
 def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """The model with a part of each parameter in every process, and a copy without values, whole."""
-    from nmrun.lab.train import sharded
+    from nmrun.lab.train import fsdp
 
-    model = sharded.built(lambda: start.network(config, task))
+    model = fsdp.built(lambda: start.network(config, task))
     chosen: list[Candidate] = []
     if config.recipe.name != "dense":
         chosen, _ = select(
@@ -194,8 +195,8 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
             overrides=config.sparsity.overrides,
             pad=config.sparsity.pad,
         )
-    whole = sharded.without_values(model)
-    sharded.shard(model, device, {c.name for c in chosen if c.dim == 0})
+    whole = fsdp.without_values(model)
+    fsdp.shard(model, device, {c.name for c in chosen if c.dim == 0})
     return model, whole
 
 

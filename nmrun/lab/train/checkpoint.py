@@ -29,7 +29,7 @@ WAIT = 100  # times what a checkpoint took, until the next one by time: these ta
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
 
 
-class Clock:
+class CheckpointClock:
     """Says when a checkpoint by time is due, and counts what all checkpoints take.
 
     Args:

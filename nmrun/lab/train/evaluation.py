@@ -14,7 +14,7 @@ from nmrun.errors import RunError
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint, nonfinite
 from nmrun.lab.train.console import Console
-from nmrun.lab.train.steps import Steps
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.metric import higher_is_better
 from nmrun.sparsity.metrics import layer_metrics
 
@@ -35,7 +35,7 @@ class Evaluation:
         improved: whether the last evaluation is the best.
     """
 
-    def __init__(self, steps: Steps, console: Console) -> None:
+    def __init__(self, steps: TrainingSteps, console: Console) -> None:
         self.steps, self.console = steps, console
         self.task, self.model, self.handle = steps.task, steps.model, steps.handle
         self.trainer, self.held = steps.trainer, steps.held

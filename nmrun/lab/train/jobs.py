@@ -33,7 +33,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.train import workers
-from nmrun.lab.train.sweep_table import SweepTable
+from nmrun.lab.train.workers import SweepTable
 from nmrun.lab.words import (
     command_line,
     experiment,

@@ -19,12 +19,11 @@ from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint, nonfinite
 from nmrun.lab.train.averaging import Average
 from nmrun.lab.train.build import Parts
-from nmrun.lab.train.console import Console
+from nmrun.lab.train.console import Console, RunProgress
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.evaluation import Evaluation
 from nmrun.lab.train.flops import peak_flops
-from nmrun.lab.train.progress import Progress
-from nmrun.lab.train.steps import Steps, log_interval, synchronize
+from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words.identity import identity
 
@@ -49,7 +48,7 @@ class Due(NamedTuple):
     diagnose: bool
 
 
-class Loop(Steps):
+class Loop(TrainingSteps):
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     Attributes:
@@ -78,8 +77,8 @@ class Loop(Steps):
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, self.loss)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
-        self.clock = checkpoint.Clock(ranges.seconds(self.trainer.checkpoint_every))
-        self.progress = Progress(self)
+        self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
+        self.progress = RunProgress(self)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until there is a signal, on any rank.

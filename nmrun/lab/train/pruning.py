@@ -111,7 +111,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     import yaml
 
     from nmrun.lab import tasks
-    from nmrun.lab.train import build, last_files, machine, result, start
+    from nmrun.lab.train import build, machine, results, start
     from nmrun.oneshot.prune import prune
 
     began = time.perf_counter()
@@ -129,12 +129,12 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         )  # fmt: skip
         after = _metrics(task, model, "")
     task.close()
-    last_files.remove_unfinished(folder)
+    results.remove_unfinished(folder)
     there = RunFolder(folder)
     there.clear()
     there.begin(yaml.safe_dump(config.plain, sort_keys=False), command)
     weights = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    last_files.save_weights(folder / FINAL, weights)
+    results.save_weights(folder / FINAL, weights)
     outcome = {
         "status": "finished",
         "metric": task.metric,
@@ -144,7 +144,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         "sparsity": pruned.report(),
         "seconds": round(time.perf_counter() - began, 3),
     }
-    done = result.write(result.of_outcome(outcome, config, command, None), folder)
+    done = results.write(results.of_outcome(outcome, config, command, None), folder)
     if done["status"] != "finished":
         raise RunError(done["error"])
     return done

@@ -21,8 +21,7 @@ from nmrun.patterns import Pattern
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.train.ratio_costs import Costs, Timed
-    from nmrun.lab.train.ratio_search import Proposal
+    from nmrun.lab.train.ratio_search import Costs, Proposal, Timed
 
 GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
 
@@ -80,7 +79,7 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
     from safetensors.torch import load_file
 
     from nmrun.lab import models, tasks
-    from nmrun.lab.train import ratio_costs, ratio_search
+    from nmrun.lab.train import ratio_search
     from nmrun.lab.words import schema
     from nmrun.lab.words.identity import completed
     from nmrun.sparsity.select import select
@@ -102,10 +101,10 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
     timed: Timed | None = None
     if cost == "flops":
         names = [c.module_name for c in select(model, Pattern(1, m), **limits)[0]]
-        costs = ratio_costs.flops_by_layer(model, names, task, m)
+        costs = ratio_search.flops_by_layer(model, names, task, m)
     if cost == "time":
         plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
-        timed = ratio_costs.times_by_layer(lambda ratio: _checked([*plain, _of(ratio)]), m)
+        timed = ratio_search.times_by_layer(lambda ratio: _checked([*plain, _of(ratio)]), m)
         costs = timed.costs
     found = ratio_search.search_ratios(model, budget, m, costs, **limits)
     base = Pattern(min(max(1, round(found.density * m)), m - 1), m)

@@ -23,7 +23,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.signals import Signals
-from nmrun.lab.train import beforehand, checkpoint, last_files, plan, result
+from nmrun.lab.train import checkpoint, plan, results, trials
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
@@ -52,7 +52,7 @@ def run(
         ConfigError: for a mistake that only the built model or the file system shows.
     """
     if config.dry:
-        parts, *_ = beforehand.parts(config, None, config.trainer.accumulate, search=False)
+        parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)
         if sweep is None:
             events = [f"  {event}" for event in parts.handle.pop_events()]
             print("\n".join([*plan.lines(config, parts), *events]), flush=True)
@@ -162,12 +162,12 @@ class _Run:
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """What is in ``result.json`` from now on."""
-        ended = result.of_outcome(outcome, self.config, self.command, self.loop)
-        ended = result.write(ended, self.folder)
+        ended = results.of_outcome(outcome, self.config, self.command, self.loop)
+        ended = results.write(ended, self.folder)
         if self.tracker is not None:
             code = 0 if ended["status"] == "finished" else 1
-            self.tracker.finish(result.summary(ended), code)
-        result.say(ended, self.folder, self.console, self.loop)
+            self.tracker.finish(results.summary(ended), code)
+        results.say(ended, self.folder, self.console, self.loop)
         return ended
 
     def _train(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class _Run:
         complaints += [f"{said}{name}: {what}" for name, what in there.broken().items()]
         rows = (state or {}).get("rows")
         accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
-        parts, planned, found = beforehand.parts(config, state, accumulate)
+        parts, planned, found = trials.parts(config, state, accumulate)
         if ranks.leads():
             self._begin_files(anew=state is None)
         self.console.note(title(config))
@@ -258,7 +258,7 @@ class _Run:
                 if not (alone and self.signals.passed_on()):
                     return self._interrupted(signal.SIGTERM)  # another rank's, if not ours
         with self.signals.set("act" if alone else "wait"):
-            return last_files.write(folder, loop)
+            return results.finish(folder, loop)
 
     def _refuse_another_run_s(self, state: dict[str, Any] | None) -> None:
         own = identity(self.config)
@@ -271,7 +271,7 @@ class _Run:
 
     def _begin_files(self, anew: bool) -> None:
         folder = RunFolder(self.folder)
-        last_files.remove_unfinished(self.folder)
+        results.remove_unfinished(self.folder)
         if anew:
             folder.clear()
             checkpoint.remove(self.folder)

@@ -20,14 +20,14 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import nonfinite
 from nmrun.lab.train.build import Parts, autocast
-from nmrun.lab.train.replicated import Replicated
-from nmrun.lab.train.schedules import scheduled
+from nmrun.lab.train.optimizers import scheduled
+from nmrun.lab.train.replicas import Replicated
 
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
 
-class Steps:
+class TrainingSteps:
     """The training steps of one run, and no more: trials need neither evaluation nor files.
 
     Attributes:
@@ -55,9 +55,7 @@ class Steps:
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
         if self.in_step:
-            from nmrun.lab.train.sharded import (
-                Sharded,  # half a second that others need not wait for
-            )
+            from nmrun.lab.train.fsdp import Sharded  # half a second that others need not wait for
 
             self.held = Sharded(self.model, self.optimizer, self.handle)
         self.forward: Any = self.held.forward(forward)

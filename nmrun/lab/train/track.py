@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.lab.runs import jsonl
-from nmrun.lab.train.loggers import MODULES, Logger, Run
+from nmrun.lab.train.loggers import LOGGERS, Logger, TrackedRun
 
 
 class Tracker:
@@ -67,9 +66,9 @@ class Tracker:
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own
         self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
         self._thread: ThreadPoolExecutor | None = None
-        run = Run(folder, config, run_id, group, history, self._to_say.append)
+        run = TrackedRun(folder, config, run_id, group, history, self._to_say.append)
         track = config["track"]
-        names = [name for name in (track["name"], *track["also"]) if name in MODULES]
+        names = [name for name in (track["name"], *track["also"]) if name in LOGGERS]
         if names:
             # imports and beginnings take a second, for which training need not wait
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
@@ -118,7 +117,7 @@ class Tracker:
 
     def _tell(self, action: Callable[[Logger], Any]) -> None:
         """Leave to the thread what is to be done with each logger that there is by then."""
-        for name in MODULES:
+        for name in LOGGERS:
             self._leave(name, functools.partial(self._do, name, action))
         self._speak()
 
@@ -130,8 +129,8 @@ class Tracker:
         if self._thread is not None:
             self._thread.submit(self._tried, name, action)
 
-    def _begin(self, name: str, run: Run) -> None:
-        logger = importlib.import_module(MODULES[name][1]).begin(run)
+    def _begin(self, name: str, run: TrackedRun) -> None:
+        logger = LOGGERS[name][1](run)
         if logger is not None:
             self._loggers[name] = logger
 
@@ -148,7 +147,7 @@ class Tracker:
             self._loggers.pop(name, None)
             reason = (str(error).strip().splitlines() or [""])[0]
             self._to_say.append(
-                f"{MODULES[name][0]} is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything"
+                f"{LOGGERS[name][0]} is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything"
             )
 
 

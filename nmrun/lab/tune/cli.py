@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{len(cells)} cells, {options.trials} trials and {seeds} seeds each; {folder}", flush=True
     )
-    far = progress.Progress(cells, options.trials)
+    far = progress.TuningProgress(cells, options.trials)
 
     def say(told: str) -> None:
         print(far.line(told), flush=True)

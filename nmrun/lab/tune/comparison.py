@@ -22,7 +22,7 @@ from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import jobs
 from nmrun.lab.tune import space
-from nmrun.lab.tune.plan import Cell
+from nmrun.lab.tune.plan import TuningCell
 from nmrun.lab.tune.study import RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import Done, composed, composing
@@ -33,7 +33,7 @@ COMPOSED: Done = {}  # shared by the runs of all cells
 Say = Callable[[str], None]
 
 
-def check(cell: Cell) -> None:
+def check(cell: TuningCell) -> None:
     """Write what a cell's trials are of, or hold it against what is there.
 
     Raises:
@@ -71,7 +71,7 @@ def check(cell: Cell) -> None:
                 )
 
 
-def run(cell: Cell, trials: int, say: Say) -> bool:
+def run(cell: TuningCell, trials: int, say: Say) -> bool:
     """Do a cell's trials and its seeds, as far as they are not done.
 
     Returns:
@@ -114,20 +114,20 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
     return True
 
 
-def configs(cell: Cell, trials: int) -> list[Config]:
+def configs(cell: TuningCell, trials: int) -> list[Config]:
     """Compose the runs of a cell's seeds, with the best settings of its first ``trials`` trials;
     none where all of these failed.
     """
     return [_composed(cell, words) for words in _reported(cell, trials)]
 
 
-def _reported(cell: Cell, trials: int) -> list[list[str]]:
+def _reported(cell: TuningCell, trials: int) -> list[list[str]]:
     """The words of the runs of a cell's seeds."""
     best = study_of(cell).best(trials)
     return [_words(cell, best.params, seed) for seed in cell.seeds] if best else []
 
 
-def study_of(cell: Cell) -> Study:
+def study_of(cell: TuningCell) -> Study:
     """Open the study of a cell, with the runs that ended by now."""
     return Study(cell.folder, cell.searched, cell.defaults, ended(cell.folder, cell.searched))
 
@@ -137,17 +137,17 @@ def shown(params: Mapping[str, Any]) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
 
 
-def _words(cell: Cell, params: Mapping[str, Any], seed: int) -> list[str]:
+def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
     """What asks for one run, after ``nmrun``."""
     return [*cell.words, *space.words(params), f"seed={seed}"]
 
 
-def _composed(cell: Cell, words: Sequence[str]) -> Config:
+def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
     with composing(cell.config_dir):
         return schema.check(composed(words, COMPOSED))
 
 
-def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> Trial:
+def _tried(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
     checkpoint would be most of what it leaves.
     """
@@ -164,7 +164,7 @@ def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> Trial:
     return trial
 
 
-def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
+def _done(cell: TuningCell, config: Config, words: Sequence[str]) -> dict[str, Any]:
     """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished`` or ``failed``."""
     with unchanged(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))

@@ -24,7 +24,7 @@ from nmrun.lab.show import formats
 from nmrun.lab.show.markdown import table as aligned
 from nmrun.lab.tune import space
 from nmrun.lab.tune.comparison import configs, in_words, shown, study_of
-from nmrun.lab.tune.plan import Cell
+from nmrun.lab.tune.plan import TuningCell
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.sweep import span
 from nmrun.ranges import Search
@@ -53,10 +53,10 @@ class Outcome:
     tuning: list[list[str]]
     edges: list[str]
     failed: list[str]
-    cells: Sequence[Cell]
+    cells: Sequence[TuningCell]
 
 
-def of(cells: Sequence[Cell], trials: int) -> Outcome:
+def of(cells: Sequence[TuningCell], trials: int) -> Outcome:
     """Collect what a comparison's cells have.
 
     Args:

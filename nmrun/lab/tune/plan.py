@@ -21,7 +21,7 @@ from nmrun.lab.words.identity import identity
 
 
 @dataclass(frozen=True)
-class Cell:
+class TuningCell:
     """One recipe at one ratio.
 
     Attributes:
@@ -53,7 +53,7 @@ class Cell:
 
 def cells(
     folder: Path, sweeps: list[list[str]], given: space.Space, config_dir: str | None = None
-) -> list[Cell]:
+) -> list[TuningCell]:
     """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are one.
     Search spaces that are ``given`` win over the recipes' own.
 
@@ -75,13 +75,13 @@ def cells(
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
     apart = _apart([config for _, config, _ in by_identity.values()])
-    made: dict[object, Cell] = {}
+    made: dict[object, TuningCell] = {}
     for (words, config, seeds), swept in zip(by_identity.values(), apart, strict=True):
         searched = space.of(config, given)
         name = " ".join(filter(None, [*_named(config), *swept.values()]))
         place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
         other = {key: value for key, value in swept.items() if key not in searched}
-        cell = Cell(name, words, config, seeds, folder / place, searched, other, config_dir)
+        cell = TuningCell(name, words, config, seeds, folder / place, searched, other, config_dir)
         if made.setdefault((*_named(config), *other.items()), cell) is not cell:
             key = next(key for key in swept if key in searched)
             raise ConfigError(
@@ -122,7 +122,7 @@ def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in differing if key.partition(".")[0] not in named or key.endswith(".name")]
 
 
-def summary(cells: Sequence[Cell], trials: int) -> list[str]:
+def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
     """What a comparison is going to do: the cells, what is searched in each and in which range,
     and the number of runs.
     """
@@ -139,7 +139,7 @@ def summary(cells: Sequence[Cell], trials: int) -> list[str]:
     return lines
 
 
-def total(cells: Sequence[Cell], trials: int) -> int:
+def total(cells: Sequence[TuningCell], trials: int) -> int:
     """Count the runs of a comparison, where no trial fails."""
     return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.tune.comparison import configs, study_of
-from nmrun.lab.tune.plan import Cell, total
+from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS
 from nmrun.lab.words.identity import IRRELEVANT, completed, run_folder
 from nmrun.lab.words.sweep import span
 
 
-class Progress:
+class TuningProgress:
     """Counts what is ahead of a comparison, from now on."""
 
-    def __init__(self, cells: Sequence[Cell], trials: int) -> None:
+    def __init__(self, cells: Sequence[TuningCell], trials: int) -> None:
         self.open, self.trials, self.total = list(cells), trials, total(cells, trials)
         self.began, self.at_first = time.monotonic(), self.ahead()
 
@@ -40,7 +40,7 @@ class Progress:
         return f"[{self.total - ahead}/{self.total}] {told}{left}"
 
 
-def ahead(cell: Cell, trials: int) -> int:
+def ahead(cell: TuningCell, trials: int) -> int:
     """Count the runs of a cell that have not ended: trials, repeats of the best, seeds."""
     study = study_of(cell)
     done = len(study.trials())
@@ -53,7 +53,7 @@ def ahead(cell: Cell, trials: int) -> int:
     return sum(end not in ENDED for end in ends)
 
 
-def expected(cells: Sequence[Cell], trials: int) -> float | None:
+def expected(cells: Sequence[TuningCell], trials: int) -> float | None:
     """The seconds that the runs ahead will take, one after the other, by the runs that there are of
     the same recipe, ratio, network, data and training. A cell without such runs takes what others
     do. None where no run has been measured.
@@ -65,7 +65,7 @@ def expected(cells: Sequence[Cell], trials: int) -> float | None:
     return sum(ahead(cell, trials) * statistics.fmean(seconds or known) for cell, seconds in pairs)
 
 
-def _took(cell: Cell) -> list[float]:
+def _took(cell: TuningCell) -> list[float]:
     """The seconds of the finished runs that are like a cell's."""
     wanted = _alike(cell.config.plain)
     places = [*(cell.folder / RUNS).glob("*/*/*/*/*"), *run_folder(cell.config).parent.glob("*")]

@@ -86,7 +86,7 @@ class Detection(ItemTask):
 
     def files(self, config: Config, places: Sequence[Place]) -> Dataset[Item]:
         labels = {category: label for label, category in enumerate(self.categories, 1)}
-        return _Files(places, labels, config.dataset.as_kind(Pictured).flip, config.seed)
+        return InstanceFiles(places, labels, config.dataset.as_kind(Pictured).flip, config.seed)
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         losses: dict[str, Tensor] = model(_images(batch), _targets(batch))
@@ -127,7 +127,7 @@ def _targets(batch: Batch) -> list[dict[str, Tensor]]:
     return made
 
 
-class _Files(Dataset[Item]):
+class InstanceFiles(Dataset[Item]):
     """Image ``(epoch, row)`` with its instances, in epochs from 0 on mirrored in every second one."""
 
     def __init__(

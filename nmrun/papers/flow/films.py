@@ -17,7 +17,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.items import Split
 from nmrun.papers.flow.keys import FlyingChairs, Sintel
-from nmrun.papers.flow.task import Flow
+from nmrun.papers.flow.task import FlowTask
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ HOW = {
 }
 
 
-def sintel(config: Config, device: torch.device) -> Flow:
+def sintel(config: Config, device: torch.device) -> FlowTask:
     """Build the task of ``dataset=sintel``, as :func:`nmrun.lab.tasks.build` says."""
     options = config.dataset.as_kind(Sintel)
     frames = _read("sintel", "Sintel", options.path, split="train", pass_name=options.rendering)
@@ -51,10 +51,10 @@ def sintel(config: Config, device: torch.device) -> Flow:
         name: Split(frames, [row for row in rows if scene_of[row] in some])
         for name, some in parts.items()
     }
-    return Flow(config, splits, device, _about("Sintel", splits), options.workers)
+    return FlowTask(config, splits, device, _about("Sintel", splits), options.workers)
 
 
-def flying_chairs(config: Config, device: torch.device) -> Flow:
+def flying_chairs(config: Config, device: torch.device) -> FlowTask:
     """Build the task of ``dataset=flying_chairs``, as :func:`nmrun.lab.tasks.build` says."""
     options = config.dataset.as_kind(FlyingChairs)
     pool, test = (
@@ -73,7 +73,7 @@ def flying_chairs(config: Config, device: torch.device) -> Flow:
         "val": Split(pool, rows[cut:]),
         "test": Split(test, list(range(len(test)))),
     }
-    return Flow(config, splits, device, _about("FlyingChairs", splits), options.workers)
+    return FlowTask(config, splits, device, _about("FlyingChairs", splits), options.workers)
 
 
 def _read(dataset: str, folder: str, path: str | None, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nmrun.lab.tasks.items import Split, in_order
 from nmrun.papers.flow.keys import GeneratedMotion
-from nmrun.papers.flow.task import Flow
+from nmrun.papers.flow.task import FlowTask
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +39,12 @@ class Moved:
         return Image.fromarray(first), Image.fromarray(second), flow
 
 
-def build(config: Config, device: torch.device) -> Flow:
+def build(config: Config, device: torch.device) -> FlowTask:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
     options = config.dataset.as_kind(GeneratedMotion)
     side = options.resolution
     splits = load(options.size, side, options.split_seed)
-    return Flow(config, splits, device, f"generated pairs of frames of {side}x{side}")
+    return FlowTask(config, splits, device, f"generated pairs of frames of {side}x{side}")
 
 
 @cache

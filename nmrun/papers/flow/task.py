@@ -35,7 +35,7 @@ class Frames(Protocol):
 
 
 def collated(items: list[Item]) -> tuple[Any, ...]:
-    """The tensors of a micro-batch, as :class:`Flow` says, and what is wrong with an item or nothing."""
+    """The tensors of a micro-batch, as :class:`FlowTask` says, and what is wrong with an item or nothing."""
     problem = next((item[-1] for item in items if item[-1]), "")
     if not problem and len({item[0].shape for item in items}) > 1:
         problem = "the frames of a batch differ in size: give dataset.crop and trainer.batch_size=1, or frames of one size"
@@ -44,7 +44,7 @@ def collated(items: list[Item]) -> tuple[Any, ...]:
     return *(torch.from_numpy(np.stack(parts)) for parts in list(zip(*items, strict=True))[:3]), ""
 
 
-class Flow(ItemTask):
+class FlowTask(ItemTask):
     """RAFT's sequence loss (Teed and Deng 2020, arXiv 2003.12039, equation 7); see
     :class:`nmrun.lab.tasks.base.Task`.
 
@@ -67,7 +67,7 @@ class Flow(ItemTask):
 
     def files(self, config: Config, places: Sequence[Place]) -> Dataset[Item]:
         options = config.dataset.as_kind(Moving)
-        return _Files(places, options.crop, options.flip, config.seed)
+        return FrameFiles(places, options.crop, options.flip, config.seed)
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return sequence_loss(flows(model, *batch[:2]), batch[2])
@@ -127,7 +127,7 @@ def sequence_loss(said: Sequence[Tensor], flow: Tensor) -> Tensor:
     return (GAMMA**powers * each).sum()
 
 
-class _Files(Dataset[Item]):
+class FrameFiles(Dataset[Item]):
     """Pair ``(epoch, row)``, in epochs from 0 on one of its parts, some of them mirrored."""
 
     def __init__(

@@ -7,7 +7,7 @@ from torch import Tensor
 from nmrun.lab.models.gpt_heads import Headed, embedded
 
 
-class GPTReader(Headed):
+class GPTReaderNetwork(Headed):
     """Questions with their texts to logits (B, T, 2): where the answer begins and where it ends."""
 
     def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
@@ -25,12 +25,12 @@ def build(
     context: int,
     embeddings: int | None,
     activation: str = "gelu",
-) -> GPTReader:
+) -> GPTReaderNetwork:
     """Build a reader; its head has a bias, as in transformers.
 
     The arguments are those of :func:`nmrun.lab.models.gpt_heads.classifier`, and so are the errors.
     """
     known = embedded(vocabulary, max_length, context, embeddings)
-    return GPTReader(
+    return GPTReaderNetwork(
         known, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
     )

@@ -17,7 +17,7 @@ from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, turns, watched
 from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer
 from nmrun.papers.reading.answers import Question, scores
 from nmrun.papers.reading.keys import Windowed
-from nmrun.papers.reading.windows import NOWHERE, Window, windows
+from nmrun.papers.reading.windows import NOWHERE, TextWindow, windows
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -183,7 +183,7 @@ class Reading(InMemory):
         return tuple(t.to(self.device, non_blocking=True) for t in (tokens, mask, segments, spans))
 
     def _places(self, split: str, rows: Sequence[int], side: str) -> Tensor:
-        some: list[Window] = [self.windows[split][row] for row in rows]
+        some: list[TextWindow] = [self.windows[split][row] for row in rows]
         return self._padded([getattr(window, side) for window in some], NOWHERE)[0]
 
     @staticmethod

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.text_classification.tokens import Pretrained, Tokenizer, Words
+from nmrun.lab.tasks.text_classification.tokens import PretrainedTokenizer, Tokenizer, Words
 from nmrun.papers.reading.answers import Question
 
 NOWHERE = -1  # where a token of the question stands in the text
 
 
 @dataclass(frozen=True)
-class Window:
+class TextWindow:
     """A question and a part of its text.
 
     Attributes:
@@ -52,7 +52,7 @@ class Window:
         return start, int(inside[np.searchsorted(self.ends[inside], last, side="left")])
 
 
-def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) -> list[Window]:
+def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) -> list[TextWindow]:
     """Cut questions and their texts into windows.
 
     Args:
@@ -64,13 +64,13 @@ def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) ->
     Raises:
         ConfigError: where a question leaves no room for more of its text than ``stride``.
     """
-    if isinstance(tokenizer, Pretrained):
+    if isinstance(tokenizer, PretrainedTokenizer):
         return list(_by_pretrained(questions, tokenizer, stride))
     assert isinstance(tokenizer, Words)
     return [w for row, q in enumerate(questions) for w in _by_words(row, q, tokenizer, stride)]
 
 
-def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Iterator[Window]:
+def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Iterator[TextWindow]:
     """Begin, question, end, text, end."""
     ahead = [tokenizer.begin, *tokenizer.numbers(asked.question), tokenizer.end]
     words, numbers = list(re.finditer(Words.WORD, asked.text)), tokenizer.numbers(asked.text)
@@ -79,7 +79,7 @@ def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Itera
     for first in range(0, max(1, len(words) - stride), step):
         part = words[first : first + room]
         outside = [NOWHERE] * len(ahead)
-        yield Window(
+        yield TextWindow(
             row,
             np.array([*ahead, *numbers[first : first + room], tokenizer.end], np.int32),
             np.array([0] * len(ahead) + [1] * (len(part) + 1), np.uint8),
@@ -89,8 +89,8 @@ def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Itera
 
 
 def _by_pretrained(
-    questions: Sequence[Question], tokenizer: Pretrained, stride: int
-) -> Iterator[Window]:
+    questions: Sequence[Question], tokenizer: PretrainedTokenizer, stride: int
+) -> Iterator[TextWindow]:
     own = tokenizer.tokenizer
     if not own.is_fast:
         raise ConfigError(
@@ -110,7 +110,9 @@ def _by_pretrained(
             begins, ends = (
                 np.where(of_text, places[:, side], NOWHERE).astype(np.int32) for side in (0, 1)
             )
-            yield Window(row, np.array(tokens, np.int32), of_text.astype(np.uint8), begins, ends)
+            yield TextWindow(
+                row, np.array(tokens, np.int32), of_text.astype(np.uint8), begins, ends
+            )
 
 
 def _step(asked: Question, room: int, stride: int) -> int:

@@ -11,7 +11,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
 
 
-class T5(nn.Module):
+class T5Network(nn.Module):
     """Input tokens (B, T), mask (B, T) bool (False is padding) and targets (B, L), below 0 where
     they have ended; output (B, L, vocabulary), each from the targets before it.
 
@@ -40,7 +40,7 @@ class T5(nn.Module):
         return self.network.get_output_embeddings()
 
 
-def build(vocabulary: int, max_length: int, pretrained: str) -> T5:
+def build(vocabulary: int, max_length: int, pretrained: str) -> T5Network:
     """Load a pretrained network in float32. Its dropout is that of its ``config.json``, its
     positions are relative and have no end.
 
@@ -57,4 +57,4 @@ def build(vocabulary: int, max_length: int, pretrained: str) -> T5:
     if config.model_type != "t5":
         raise ConfigError(f"model.pretrained={pretrained}: {config.model_type} is no T5")
     check_vocabulary(pretrained, config.vocab_size, vocabulary)
-    return T5(fetch_whole("T5ForConditionalGeneration", pretrained))
+    return T5Network(fetch_whole("T5ForConditionalGeneration", pretrained))

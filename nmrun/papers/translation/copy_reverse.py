@@ -23,7 +23,7 @@ Pair = tuple[list[int], list[int]]  # source and target, as tokens
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq gives them
 
 
-class Vocabulary:
+class Symbols:
     """A fixed list of words as a dictionary; see :class:`nmrun.papers.translation.sentences.Dictionary`."""
 
     def __init__(self, words: list[str]) -> None:
@@ -45,7 +45,7 @@ class Vocabulary:
         return len(self.symbols)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self.symbols == other.symbols
+        return isinstance(other, Symbols) and self.symbols == other.symbols
 
     def __hash__(self) -> int:
         return hash(tuple(self.symbols))
@@ -58,7 +58,7 @@ def build(config: Config, device: torch.device) -> Translation:
         ConfigError: if there are not so many different sentences.
     """
     options = config.dataset.as_kind(CopyReverse)
-    vocabulary = Vocabulary([*ORDERS, *(f"w{number}" for number in range(options.words))])
+    vocabulary = Symbols([*ORDERS, *(f"w{number}" for number in range(options.words))])
     splits, references = {}, {}
     for name, pairs in sentences(options, vocabulary).items():
         source, target = ([sentence[side] for sentence in pairs] for side in (0, 1))
@@ -69,7 +69,7 @@ def build(config: Config, device: torch.device) -> Translation:
     return Translation.of(config, splits, vocabulary, vocabulary, references, " ".join, device)
 
 
-def sentences(options: CopyReverse, vocabulary: Vocabulary) -> dict[str, list[Pair]]:
+def sentences(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[Pair]]:
     """Draw different sentences, by ``split_seed`` alone and not by the run's seed.
 
     They are drawn until there are enough, then dealt out at random, so that all splits have short
@@ -103,9 +103,7 @@ def sentences(options: CopyReverse, vocabulary: Vocabulary) -> dict[str, list[Pa
     return {name: list(itertools.islice(mixed, size)) for name, size in sizes.items()}
 
 
-def _sentence(
-    random: np.random.Generator, vocabulary: Vocabulary, words: int, longest: int
-) -> Pair:
+def _sentence(random: np.random.Generator, vocabulary: Symbols, words: int, longest: int) -> Pair:
     order = int(random.integers(len(ORDERS)))
     first = len(SPECIAL) + len(ORDERS)
     rest = random.integers(first, first + words, size=random.integers(2, longest + 1)).tolist()

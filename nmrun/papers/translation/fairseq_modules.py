@@ -20,10 +20,15 @@ from fairseq.models.transformer import (
 )
 from torch import Tensor
 
-__all__ = ["Decoder", "Encoder", "Transformer", "TransformerConfig"]
+__all__ = [
+    "TransformerConfig",
+    "TranslationDecoder",
+    "TranslationEncoder",
+    "TranslationTransformer",
+]
 
 
-class Encoder(TransformerEncoderBase):
+class TranslationEncoder(TransformerEncoderBase):
     """(sentences, length) tokens to fairseq's dictionary, with ``encoder_out`` [(length, sentences,
     width)].
     """
@@ -47,7 +52,7 @@ class Encoder(TransformerEncoderBase):
         return {"encoder_out": [x], "encoder_padding_mask": [padding], **nothing}
 
 
-class Decoder(TransformerDecoderBase):
+class TranslationDecoder(TransformerDecoderBase):
     """(sentences, length) tokens of the target and the encoder's output to features."""
 
     def features(self, previous: Tensor, encoded: dict[str, list[Tensor]]) -> Tensor:
@@ -55,7 +60,7 @@ class Decoder(TransformerDecoderBase):
 
         Args:
             previous: tokens of the target (sentences, length), moved by one.
-            encoded: what :class:`Encoder` gives.
+            encoded: what :class:`TranslationEncoder` gives.
 
         Returns:
             (sentences, length, width).
@@ -71,7 +76,7 @@ class Decoder(TransformerDecoderBase):
         return x.transpose(0, 1)
 
 
-class Transformer(TransformerModelBase):
+class TranslationTransformer(TransformerModelBase):
     """An encoder and a decoder, built by ``build_model`` as fairseq's.
 
     Args:
@@ -80,7 +85,9 @@ class Transformer(TransformerModelBase):
         decoder: the decoder, which attends to the encoder's output.
     """
 
-    def __init__(self, config: TransformerConfig, encoder: Encoder, decoder: Decoder) -> None:
+    def __init__(
+        self, config: TransformerConfig, encoder: TranslationEncoder, decoder: TranslationDecoder
+    ) -> None:
         super().__init__(config, encoder, decoder)
         for layer in decoder.layers:
             # attention weights are of no use here, and without them attention is one fused
@@ -88,22 +95,26 @@ class Transformer(TransformerModelBase):
             layer.need_attn = False
 
     @classmethod
-    def build_encoder(cls, config: TransformerConfig, dictionary: Any, embedding: Any) -> Encoder:
+    def build_encoder(
+        cls, config: TransformerConfig, dictionary: Any, embedding: Any
+    ) -> TranslationEncoder:
         """Build the encoder, for fairseq's ``build_model``.
 
         Args:
             config, dictionary, embedding: as of ``TransformerModelBase.build_encoder``.
         """
-        return Encoder(config, dictionary, embedding)
+        return TranslationEncoder(config, dictionary, embedding)
 
     @classmethod
-    def build_decoder(cls, config: TransformerConfig, dictionary: Any, embedding: Any) -> Decoder:
+    def build_decoder(
+        cls, config: TransformerConfig, dictionary: Any, embedding: Any
+    ) -> TranslationDecoder:
         """Build the decoder, for fairseq's ``build_model``.
 
         Args:
             config, dictionary, embedding: as of ``TransformerModelBase.build_decoder``.
         """
-        return Decoder(config, dictionary, embedding)
+        return TranslationDecoder(config, dictionary, embedding)
 
     def forward(
         self,

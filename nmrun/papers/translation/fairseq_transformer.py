@@ -9,7 +9,7 @@ from nmrun.errors import ConfigError
 from nmrun.papers.translation.fairseq_import import fairseq
 
 if TYPE_CHECKING:
-    from nmrun.papers.translation.fairseq_modules import Transformer
+    from nmrun.papers.translation.fairseq_modules import TranslationTransformer
     from nmrun.papers.translation.sentences import Dictionary
 
 
@@ -24,7 +24,7 @@ def build(
     attention_dropout: float = 0.0,
     activation_dropout: float = 0.0,
     share_embeddings: str = "auto",
-) -> Transformer:
+) -> TranslationTransformer:
     """Build a Transformer between two dictionaries; parameters have fairseq's names.
 
     Args:
@@ -63,7 +63,7 @@ def build(
             share_decoder_input_output_embed=share_embeddings in ("auto", "decoder", "all"),
         )
     )  # fmt: skip
-    model: Transformer = modules.Transformer.build_model(
+    model: TranslationTransformer = modules.TranslationTransformer.build_model(
         config, Namespace(source_dictionary=source, target_dictionary=target)
     )
     return model

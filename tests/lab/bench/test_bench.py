@@ -58,7 +58,7 @@ def test_argsort_contrast_is_sr_ste(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("recipe", recipes.ARMS)
 def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
     torch.manual_seed(0)
-    arm = recipes.Arm(recipes.tiny(), recipes.ARMS[recipe], Pattern(2, 4), ())
+    arm = recipes.RecipeArm(recipes.tiny(), recipes.ARMS[recipe], Pattern(2, 4), ())
     first = arm.model[0].weight.detach().clone()
     arm(torch.randn(8, 32), steps=3)
     used = arm.model[0].weight.detach()
@@ -78,7 +78,7 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
 def test_arms_do_not_share_weights() -> None:
     model = recipes.tiny()
     before = [p.detach().clone() for p in model.parameters()]
-    recipes.Arm(model, recipes.ARMS["sr_ste"], Pattern(2, 4), ())(torch.randn(8, 32), steps=1)
+    recipes.RecipeArm(model, recipes.ARMS["sr_ste"], Pattern(2, 4), ())(torch.randn(8, 32), steps=1)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
@@ -559,7 +559,7 @@ def test_gemm(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFix
 def test_layer_by_products(
     gpu: played_gpu.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer.Arm, "dtype", torch.bfloat16)
+    monkeypatch.setattr(layer.LayerArm, "dtype", torch.bfloat16)
     words = ["--shapes", "32x64", "--tokens", "16", "--rounds", "2", "--out", str(tmp_path / "out")]
     assert bench.main(["layer", *words]) == 0
     rows = json.loads((tmp_path / "out" / "layer_cpu.json").read_text())["rows"]
@@ -582,7 +582,7 @@ def test_layer_by_products(
 def test_a_step_of_a_layer(name: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward for every micro-batch, the projection once."""
     recipe, options, _ = layer.ARMS[name]
-    arm = layer.Arm(recipe, options, False, 32, 64, 16, accumulate, CPU)
+    arm = layer.LayerArm(recipe, options, False, 32, 64, 16, accumulate, CPU)
     calls: list[str] = []
 
     def counted(name: str, call: Callable[[], Any]) -> Callable[[], Any]:

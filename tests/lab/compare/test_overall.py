@@ -22,7 +22,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
 from nmrun.lab.compare.comparison import Comparison
-from nmrun.lab.compare.overall import Part, mean
+from nmrun.lab.compare.overall import DataSetPart, mean
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.compare.tables import Table, against, build
 from nmrun.lab.show import formats, plots
@@ -250,7 +250,9 @@ def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n: int
     every = [spread * rng.standard_normal((2_000, n)) for spread in spreads]
     covered = rejected = 0
     for gaps in zip(*every, strict=True):
-        one = mean([Part([0.0] * c, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)])
+        one = mean(
+            [DataSetPart([0.0] * c, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)]
+        )
         assert one.low is not None
         assert one.high is not None
         covered += one.low <= 0.0 <= one.high
@@ -352,7 +354,7 @@ def test_the_smallest_difference_is_found_four_times_in_five() -> None:
     freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
     true = error * overall.found_at(freedom, 0.05)
     for _ in range(tries):
-        parts = [Part([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
+        parts = [DataSetPart([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
         p = mean(parts).p
         found += p is not None and p < 0.05
     assert 0.77 < found / tries < 0.83

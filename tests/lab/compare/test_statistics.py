@@ -34,7 +34,7 @@ from nmrun.lab.compare.statistics import (
     student,
     summarise,
 )
-from nmrun.lab.train import result as logged
+from nmrun.lab.train import results as logged
 
 OURS = {0: 0.97, 1: 0.96, 2: 0.99, 3: 0.95, 7: 0.5}
 BASE = {0: 0.95, 1: 0.95, 2: 0.96, 3: 0.96, 9: 0.1}

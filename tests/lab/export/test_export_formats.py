@@ -621,7 +621,7 @@ def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) 
 
 def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
     onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
-    from nmrun.lab.export.finished import Finished, Layer
+    from nmrun.lab.export.finished import Finished, SparseLayer
     from nmrun.lab.export.onnx_graph import _located
 
     conv, linear = sparse((2, 8, 1, 1), "2:4", 1), sparse((6, 8), "2:4", 1)
@@ -635,7 +635,7 @@ def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
         onnx.helper.make_node("MatMul", ["z", "val_3"], ["u"]),
     ]
     graph = onnx.helper.make_graph(nodes, "g", [], [], tensors)
-    layers = [Layer("c", Pattern(2, 4), 1), Layer("l", Pattern(2, 4), 1)]
+    layers = [SparseLayer("c", Pattern(2, 4), 1), SparseLayer("l", Pattern(2, 4), 1)]
     lines = _located(
         graph, Finished(Path(), {}, {"c": conv, "l": linear}, layers), onnx.numpy_helper
     )

@@ -17,7 +17,7 @@ from torch.nn import functional
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.train import runner
 
 SIZES = {
@@ -35,9 +35,9 @@ def config(name: str) -> dict:
     )
 
 
-def tiny(dropout: float = 0.0) -> GPT:
+def tiny(dropout: float = 0.0) -> GPTNetwork:
     torch.manual_seed(0)
-    model = GPT(vocabulary=19, context=12, layers=2, heads=2, width=8, dropout=dropout)
+    model = GPTNetwork(vocabulary=19, context=12, layers=2, heads=2, width=8, dropout=dropout)
     for parameter in model.parameters():  # biases and norms too, and far from the linear regime
         torch.nn.init.normal_(parameter, std=0.5)
     return model
@@ -50,7 +50,7 @@ def test_parameters_are_as_many_as_published(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name]
 
 
-def by_hand(model: GPT, tokens: list[int]) -> torch.Tensor:
+def by_hand(model: GPTNetwork, tokens: list[int]) -> torch.Tensor:
     """Logits of one sequence, position by position and head by head, from the weights alone."""
     w = {name: tensor.double() for name, tensor in model.state_dict().items()}
     heads, width = model.h[0].attn.heads, w["wte.weight"].shape[1]
@@ -109,7 +109,7 @@ def test_no_logit_depends_on_a_later_token():
 
 def test_initial_weights():
     torch.manual_seed(0)
-    model = GPT(vocabulary=500, context=64, layers=8, heads=4, width=64)
+    model = GPTNetwork(vocabulary=500, context=64, layers=8, heads=4, width=64)
     weights = dict(model.named_parameters())
     for name in ("wte.weight", "wpe.weight", "h.3.attn.c_attn.weight", "h.7.mlp.c_fc.weight"):
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.06), name
@@ -167,7 +167,7 @@ def test_compiles_without_a_break():
 
 def test_heads_must_divide_the_width():
     with pytest.raises(ConfigError, match=r"model\.width=8 cannot be split into model\.heads=3"):
-        GPT(19, 12, layers=1, heads=3, width=8)
+        GPTNetwork(19, 12, layers=1, heads=3, width=8)
 
 
 # --- pretrained, against Hugging Face's own network -----------------------------------------------

@@ -15,7 +15,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.models import gpt_heads
-from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.train import flops, runner, start
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.reading import gpt_reader
@@ -34,7 +34,7 @@ MLP = 'model.include=["h[.][0-9]+[.]mlp[.].*"]'
 
 def test_heads_see_what_the_language_model_sees() -> None:
     torch.manual_seed(0)
-    language = GPT(19, 12, 2, 2, 8)
+    language = GPTNetwork(19, 12, 2, 2, 8)
     classifier = gpt_heads.classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
     reader = gpt_reader.build(19, 9, **SIZE, context=12, embeddings=None)
     body = {k: v for k, v in language.state_dict().items() if not k.startswith("lm_head")}

@@ -160,14 +160,14 @@ def test_depthwise_convolutions_cannot_be_sparse() -> None:
 
 
 def test_separate_projections_attend_as_the_fused_ones() -> None:
-    from nmrun.lab.models.vit import Attention
+    from nmrun.lab.models.vit import ImageAttention
 
     torch.manual_seed(0)
     fused = nn.MultiheadAttention(24, 3, batch_first=True)
     nn.init.normal_(fused.in_proj_bias)
     x = torch.randn(2, 5, 24)
     expected, _ = fused(x, x, x, need_weights=False)
-    out, nothing = Attention(fused)(x, x, x, need_weights=False)
+    out, nothing = ImageAttention(fused)(x, x, x, need_weights=False)
     assert torch.allclose(out, expected, atol=1e-6)
     assert nothing is None
 

@@ -127,7 +127,7 @@ def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]
         name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
     )  # fmt: skip
     words = [*copy_reverse.ORDERS, *(f"w{number}" for number in range(own.words))]
-    return copy_reverse.sentences(own, copy_reverse.Vocabulary(words))
+    return copy_reverse.sentences(own, copy_reverse.Symbols(words))
 
 
 def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:

@@ -138,7 +138,7 @@ def test_checkpoints_by_time_take_one_percent_at_most(
     """Steps of a second, a checkpoint every ten minutes, or less often where it takes long."""
     now = [0.0]
     monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: now[0])
-    clock, saved = checkpoint.Clock(600.0), 0
+    clock, saved = checkpoint.CheckpointClock(600.0), 0
     while now[0] < 60_000:
         now[0] += 1
         if clock.due():
@@ -148,4 +148,4 @@ def test_checkpoints_by_time_take_one_percent_at_most(
     assert clock.spent == takes * saved
     assert most - 2 < saved <= most
     assert clock.spent < 0.011 * now[0]
-    assert not checkpoint.Clock(None).due()
+    assert not checkpoint.CheckpointClock(None).due()

@@ -14,10 +14,10 @@ from runs import config
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab.train import beforehand, decay_search, runner
+from nmrun.lab.train import runner, trials
 from nmrun.lab.train.build import build
-from nmrun.lab.train.decay_search import GRID, Probe, find_decay
 from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.trials import GRID, Probe, find_decay
 from nmrun.lab.words import schema
 from nmrun.lab.words.identity import run_folder
 
@@ -85,7 +85,7 @@ def reference_rate(
 def test_the_rate_is_that_of_a_plain_loop(tmp_path, decay, epochs, interval, steps):
     words = (*MODEL, f"trainer.epochs={epochs}")
     made = config(tmp_path, *AUTO, words[-1], f"recipe.interval={interval}")
-    rate = decay_search._probe(made, decay or 0.0, dense=decay is None).flip_rate
+    rate = trials._probe(made, decay or 0.0, dense=decay is None).flip_rate
     assert rate > 0.01
     assert rate == pytest.approx(
         reference_rate(config(tmp_path, "recipe=dense", *words), decay, interval, steps), rel=1e-9
@@ -112,7 +112,7 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
         tried.append(decay)
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
-    monkeypatch.setattr(decay_search, "_probe", probe)
+    monkeypatch.setattr(trials, "_probe", probe)
     found, said, _, used = find_decay(config(tmp_path, *AUTO))
     assert used == {"training_hardware": 2 * len(tried)}
     start = GRID.index(2e-4)
@@ -154,7 +154,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     auto = made("auto", "auto")
     decay, said, seconds, flops = find_decay(auto)
     monkeypatch.setattr(
-        beforehand, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
+        trials, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
     )
     result = runner.run(auto, run_folder(auto))
     assert result["status"] == "finished"
@@ -187,9 +187,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     with pytest.raises(Killed):
         runner.run(cut, run_folder(cut))
     monkeypatch.setattr(Loop, "train_step", step)
-    monkeypatch.setattr(
-        beforehand, "find_decay", lambda *run: pytest.fail("it is searched for once")
-    )
+    monkeypatch.setattr(trials, "find_decay", lambda *run: pytest.fail("it is searched for once"))
     resumed = runner.run(cut, run_folder(cut))
     assert died == [7]
     assert resumed["events"] == [said]
@@ -204,7 +202,7 @@ def test_the_flops_of_a_probe_are_those_of_its_steps(tmp_path):
     a third of those of sparse layers, two products of three, are halved.
     """
     made = config(tmp_path, *AUTO, "recipe.interval=5")
-    dense, sparse = (decay_search._probe(made, 0.0, dense=each).flops for each in (True, False))
+    dense, sparse = (trials._probe(made, 0.0, dense=each).flops for each in (True, False))
     items = 10 * 32  # two intervals of batches
     first, inner, head = 64 * 16, 2 * 16 * 16, 16 * 10
     assert dense == dict.fromkeys(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, checkpoint, runner
 from nmrun.lab.train.console import Console
@@ -166,7 +166,7 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
 # --- no trace -------------------------------------------------------------------------------------
 
 
-class Noisy(SmallConv):
+class Noisy(SmallConvNetwork):
     """Running statistics and random numbers, both of which a careless look would change."""
 
     def __init__(self, **options: Any) -> None:

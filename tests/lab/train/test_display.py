@@ -15,8 +15,8 @@ from terminal import Terminal
 
 from nmrun.lab import tasks
 from nmrun.lab.tasks.base import evaluating
+from nmrun.lab.train import console, plan, runner
 from nmrun.lab.train import console as console_of
-from nmrun.lab.train import plan, progress, runner
 from nmrun.lab.train.console import Console, Status
 from nmrun.lab.words.identity import run_folder
 
@@ -117,7 +117,7 @@ def test_no_colours_where_they_are_not_wanted(
     [(54.4, "54 steps/s"), (3.25, "3.2 steps/s"), (0.5, "2 s/step"), (0.013, "76.9 s/step")],
 )
 def test_speed_in_words(steps: float, said: str) -> None:
-    assert progress.facts({"steps_per_second": steps}, "accuracy") == [("", said)]
+    assert console.facts({"steps_per_second": steps}, "accuracy") == [("", said)]
 
 
 def test_no_terminal_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,9 +130,9 @@ def test_start_is_the_model_as_it_begins(tmp_path: Path) -> None:
 
 
 def run_loop(made: Config, parts: build.Parts) -> None:
-    from nmrun.lab.train.steps import Steps
+    from nmrun.lab.train.steps import TrainingSteps
 
-    steps = Steps(made, parts)
+    steps = TrainingSteps(made, parts)
     parts.model.train()
     for step in range(3):
         steps.train_step(0, step, measure_flips=False)
@@ -144,9 +144,9 @@ def test_accumulation_gives_the_same_loss(tmp_path: Path, teacher: Path) -> None
     for accumulate in (1, 2):
         made = taught(tmp_path, teacher, f"trainer.accumulate={accumulate}")
         parts = build.build(made)
-        from nmrun.lab.train.steps import Steps
+        from nmrun.lab.train.steps import TrainingSteps
 
-        steps = Steps(made, parts)
+        steps = TrainingSteps(made, parts)
         steps.train_step(0, 0, measure_flips=False)
         losses.append(float(steps.losses[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -258,14 +258,14 @@ def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
 
 
 def test_other_classes(tmp_path: Path, teacher: Path) -> None:
-    from nmrun.lab.models.small_conv import SmallConv
+    from nmrun.lab.models.small_conv import SmallConvNetwork
     from nmrun.lab.train.distillation import loss_of
 
     made = taught(tmp_path, teacher)
     points = Points()
     points.inputs = {"classes": 7}
     with pytest.raises(ConfigError, match=r"head.bias is \(10,\) there and \(7,\) here"):
-        loss_of(made, points, SmallConv((1, 8, 8), 7, [8, 8, 8]))
+        loss_of(made, points, SmallConvNetwork((1, 8, 8), 7, [8, 8, 8]))
 
 
 def test_a_teacher_s_place_is_no_part_of_the_id(

@@ -22,7 +22,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, flops, runner
 from nmrun.lab.train.console import Console
-from nmrun.lab.train.densities import Densities, densities, hardware_density, weight_density
+from nmrun.lab.train.flops import Densities, densities, hardware_density, weight_density
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.patterns import Pattern

@@ -21,7 +21,7 @@ from nmrun.lab.train import build, checkpoint, runner, steps
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.train.schedules import schedule_factor
+from nmrun.lab.train.optimizers import schedule_factor
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.schema import Config
 from nmrun.sparsity import nm_mask

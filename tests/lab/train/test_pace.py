@@ -12,12 +12,12 @@ import pytest
 from runs import config, stopping
 
 from nmrun.errors import ConfigError
-from nmrun.lab.train import pace, runner
+from nmrun.lab.train import runner, trials
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.evaluation import Evaluation
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.train.steps import Steps
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import identity, run_folder
 
 BUDGET = "trainer.budget=seconds:2"
@@ -31,13 +31,17 @@ class Clock:
         self.now = 0.0
         self.trained = 0  # steps of the loop at work
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        step, evaluate, build = Steps.train_step, Evaluation.evaluate, Steps.__init__
+        step, evaluate, build = (
+            TrainingSteps.train_step,
+            Evaluation.evaluate,
+            TrainingSteps.__init__,
+        )
 
-        def init(loop: Steps, *args: Any) -> None:
+        def init(loop: TrainingSteps, *args: Any) -> None:
             build(loop, *args)
             self.trained = 0
 
-        def train_step(loop: Steps, *args: Any, **kwargs: Any) -> None:
+        def train_step(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
             dense = loop.handle.phase == "dense"
             step(loop, *args, **kwargs)
             self.now += FIRST if self.trained == 0 else DENSE if dense else SPARSE
@@ -47,8 +51,8 @@ class Clock:
             self.now += EVALUATION
             return evaluate(evaluation, split)
 
-        monkeypatch.setattr(Steps, "__init__", init)
-        monkeypatch.setattr(Steps, "train_step", train_step)
+        monkeypatch.setattr(TrainingSteps, "__init__", init)
+        monkeypatch.setattr(TrainingSteps, "train_step", train_step)
         monkeypatch.setattr(Evaluation, "evaluate", evaluated)
 
 
@@ -59,10 +63,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_phases_count_by_their_length_without_their_first_steps() -> None:
     dense = [("dense", s) for s in (50.0, 4.0, 4.0, 1.0, 2.0, 3.0)]
-    assert pace.mean_by_phase(dense) == 2.0
+    assert trials.mean_by_phase(dense) == 2.0
     sparse = [("sparse", s) for s in (90.0, 5.0)]
-    assert pace.mean_by_phase(dense + sparse) == (6 * 2.0 + 2 * 5.0) / 8
-    assert pace.mean_by_phase([("sparse", 7.0)]) == 7.0
+    assert trials.mean_by_phase(dense + sparse) == (6 * 2.0 + 2 * 5.0) / 8
+    assert trials.mean_by_phase([("sparse", 7.0)]) == 7.0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_the_steps_that_fill_the_budget(
     recipe: str, seconds: float, clock: Clock, tmp_path: Path
 ) -> None:
     """ASP is dense for the first half of any run, so its steps cost the mean of both."""
-    steps, said = pace.plan(config(tmp_path, f"recipe={recipe}", BUDGET))
+    steps, said = trials.steps_of_budget(config(tmp_path, f"recipe={recipe}", BUDGET))
     assert steps == pytest.approx(2 / seconds, rel=0.04)
     assert said.startswith(f"{steps} steps of ")
     assert "fill trainer.budget=seconds:2.0" in said
@@ -99,18 +103,18 @@ def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made = [config(tmp_path / name, "recipe=maskllm", BUDGET) for name in ("a", "b")]
-    monkeypatch.setattr(pace, "SHORTEST", 4)
-    monkeypatch.setattr(pace, "LONGEST", 4)
-    trial, tried = pace._trial, itertools.count()
+    monkeypatch.setattr(trials, "SHORTEST", 4)
+    monkeypatch.setattr(trials, "LONGEST", 4)
+    trial, tried = trials._trial, itertools.count()
 
     def timed(*args: Any) -> tuple[float, int]:
         next(tried)
         return 2 / 15, trial(*args)[1]
 
-    monkeypatch.setattr(pace, "_trial", timed)
+    monkeypatch.setattr(trials, "_trial", timed)
     runner.run(made[0], run_folder(made[0]))
     assert next(tried) == 2
-    monkeypatch.setattr(pace, "plan", lambda config: (15, "as before"))
+    monkeypatch.setattr(trials, "plan", lambda config: (15, "as before"))
     runner.run(made[1], run_folder(made[1]))
     weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in made]
     assert weights[0] == weights[1]
@@ -124,7 +128,7 @@ def test_a_resumed_run_keeps_its_number_of_steps(
         config(tmp_path / name, f"recipe={recipe}", BUDGET, "schedule=cosine")
         for name in ("whole", "cut")
     ]
-    monkeypatch.setattr(pace, "plan", lambda config: (14, "14 steps"))
+    monkeypatch.setattr(trials, "plan", lambda config: (14, "14 steps"))
     whole = runner.run(made[0], run_folder(made[0]))
     assert whole["steps"] == 14
     train = Loop.train
@@ -132,7 +136,7 @@ def test_a_resumed_run_keeps_its_number_of_steps(
     monkeypatch.setattr(Loop, "train", stopping(train, 5))
     assert runner.run(made[1], run_folder(made[1]))["status"] == "interrupted"
     monkeypatch.setattr(Loop, "train", train)
-    monkeypatch.setattr(pace, "plan", lambda config: pytest.fail("it is planned once"))
+    monkeypatch.setattr(trials, "plan", lambda config: pytest.fail("it is planned once"))
     resumed = runner.run(made[1], run_folder(made[1]))
     assert resumed["status"] == "finished"
     assert resumed["steps"] == 14
@@ -145,7 +149,7 @@ def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, tmp_path: Path
 ) -> None:
     lengths: list[int | None] = []
-    trial = pace._trial
+    trial = trials._trial
 
     def noted(
         config: Any, total_steps: int | None, steps: int, log_every: int
@@ -155,11 +159,11 @@ def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(
             raise ConfigError("too few steps for the phases")
         return trial(config, total_steps, steps, log_every)
 
-    monkeypatch.setattr(pace, "_trial", noted)
-    pace.plan(config(tmp_path, "recipe=ste", BUDGET))
+    monkeypatch.setattr(trials, "_trial", noted)
+    trials.steps_of_budget(config(tmp_path, "recipe=ste", BUDGET))
     assert lengths == [None, 30, 60]
     with pytest.raises(ConfigError, match="too few steps for the phases"):
-        pace.plan(config(tmp_path, "recipe=ste", "trainer.budget=seconds:1"))
+        trials.steps_of_budget(config(tmp_path, "recipe=ste", "trainer.budget=seconds:1"))
 
 
 def test_less_than_an_epoch_is_refused_in_one_line(clock: Clock, tmp_path: Path) -> None:
@@ -168,7 +172,7 @@ def test_less_than_an_epoch_is_refused_in_one_line(clock: Clock, tmp_path: Path)
         ConfigError,
         match=r"^trainer.budget=seconds:0.03: that is 0.33 epochs; it takes one epoch or more$",
     ):
-        pace.plan(made)
+        trials.steps_of_budget(made)
 
 
 def test_what_decides_the_speed_decides_the_run(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from runs import KINDS, RECIPES, TINY, config, rows
 from torch import nn
 
 from nmrun.lab import models
-from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.tasks.vision import Classification
-from nmrun.lab.train import checkpoint, last_files, runner, steps
+from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.evaluation import Evaluation
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
@@ -50,7 +50,7 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing catches it."""
 
 
-class Noisy(SmallConv):
+class Noisy(SmallConvNetwork):
     """Running statistics and random numbers, both of which have to survive."""
 
     def __init__(self, **options: Any) -> None:
@@ -167,7 +167,7 @@ def test_checkpoints_within_an_epoch(
 ) -> None:
     """One after each step loses no step to a kill, and changes no bit."""
     alone, made = left_alone(tmp_path, recipe), make(tmp_path, recipe)
-    monkeypatch.setattr(checkpoint.Clock, "due", lambda _: True)
+    monkeypatch.setattr(checkpoint.CheckpointClock, "due", lambda _: True)
     cut(monkeypatch, made, Loop, "train_step", 6)
     cut(monkeypatch, made, Loop, "train_step", 6)
     assert outcome(made) == alone
@@ -208,7 +208,7 @@ def test_killed_again_and_again(
         (os, "replace", 3, False),
         (checkpoint, "save", 4, False),  # trained to the end, not evaluated
         (Evaluation, "evaluate", 5, False),
-        (last_files, "save_weights", 1, False),
+        (results, "save_weights", 1, False),
     ],
 )
 def test_killed_at_an_awkward_moment(
@@ -255,8 +255,8 @@ def test_a_signal_saves_between_epochs_too(
         (Classification, "evaluate", 1, 3),
         (Classification, "evaluate", 4, 12),  # of the last step
         (Classification, "evaluate", 5, 12),  # of the final weights, which are the best here
-        (last_files, "save_weights", 1, 12),
-        (last_files, "save_weights", 2, 12),
+        (results, "save_weights", 1, 12),
+        (results, "save_weights", 2, 12),
     ],
 )
 def test_a_signal_stops_evaluations_and_the_last_files(

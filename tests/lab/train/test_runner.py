@@ -23,11 +23,11 @@ from torch.nn import functional
 from nmrun import sparsify
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import models
-from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import sealed
 from nmrun.lab.tasks.vision import Classification, digits
-from nmrun.lab.train import build, flops, last_files, plan, runner
+from nmrun.lab.train import build, flops, plan, results, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity, run_folder, title
@@ -81,7 +81,7 @@ def test_the_folder_of_a_finished_run(
     assert last["eval/accuracy"] == result["metrics"]["final"]["eval/accuracy"]
 
     weights = load_file(folder / "model.safetensors")
-    assert set(weights) == set(SmallConv((1, 8, 8), 10, [8, 8, 8]).state_dict())
+    assert set(weights) == set(SmallConvNetwork((1, 8, 8), 10, [8, 8, 8]).state_dict())
     layers = result["sparsity"]["layers"]
     assert [layer["name"] for layer in layers] == (
         [] if recipe == "dense" else ["inner.0.weight", "inner.1.weight"]
@@ -109,7 +109,7 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Pa
     metrics = run(made)["metrics"]
     images, labels = digits.load()["test"]
     for file, told in (("model", metrics["final"]), ("best", metrics["best"])):
-        model = SmallConv((1, 8, 8), 10, [8, 8, 8])
+        model = SmallConvNetwork((1, 8, 8), 10, [8, 8, 8])
         model.load_state_dict(load_file(run_folder(made) / f"{file}.safetensors"))
         with torch.no_grad():
             logits = model(images)
@@ -465,10 +465,10 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(
 
     made = config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(last_files, "save_weights", interrupted)
+        patch.setattr(results, "save_weights", interrupted)
         run(made)
     monkeypatch.setattr(
-        models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4])
+        models, "build", lambda config, inputs: SmallConvNetwork(**inputs, channels=[4, 4, 4, 4])
     )
     result = run(made)
     assert result["status"] == "failed"
@@ -485,7 +485,7 @@ def test_a_checkpoint_of_an_older_version_is_told_in_a_line(
 
     made = config(tmp_path, "recipe=ste")
     with monkeypatch.context() as patch:
-        patch.setattr(last_files, "save_weights", interrupted)
+        patch.setattr(results, "save_weights", interrupted)
         run(made)
     path = run_folder(made) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nmrun.lab.train.schedules import schedule_factor, scheduled
+from nmrun.lab.train.optimizers import schedule_factor, scheduled
 
 
 @pytest.mark.parametrize("final", [0.0, 0.1])

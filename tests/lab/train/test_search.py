@@ -23,8 +23,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast.cpu import probe
 from nmrun.fast.measurement import Times
 from nmrun.lab.train import ratio_search, runner
-from nmrun.lab.train.ratio_costs import flops_by_layer, times_by_layer
-from nmrun.lab.train.ratio_search import best_choice, search_ratios
+from nmrun.lab.train.ratio_search import best_choice, flops_by_layer, search_ratios, times_by_layer
 from nmrun.lab.train.ratios import main
 from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity.weight import LIVE

@@ -23,7 +23,7 @@ from nmrun.lab import tasks
 from nmrun.lab.tasks.base import Adopted, Task, turns
 from nmrun.lab.tasks.vision import Classification, augmentation
 from nmrun.lab.tasks.vision.augmentation import Augment
-from nmrun.lab.tasks.vision.stream import ImageStream, _Files
+from nmrun.lab.tasks.vision.stream import ImageFiles, ImageStream
 from nmrun.papers.translation.sentences import Corpus
 
 WORLD = 4
@@ -137,10 +137,10 @@ def test_images_of_others_are_not_decoded(
     task, keys, read = (
         stream(tmp_path, f"dataset.mixup={extra}.0"),
         list[tuple[int, int]](),
-        _Files.__getitem__,
+        ImageFiles.__getitem__,
     )
     monkeypatch.setattr(
-        _Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
     )
     task.sizes(0, 0, WORLD)
     assert not keys
@@ -267,11 +267,11 @@ def test_shares_of_an_evaluation_add_up(case: str) -> None:
 def test_shares_of_a_streams_evaluation_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), _Files.__getitem__
+    task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), ImageFiles.__getitem__
     torch.manual_seed(0)
     check(task, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))  # 8 images
     monkeypatch.setattr(
-        _Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
     )
     task.tally(nn.Flatten(), "test", 0, 3)
     assert len(keys) == 3

@@ -13,8 +13,8 @@ import yaml
 from terminal import Terminal
 
 from nmrun.lab import verbs
-from nmrun.lab.train import sweep_table
-from nmrun.lab.train.sweep_table import SweepTable
+from nmrun.lab.train import workers
+from nmrun.lab.train.workers import SweepTable
 from nmrun.lab.words import sweep
 
 SWEEPS = [["recipe=step,sr_ste", "seed=0,1", "sparsity=2:4", "trainer.epochs=12"]]
@@ -24,7 +24,7 @@ RUN = {"status": "finished", "metric": "accuracy"}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A record with one job that has finished, one that failed, and two that run."""
-    monkeypatch.setattr(sweep_table, "PAUSE", 60.0)
+    monkeypatch.setattr(workers, "PAUSE", 60.0)
     place = tmp_path / "record"
     place.mkdir()
     sweep.begin(place, 6, "nmrun -m", "out", SWEEPS)

@@ -19,10 +19,10 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.reports import table
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.runs import locks
-from nmrun.lab.train import jobs, last_files
+from nmrun.lab.train import jobs, results
 from nmrun.lab.tune import comparison, outcome, plan, progress
 from nmrun.lab.tune.cli import main
-from nmrun.lab.tune.progress import Progress
+from nmrun.lab.tune.progress import TuningProgress
 from nmrun.lab.tune.study import Study, Trial, ended
 from nmrun.lab.words import schema
 from nmrun.lab.words.composition import composed, composing
@@ -173,8 +173,8 @@ def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch
     """
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     cells = cells_here()
-    assert Progress(cells, 3).ahead() == 0
-    assert Progress(cells, 5).ahead() == 3 * (2 + 4 + 2)
+    assert TuningProgress(cells, 3).ahead() == 0
+    assert TuningProgress(cells, 5).ahead() == 3 * (2 + 4 + 2)
     files = sorted(Path("outputs").glob("digits/*/sr_ste/*/*/result.json"))
     assert len(files) == 4
     whole_result = files[0].read_text()
@@ -182,19 +182,19 @@ def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch
     bare = {key: value for key, value in json.loads(whole_result).items() if key not in hashes}
     for status, ahead in (("interrupted", 1), ("failed", 0)):
         files[0].write_text(json.dumps({**bare, "status": status}))
-        assert Progress(cells, 3).ahead() == ahead
+        assert TuningProgress(cells, 3).ahead() == ahead
     files[0].write_text(whole_result)
-    assert Progress(cells, 3).ahead() == 0
+    assert TuningProgress(cells, 3).ahead() == 0
     repeats = sorted((cells[1].folder / "runs").glob("*/*/*/*/s100[12]-*/result.json"))
     hidden = [file.rename(file.with_name("hidden")) for file in repeats[1:]]
     assert len(hidden) == 3
-    assert Progress(cells, 3).ahead() == 3 + 2  # its seeds may get other settings
+    assert TuningProgress(cells, 3).ahead() == 3 + 2  # its seeds may get other settings
     (cells[1].folder / "trials.jsonl").unlink()
-    assert Progress(cells, 3).ahead() == 3 + 4 + 2
+    assert TuningProgress(cells, 3).ahead() == 3 + 4 + 2
 
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    far = Progress(cells, 3)
+    far = TuningProgress(cells, 3)
     clock[0] += 800
     assert far.line("told") == "[18/27] told"  # nothing has ended since, so who knows
     listed = cells[1].folder / "trials.jsonl"
@@ -397,7 +397,7 @@ def test_a_full_disk_is_no_trial_that_failed(monkeypatch, dense):
         def full(path: Path, weights: dict) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(last_files, "save_weights", full)
+        patch.setattr(results, "save_weights", full)
         with pytest.raises(RunError, match=r"No space left on device; no trial is lost"):
             main(asked)
     assert trials()["dense"] == three

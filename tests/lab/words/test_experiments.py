@@ -20,7 +20,7 @@ from nmrun.lab import cli
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show.experiments import KINDS
-from nmrun.lab.train.schedules import scheduled
+from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.words import experiment, identity, launchers, precheck, recipe_fields, schema, source
 from nmrun.lab.words.composition import Done
 from nmrun.recipes import RECIPES

@@ -35,7 +35,7 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
-class Vocabulary(Protocol):
+class Letters(Protocol):
     """Between text and token numbers."""
 
     @property
@@ -91,7 +91,7 @@ class LanguageModelling(Categorical):
         device: torch.device | str = "cpu",
         compiled: bool = False,
         stride: int | None = None,
-        vocabulary_of: Callable[[], Vocabulary] | None = None,
+        vocabulary_of: Callable[[], Letters] | None = None,
     ) -> None:
         for name, text in splits.items():
             if len(text) <= context:
@@ -130,7 +130,7 @@ class LanguageModelling(Categorical):
         vocabulary: int,
         device: torch.device,
         unit: str = "token",
-        vocabulary_of: Callable[[], Vocabulary] | None = None,
+        vocabulary_of: Callable[[], Letters] | None = None,
     ) -> LanguageModelling:
         """Build the task with context, batch size, seed, smoothing and limits of a run's config.
 

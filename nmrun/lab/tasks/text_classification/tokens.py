@@ -59,7 +59,7 @@ def tokenizer(options: Encoding) -> Tokenizer:
     """
     if options.tokenizer == "words":
         return Words(options.vocabulary, options.max_length)
-    return Pretrained(options.tokenizer, options.max_length)
+    return PretrainedTokenizer(options.tokenizer, options.max_length)
 
 
 class Words:
@@ -98,7 +98,7 @@ class Words:
         return [3 + zlib.crc32(word.encode()) % (self.vocabulary - 3) for word in words]
 
 
-class Pretrained:
+class PretrainedTokenizer:
     """A tokenizer of Hugging Face. What has no token for padding, as GPT-2's, pads with the one that
     ends a text.
 

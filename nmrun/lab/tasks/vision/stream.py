@@ -70,7 +70,7 @@ class ImageStream(Classification):
         self.device, self.seed, self.about = device, config.seed, about
         self.splits = limited(splits, trainer.limit_evaluation, thinned)
         self.has_test = "test" in splits
-        self.files = _Files(
+        self.files = ImageFiles(
             paths, options.resolution, options.crop_scale, options.flip, config.seed
         )
         self.classes = classes
@@ -137,7 +137,7 @@ class ImageStream(Classification):
         )
 
 
-class _Files(Dataset[tuple[Tensor, int, str]]):
+class ImageFiles(Dataset[tuple[Tensor, int, str]]):
     """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle:
     uint8 (size, size, 3), row, problem.
     """

@@ -1,6 +1,6 @@
 """A model that every process holds whole: how its state is given and taken.
 
-``nmrun.lab.train.sharded.Sharded`` does it where processes hold shards.
+``nmrun.lab.train.fsdp.Sharded`` does it where processes hold shards.
 """
 
 from __future__ import annotations

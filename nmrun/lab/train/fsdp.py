@@ -23,7 +23,7 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.train.replicated import Replicated
+from nmrun.lab.train.replicas import Replicated
 from nmrun.recipes.base import Recipe
 
 # of the trainer: what each option has to be

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
 from nmrun.lab import models
-from nmrun.lab.train.parameter_groups import is_matrix, optimizer
+from nmrun.lab.train.optimizers import is_matrix, optimizer_of
 
 GPT = {"vocabulary": 20, "context": 8}
 IMAGES = {"shape": (1, 8, 8), "classes": 10}
@@ -31,7 +31,7 @@ def made(folder: Path, model: str, *options: str) -> tuple[nn.Module, torch.opti
     torch.manual_seed(0)
     inputs = GPT if name.startswith("gpt") else IMAGES
     network = models.build(asked.model.mapping(), inputs)
-    return network, optimizer(asked.optimizer, network)
+    return network, optimizer_of(asked.optimizer, network)
 
 
 def decayed(network: nn.Module, by: torch.optim.Optimizer) -> dict[str, float]:

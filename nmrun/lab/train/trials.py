@@ -1,0 +1,237 @@
+"""What short trials find out before a run's first step: how many steps fill a budget of seconds, and
+T-SR-STE's decay.
+
+A trial is the run in miniature, from the same start. It leaves nothing behind but its result.
+
+The decay is found by the flip-rate ratio (Hu et al. 2024, arXiv 2404.01847, the search in the warm-up
+stage). Masks of a sparse run that goes well flip a little less often than the virtual masks of a dense
+run. The ratio of the two rates should lie in [0.60, 0.95]: above, the decay is too weak; below, it
+holds the masks too fast.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from nmrun import ranks
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.config import Config
+from nmrun.lab.train.build import Parts, build
+from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
+
+
+def parts(
+    config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
+) -> tuple[Parts, str, FoundDecay | None]:
+    """Build the parts of a run, with what was found out for it.
+
+    Args:
+        config: the run's config.
+        state: its checkpoint, which has what was found; None: the run begins.
+        accumulate: the micro-batches that the run goes on with.
+        search: search for the decay of ``recipe.decay=auto``; it is 0 otherwise.
+
+    Returns:
+        The parts; where a budget of seconds was planned now, a sentence on its steps, else
+        nothing; and what a search found now.
+
+    Raises:
+        ConfigError: for what only the built model shows.
+    """
+    steps, said, found = None, "", None
+    trainer = {**config.plain["trainer"], "accumulate": accumulate}
+    config = Config({**config.plain, "trainer": trainer}, config.pattern)
+    if (config.trainer.budget or "").startswith("seconds:"):
+        steps, said = (state["total_steps"], "") if state else steps_of_budget(config)
+    if config.recipe.options.get("decay") == "auto":
+        found = find_decay(config, steps) if search and state is None else None
+        recipe = {**config.plain["recipe"], "decay": found.decay if found else 0.0}
+        config = Config({**config.plain, "recipe": recipe}, config.pattern)
+    return build(config, steps, (state or {}).get("acceleration")), said, found
+
+
+FIRST_LOOK = 6  # steps that say how long the trial can be
+SHARE = 0.05  # of the budget, for the trial
+SHORTEST, LONGEST = 30, 300  # steps of the trial
+WARM_UP = 3  # steps of a phase that are not counted: compilers, caches, a change of masks
+
+
+def steps_of_budget(config: Config) -> tuple[int, str]:
+    """Compute the steps that fill ``trainer.budget=seconds:...``.
+
+    Seconds are those of training steps: neither evaluation nor checkpoints, compilation or what
+    happens once between two phases.
+
+    Returns:
+        The number of steps, and a sentence for the log.
+
+    Raises:
+        ConfigError: where the recipe cannot make a run of so few steps, or the budget is shorter
+            than an epoch.
+    """
+    budget = str(config.trainer.budget)
+    seconds = float(budget.removeprefix("seconds:"))
+    rough, epoch = _trial(config, None, FIRST_LOOK, config.trainer.log_every)
+    most = max(1, round(seconds / rough))
+    length = min(max(SHORTEST, round(SHARE * most)), LONGEST)
+    every = log_interval(config.trainer.log_every, most)
+    while True:
+        try:
+            pace, _ = _trial(config, length, length, every)
+            break
+        except ConfigError:  # phases that do not fit into so few steps
+            if length >= most:
+                raise
+            length = min(2 * length, most)
+    steps = round(seconds / pace)
+    if steps < epoch:
+        raise ConfigError(
+            f"trainer.budget={budget}: that is {steps / epoch:.2g} epochs; it takes one epoch or more"
+        )
+    return steps, (
+        f"{steps} steps of {1e3 * pace:.3g} ms fill trainer.budget={budget}, "
+        f"by a trial of {length} steps"
+    )
+
+
+def _trial(
+    config: Config, total_steps: int | None, steps: int, log_every: int
+) -> tuple[float, int]:
+    """The mean seconds of the first ``steps`` of a run of ``total_steps`` (None: of
+    ``trainer.epochs``), by :func:`mean_by_phase` and the leader's clock; and the batches of an
+    epoch.
+    """
+    parts = build(config, total_steps)
+    trial = TrainingSteps(config, parts)
+    parts.model.train()
+    taken: list[tuple[str, float]] = []
+    for step in range(min(steps, parts.total_steps)):
+        began = time.perf_counter()
+        measure = (step + 1) % log_every == 0
+        trial.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=measure)
+        synchronize(parts.device)
+        taken.append((parts.handle.phase, time.perf_counter() - began))
+    epoch = parts.task.batches_per_epoch
+    del trial, parts
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return ranks.from_leader(mean_by_phase(taken)), epoch
+
+
+def mean_by_phase(taken: list[tuple[str, float]]) -> float:
+    """Compute the mean seconds of a step.
+
+    Each phase counts by its number of steps, with the mean over all but its first ones (three, or
+    half where there are few).
+
+    Args:
+        taken: the phase and the seconds of each step, in order.
+    """
+    total = 0.0
+    for _, steps in groupby(taken, key=lambda step: step[0]):
+        seconds = [second for _, second in steps]
+        counted = seconds[min(WARM_UP, len(seconds) // 2) :]
+        total += len(seconds) * sum(counted) / len(counted)
+    return total / len(taken)
+
+
+LOW, HIGH = 0.60, 0.95
+GRID = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
+PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
+
+
+class FoundDecay(NamedTuple):
+    """What a search found.
+
+    Attributes:
+        decay: the decay.
+        said: a sentence for the log.
+        seconds: what the search took.
+        flops: likewise, by the names of :attr:`nmrun.lab.train.steps.TrainingSteps.flops`, without
+            ``training_dense``.
+    """
+
+    decay: float
+    said: str
+    seconds: float
+    flops: Counter[str]
+
+
+class Probe(NamedTuple):
+    """The mean share of mask entries that a refresh of the masks changes, and the FLOPs of it."""
+
+    flip_rate: float
+    flops: dict[str, int]
+
+
+def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
+    """Search up or down from 2e-4, by half powers of ten, for the first decay whose mu is in range.
+
+    Every probe trains from the initial weights for a tenth of the run.
+
+    Args:
+        config: of recipe t_sr_ste.
+        total_steps: of the run, where they are planned; None: those of ``trainer.epochs``.
+
+    Returns:
+        That decay. If no value is in range, the one nearest to it in the direction of the search,
+        which ``said`` tells.
+    """
+    began, flops = time.perf_counter(), Counter[str]()
+
+    def rate(decay: float, dense: bool) -> float:
+        probe = _probe(config, decay, dense, total_steps)
+        flops.update(probe.flops)
+        return probe.flip_rate
+
+    dense = rate(0.0, dense=True)
+    if dense == 0:
+        said = "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
+        return FoundDecay(2e-4, said, time.perf_counter() - began, flops)
+    tried: dict[int, float] = {}
+    at = GRID.index(2e-4)
+    while 0 <= at < len(GRID) and at not in tried:
+        tried[at] = rate(GRID[at], dense=False) / dense
+        if LOW <= tried[at] <= HIGH:
+            break
+        at += 1 if tried[at] > HIGH else -1
+    best = min(tried, key=lambda i: max(LOW - tried[i], tried[i] - HIGH, 0.0))
+    shown = ", ".join(f"{GRID[i]:g}: {mu:.2f}" for i, mu in sorted(tried.items()))
+    verdict = (
+        "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
+    )
+    said = (
+        f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"
+    )
+    return FoundDecay(GRID[best], said, time.perf_counter() - began, flops)
+
+
+def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = None) -> Probe:
+    """A short training."""
+    plain = copy.deepcopy(config.plain)
+    plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
+    trial = Config(plain, config.pattern)
+    parts = build(trial, total_steps)
+    training, rule = TrainingSteps(trial, parts), parts.handle.recipe
+    interval = plain["recipe"]["interval"]
+    steps = min(parts.total_steps, max(2 * interval, round(PROBE * parts.total_steps)))
+    if dense:
+        rule.dense_forward = True
+        parts.handle.refresh()
+    masks = [weight["mask"] for weight in parts.handle.sparse]
+    flips = refreshes = 0.0
+    parts.model.train()
+    for step in range(steps):
+        before = [mask.clone() for mask in masks] if (step + 1) % interval == 0 else []
+        training.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=False)
+        if before:
+            refreshes += 1
+            flips += sum(float((a ^ b).sum()) for a, b in zip(before, masks, strict=True))
+    rate = flips / max(1.0, refreshes * sum(mask.numel() for mask in masks))
+    return Probe(rate, {k: v for k, v in training.flops.items() if k != "training_dense"})
