@@ -28,7 +28,7 @@ from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.tasks.vision.stream import ImageFiles
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.translation.copy_reverse import Vocabulary
+from nmrun.papers.translation.copy_reverse import Symbols
 from nmrun.papers.translation.sentences import Corpus
 from nmrun.papers.translation.task import Translation
 
@@ -86,7 +86,7 @@ def translation(count: int, max_tokens: int = 16) -> Translation:
     corpus = Corpus.of(
         [[*random.integers(4, 8, size).tolist(), 2] for size in random.integers(1, 6, count)]
     )
-    words = Vocabulary(["a", "b", "c", "d"])
+    words = Symbols(["a", "b", "c", "d"])
     references = dict.fromkeys(("val", "test"), ["a b c d a"] * count)
     splits = dict.fromkeys(("train", "val", "test"), (corpus, corpus))
     return Translation(splits, words, words, references, " ".join, max_tokens, seed=0, beam=2)

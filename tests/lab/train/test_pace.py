@@ -114,7 +114,7 @@ def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
     monkeypatch.setattr(trials, "_trial", timed)
     runner.run(made[0], run_folder(made[0]))
     assert next(tried) == 2
-    monkeypatch.setattr(trials, "plan", lambda config: (15, "as before"))
+    monkeypatch.setattr(trials, "steps_of_budget", lambda config: (15, "as before"))
     runner.run(made[1], run_folder(made[1]))
     weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in made]
     assert weights[0] == weights[1]
@@ -128,7 +128,7 @@ def test_a_resumed_run_keeps_its_number_of_steps(
         config(tmp_path / name, f"recipe={recipe}", BUDGET, "schedule=cosine")
         for name in ("whole", "cut")
     ]
-    monkeypatch.setattr(trials, "plan", lambda config: (14, "14 steps"))
+    monkeypatch.setattr(trials, "steps_of_budget", lambda config: (14, "14 steps"))
     whole = runner.run(made[0], run_folder(made[0]))
     assert whole["steps"] == 14
     train = Loop.train
@@ -136,7 +136,7 @@ def test_a_resumed_run_keeps_its_number_of_steps(
     monkeypatch.setattr(Loop, "train", stopping(train, 5))
     assert runner.run(made[1], run_folder(made[1]))["status"] == "interrupted"
     monkeypatch.setattr(Loop, "train", train)
-    monkeypatch.setattr(trials, "plan", lambda config: pytest.fail("it is planned once"))
+    monkeypatch.setattr(trials, "steps_of_budget", lambda config: pytest.fail("it is planned once"))
     resumed = runner.run(made[1], run_folder(made[1]))
     assert resumed["status"] == "finished"
     assert resumed["steps"] == 14

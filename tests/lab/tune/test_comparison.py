@@ -59,7 +59,7 @@ def trials(place: Path = PLACE) -> dict[str, list[Trial]]:
     return {name: study.trials() for name, study in studies(place).items() if study.trials()}
 
 
-def cells_here() -> list[plan.Cell]:
+def cells_here() -> list[plan.TuningCell]:
     return plan.cells(PLACE.absolute(), jobs.checked(SWEEP, multirun=True)[0], {})
 
 
