@@ -22,7 +22,6 @@ Tally = dict[str, Any]
 Loss = Callable[[Any, Batch], Tensor]
 """The mean training loss of a micro-batch by a model: :meth:`Task.loss`, or more."""
 T = TypeVar("T")
-Rows = TypeVar("Rows", list[int], Tensor)
 
 
 class Task(ABC):
@@ -180,14 +179,24 @@ class Categorical(Task):
         return self.loss_of(self.logits(model, batch), batch)
 
 
-class InMemory(Task):
-    """A task whose training items are in memory, in a fresh permutation each epoch.
-
-    Attributes:
-        batch_size: items of a batch.
-    """
+class ItemBatches(Task):
+    """A task whose batches are ``batch_size`` items. Their first tensor has a row an item."""
 
     batch_size: int
+
+    def pieces(self, parts: int, mine: range | None = None) -> list[range]:
+        """The places in a batch of its micro-batches, as of :meth:`micro_batches`."""
+        return picked(chunks(self.batch_size, parts), mine)
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        return [len(piece) for piece in self.pieces(parts)]
+
+    def size(self, batch: Batch) -> int:
+        return len(batch[0])
+
+
+class InMemory(ItemBatches):
+    """A task whose training items are in memory, in a fresh permutation each epoch."""
 
     @abstractmethod
     def _permutation(self, epoch: int) -> Any:
@@ -195,19 +204,18 @@ class InMemory(Task):
 
     @abstractmethod
     def _batch(self, split: str, rows: Any) -> Batch:
-        """The items of some rows of a split, on the device; the first tensor has a row an item."""
+        """The items of some rows of a split, on the device."""
 
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        several = drawn(self._permutation(epoch), self.batch_size, index, parts, mine)
-        return [self._batch("train", rows) for rows in several]
+        return [self._batch("train", rows) for rows in self.rows(epoch, index, parts, mine)]
 
-    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        return [len(piece) for piece in chunks(self.batch_size, parts)]
-
-    def size(self, batch: Batch) -> int:
-        return len(batch[0])
+    def rows(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Any]:
+        """The rows of each micro-batch, as of :meth:`micro_batches`."""
+        first = index * self.batch_size
+        chosen = self._permutation(epoch)[first : first + self.batch_size]
+        return [chosen[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
 
 
 class Adopted(Task):
@@ -305,21 +313,11 @@ def chunks(count: int, parts: int) -> list[range]:
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def drawn(order: Rows, size: int, index: int, parts: int, mine: range | None = None) -> list[Rows]:
-    """Take the micro-batches of a batch from the order in which an epoch has its items.
-
-    Args:
-        order: the items' numbers; all slices are of its kind.
-        size: of a batch.
-        index: of the batch in the epoch.
-        parts, mine: as of :meth:`Task.micro_batches`.
-
-    Returns:
-        The items of each micro-batch.
-    """
-    first = index * size
-    chosen = order[first : first + size]
-    return [chosen[piece.start : piece.stop] for piece in picked(chunks(size, parts), mine)]
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU to the device without a wait for what the device still has to do."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # Who is told how far an evaluation is: with the batch that begins, from 0, and their number.

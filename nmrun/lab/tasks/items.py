@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import signals
-from nmrun.lab.tasks.base import Batch, Task, chunks, generator, limited, picked, turns, watched
+from nmrun.lab.tasks.base import Batch, ItemBatches, generator, limited, turns, watched
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -173,7 +173,7 @@ def _begin(worker: int) -> None:
     signals.left_to_parent()
 
 
-class ItemTask(Task):
+class ItemTask(ItemBatches):
     """A task of items that files are read for; see :class:`nmrun.lab.tasks.base.Task`.
 
     A batch is ``trainer.batch_size`` items, and so is one of an evaluation.
@@ -245,19 +245,13 @@ class ItemTask(Task):
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        pieces = picked(chunks(self.batch_size, parts), mine)
+        pieces = self.pieces(parts, mine)
         if not pieces:
             return []
         share = list(range(pieces[0].start, pieces[-1].stop))
         batch = self._on_device(self.reader.training(epoch, index, share))
         sizes = [len(piece) for piece in pieces]
         return list(zip(*(part.split(sizes) for part in batch), strict=True))
-
-    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        return [len(piece) for piece in chunks(self.batch_size, parts)]
-
-    def size(self, batch: Batch) -> int:
-        return len(batch[0])
 
     def example(self) -> Batch:
         items = [self.reader.files[0, number] for number in self.numbers["train"][:2]]

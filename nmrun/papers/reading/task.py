@@ -13,7 +13,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.texts import Encoding
-from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, turns, watched
+from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, sent, turns, watched
 from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer
 from nmrun.papers.reading.answers import Question, scores
 from nmrun.papers.reading.keys import Windowed
@@ -180,7 +180,7 @@ class Reading(InMemory):
         tokens, mask = self._padded([window.tokens for window in some], self.padding)
         segments, _ = self._padded([window.segments for window in some], 0)
         spans = torch.tensor([w.span(self.questions[split][w.row]) for w in some])
-        return tuple(t.to(self.device, non_blocking=True) for t in (tokens, mask, segments, spans))
+        return tuple(sent(tensor, self.device) for tensor in (tokens, mask, segments, spans))
 
     def _places(self, split: str, rows: Sequence[int], side: str) -> Tensor:
         some: list[TextWindow] = [self.windows[split][row] for row in rows]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.texts import Encoding
-from nmrun.lab.tasks.base import Batch, drawn, limited, thinned
+from nmrun.lab.tasks.base import Batch, limited, sent, thinned
 from nmrun.lab.tasks.text_classification.task import TextClassification
 from nmrun.lab.tasks.text_classification.tokens import Text, Tokenizer, tokenizer
 
@@ -111,7 +111,7 @@ class TextToText(TextClassification):
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
         lengths = (self.answers != NOTHING).sum(1)
         labels = self.splits["train"].labels
-        several = drawn(self._permutation(epoch), self.batch_size, index, parts)
+        several = self.rows(epoch, index, parts)
         return [int(lengths[self._right(labels[rows])].sum()) for rows in several]
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
@@ -135,7 +135,7 @@ class TextToText(TextClassification):
         tokens, mask, *_ = super()._batch(split, rows, length)
         targets = self.answers[self._right(self.splits[split].labels[rows])]
         longest = int((targets != NOTHING).sum(1).max())
-        return tokens, mask, targets[:, :longest].to(tokens.device, non_blocking=True)
+        return tokens, mask, sent(targets[:, :longest], self.device)
 
     def _right(self, labels: Tensor) -> Tensor:
         """The numbers of the right answers."""

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, turns, watched
+from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
 from nmrun.papers.translation.fairseq_import import fairseq
 from nmrun.papers.translation.keys import Translated
 from nmrun.papers.translation.sentences import (
@@ -220,12 +220,8 @@ class Translation(Categorical):
         previous = np.where(inside, np.roll(target, 1, axis=1), self.target.pad())
         previous[:, 0] = self.target.eos()
         arrays = source, previous, np.flatnonzero(inside), target[inside]
-        batch = tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
-        if self.device.type == "cuda":
-            batch = tuple(
-                tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch
-            )
-        return batch
+        tensors = (torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
+        return tuple(sent(tensor, self.device) for tensor in tensors)
 
     def _generator(self, model: nn.Module) -> Any:
         options = {

@@ -5,10 +5,12 @@ the same again.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision.augmentation import (
@@ -244,3 +246,44 @@ def test_a_constant_channel_and_float_images_survive_normalisation() -> None:
     assert torch.equal(Normalise.of(constant, "cpu")(constant), torch.zeros(4, 1, 2, 2))
     floats = torch.randn(4, 1, 2, 2)
     assert torch.equal(Normalise.of(floats, "cpu")(floats), floats)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies from the CPU to another device, and those that are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.waited = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        to = kwargs.get("device")
+        if func is torch.ops.aten._to_copy.default and to is not None and to.type != "cpu":
+            self.made += args[0].device.type == "cpu"
+            self.waited += not kwargs.get("non_blocking")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("what", "copies"),
+    [
+        ({"crop_padding": 4, "flip": True}, 2),
+        ({"erasing": 0.5}, 2),
+        ({"crop_padding": 4, "flip": True, "erasing": 0.5, "randaugment": 2}, 5),
+    ],
+)
+def test_no_copy_to_a_gpu_is_waited_for(
+    what: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, a GPU's stand-in: one copy of the rows and one for each transform."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(Normalise, "plain", {})  # has values, which the meta device has not
+    labels = torch.arange(64) % 10
+    splits = {name: (images(64), labels) for name in ("train", "val")}
+    task = Classification(splits, 10, 32, 0, device="meta", augment=Augment(**what))
+    task.micro_batches(0, 0, 1)  # the epoch's order is copied with its first batch
+    pinned.clear()
+    with Copies() as mode:
+        task.micro_batches(0, 1, 1)
+    assert (mode.made, mode.waited, len(pinned)) == (copies, 0, copies)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.keys.texts import Context
-from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, turns, watched
+from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -231,7 +231,5 @@ class LanguageModelling(Categorical):
             raise RunError(
                 f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}"
             )
-        tokens = torch.from_numpy(windows)
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        tokens = sent(torch.from_numpy(windows), self.device)
         return tokens[:, :-1], tokens[:, 1:]

@@ -21,6 +21,7 @@ from nmrun.lab.tasks.base import (
     InMemory,
     Tally,
     limited,
+    sent,
     thinned,
     turns,
     watched,
@@ -238,11 +239,7 @@ class TextClassification(InMemory, Categorical):
         tokens = torch.where(mask, texts.tokens[places], self.padding).long()
         segments = torch.where(mask, texts.segments[places], 0).long()
         batch: Batch = tokens, mask, segments, texts.labels[rows]
-        if self.device.type == "cuda":
-            batch = tuple(
-                tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch
-            )
-        return batch
+        return tuple(sent(tensor, self.device) for tensor in batch)
 
     def _loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         if self.classes == 1:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nmrun.lab.tasks.base import sent
+
 MAGNITUDES = 31  # RandAugment's scale, 0 to 30 (Cubuk et al. 2020 as in torchvision)
 TRIES = 10  # boxes that are drawn for an image, of which the first that fits is erased
 
@@ -150,7 +152,8 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Ten
     if flip:
         mirrored = share.uniform(1) < 0.5
         columns = torch.where(mirrored, columns.flip(1), columns)
-    rows, columns = rows.to(images.device), columns.to(images.device)
+    places = sent(torch.cat([rows, columns], 1), images.device)
+    rows, columns = places.split([height, width], 1)
     each = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(channels, device=images.device).view(-1, 1, 1)
     padded = functional.pad(images, [padding] * 4)
@@ -169,15 +172,18 @@ def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
         New images of the same shape.
     """
     operations = _operations(magnitude, *images.shape[-2:])
+    kinds = [
+        (operation, factor * value) for operation, value, _ in operations for factor in (1, -1)
+    ]
     chosen = share.below(len(operations), 1)[:, 0]
-    sign = 1 - 2 * share.below(2, 1)[:, 0]
-    out = images.clone()
-    for number, (operation, value, signed) in enumerate(operations):
-        for factor in (1, -1) if signed else (1,):
-            group = (chosen == number) & (sign == factor) if signed else chosen == number
-            rows = group.nonzero().flatten().to(images.device)
-            if len(rows):
-                out[rows] = operation(images[rows], factor * value)
+    takes_sign = torch.tensor([signed for _, _, signed in operations])
+    kind = 2 * chosen + share.below(2, 1)[:, 0] * takes_sign[chosen]
+    # the images of each kind are side by side in the order, so that one copy has them all
+    order = sent(kind.argsort(stable=True), images.device)
+    out, counts = images.clone(), kind.bincount(minlength=len(kinds)).tolist()
+    for (operation, value), rows in zip(kinds, order.split(counts), strict=True):
+        if len(rows):
+            out[rows] = operation(images[rows], value)
     return out
 
 
@@ -249,7 +255,7 @@ def erase(images: Tensor, probability: float, share: Share) -> Tensor:
     rows = hit & (row >= top) & (row < top + tall)
     columns = (column >= left) & (column < left + wide)
     box = rows[:, None, :, None] & columns[:, None, None, :]
-    return images.masked_fill(box.to(images.device), 0.0)
+    return images.masked_fill(sent(box, images.device), 0.0)
 
 
 def mix(

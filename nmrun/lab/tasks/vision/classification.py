@@ -16,11 +16,11 @@ from nmrun.errors import ConfigError
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
+    ItemBatches,
     Tally,
-    chunks,
     generator,
     limited,
-    picked,
+    sent,
     thinned,
     turns,
     watched,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
 
-class Classification(Categorical):
+class Classification(ItemBatches, Categorical):
     """Cross entropy over classes; see :class:`nmrun.lab.tasks.base.Task`.
 
     Images in uint8 are normalised by mean and standard deviation of each channel over the training
@@ -137,7 +137,7 @@ class Classification(Categorical):
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        pieces = picked(chunks(self.batch_size, parts), mine)
+        pieces = self.pieces(parts, mine)
         if not pieces:
             return []
         share = self._share(epoch, index, pieces)
@@ -145,9 +145,6 @@ class Classification(Categorical):
         images, labels = self.augment(images, labels, self.classes, self.normalise, share)
         sizes = [len(piece) for piece in pieces]
         return list(zip(images.split(sizes), labels.split(sizes), strict=True))
-
-    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        return [len(piece) for piece in chunks(self.batch_size, parts)]
 
     def _share(self, epoch: int, index: int, pieces: Sequence[range]) -> Share:
         wanted = range(pieces[0].start, pieces[-1].stop)
@@ -159,15 +156,10 @@ class Classification(Categorical):
             # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be
             # mixed into them
             order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
-            self._order = (
-                epoch,
-                torch.randperm(len(self.images), generator=order).to(self.images.device),
-            )
-        chosen = self._order[1][index * self.batch_size + share.rows.to(self.images.device)]
+            permutation = torch.randperm(len(self.images), generator=order)
+            self._order = epoch, sent(permutation, self.images.device)
+        chosen = self._order[1][index * self.batch_size + sent(share.rows, self.images.device)]
         return self.images[chosen], self.labels[chosen]
-
-    def size(self, batch: Batch) -> int:
-        return len(batch[0])
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         logits: Tensor = model(batch[0]).float()
