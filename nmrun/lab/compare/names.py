@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nmrun import ranges
@@ -102,6 +102,12 @@ def label(value: Any) -> str:
     """A config value as a command line has it, on one line; ``-`` for a key that the run has not."""
     text = "-" if value != value else ranges.shown(value)
     return BREAK.sub(" ", text) if "\n" in text else text
+
+
+def labels_of(values: Iterable[Any]) -> set[str]:
+    """The labels of many values, of which few differ."""
+    # of equal values such as 1, 1.0 and true each type has its own label
+    return {label(value) for _, value in {(type(value), value) for value in values}}
 
 
 def short(label: str) -> str:

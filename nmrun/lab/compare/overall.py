@@ -20,7 +20,15 @@ import numpy as np
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.names import Key
-from nmrun.lab.compare.statistics import FEWEST, LEVEL, Tested, found_at, step_down
+from nmrun.lab.compare.statistics import (
+    FEWEST,
+    LEVEL,
+    Tested,
+    found_at,
+    step_down,
+    t_quantile,
+    t_two_sided,
+)
 from nmrun.lab.compare.tables import Table, pairs, step
 from nmrun.lab.words.metric import higher_is_better
 
@@ -118,8 +126,6 @@ def better(means: Sequence[float]) -> int:
 
 def mean(parts: Sequence[DataSetPart]) -> Mean:
     """The mean over data sets, weighed by their cells, with its interval and p-value."""
-    from scipy import stats
-
     every = [value for part in parts for value in part.means]
     if any(len(part.gaps) < 2 for part in parts) or not weighed(parts):
         return Mean(statistics.fmean(every))
@@ -133,9 +139,9 @@ def mean(parts: Sequence[DataSetPart]) -> Mean:
         return Mean(value)
     of_squares = sum(v**2 / (len(p.gaps) - 1) for v, p in zip(squares, parts, strict=True))
     error, freedom = math.sqrt(sum(squares)), sum(squares) ** 2 / of_squares
-    half = error * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+    half = error * t_quantile((1 + LEVEL) / 2, freedom)
     tested = all(len(part.gaps) >= FEWEST for part in parts)
-    p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if tested else None
+    p = float(t_two_sided(np.array(abs(value) / error), freedom)) if tested else None
     return Mean(value, error, freedom, value - half, value + half, p)
 
 

@@ -20,6 +20,7 @@ LEVEL = 0.95
 POWER = 0.8
 FEWEST = 3  # pairs, for a test
 EXACT = 2**16  # sign patterns at most that a test goes through; of more it draws as many
+BISECTIONS = 50  # of the interval in which a difference is searched for
 DIGITS = 12  # beyond these, values differ by rounding
 
 
@@ -121,15 +122,30 @@ def student(gaps: Floats, grain: float | Floats) -> Estimate:
         gaps: (..., n) differences, n at least 2.
         grain: smallest step of the metric, or (...) of them.
     """
-    from scipy import stats
-
     n = gaps.shape[-1]
     mean, spread = gaps.mean(-1), np.maximum(gaps.std(-1, ddof=1), grain)
     error = spread / math.sqrt(n)
-    half = stats.t.ppf((1 + LEVEL) / 2, n - 1) * error
+    half = t_quantile((1 + LEVEL) / 2, n - 1) * error
     with np.errstate(divide="ignore", invalid="ignore"):
-        p = 2 * stats.t.sf(np.abs(mean) / error, n - 1)
+        p = t_two_sided(np.abs(mean) / error, n - 1)
     return Estimate(mean, spread, mean - half, mean + half, np.where(mean == 0, 1.0, p))
+
+
+# scipy.stats has these too, and takes most of a second to import
+
+
+def t_quantile(share: float, freedom: float) -> float:
+    """The value of Student's t that it is below with a probability of ``share``."""
+    from scipy import special
+
+    return float(special.stdtrit(freedom, share))
+
+
+def t_two_sided(value: Floats, freedom: float) -> Floats:
+    """The probability of Student's t of at least this size."""
+    from scipy import special
+
+    return np.asarray(2 * special.stdtr(freedom, -value))
 
 
 def paired(ours: Cell, baseline: Cell, grain: float, test: str = "t") -> Difference | None:
@@ -217,16 +233,18 @@ def found_at(freedom: float, level: float) -> float:
 
     The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.
     """
-    from scipy import optimize, stats
+    from scipy import special
 
-    critical = stats.t.ppf(1 - level / 2, freedom)
+    critical = t_quantile(1 - level / 2, freedom)
     shares = (np.arange(10_000) + 0.5) / 10_000
-    bars = critical * np.sqrt(stats.chi2.ppf(shares, freedom) / freedom)
-
-    def power(shift: float) -> float:
-        return float((stats.norm.sf(bars - shift) + stats.norm.cdf(-bars - shift)).mean())
-
-    return float(optimize.brentq(lambda x: power(x) - POWER, 0.0, 4 * critical + 10))
+    # the quantiles of the chi-squared distribution
+    bars = critical * np.sqrt(2 * special.gammaincinv(freedom / 2, shares) / freedom)
+    low, high = 0.0, 4 * critical + 10
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        power = (special.ndtr(middle - bars) + special.ndtr(-bars - middle)).mean()
+        low, high = (middle, high) if power < POWER else (low, middle)
+    return high
 
 
 def seeds_for_half(n: int, level: float) -> int:

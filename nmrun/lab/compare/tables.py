@@ -17,7 +17,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import names
-from nmrun.lab.compare.names import Key, but_ratio, label
+from nmrun.lab.compare.names import Key, but_ratio, label, labels_of
 from nmrun.lab.compare.numbers import deviates, places, scale
 from nmrun.lab.compare.statistics import (
     FEWEST,
@@ -138,6 +138,14 @@ class Table:
             found.setdefault((column, self.metric_of(row, column)), {})[row] = cell
         return found
 
+    @functools.cached_property
+    def steps(self) -> dict[tuple[Key, str], float]:
+        """The smallest step of each metric that each column shows."""
+        return {
+            place: grain(value for cell in cells.values() for value in cell.values.values())
+            for place, cells in self._beside.items()
+        }
+
     @property
     def with_paper(self) -> list[tuple[Key, bool]]:
         """The rows, and whether they are published figures, see ``published``. These stand below the
@@ -199,7 +207,7 @@ def build(
         # what was pruned without training has no learning rate, whatever its config says
         of_training = key.partition(".")[0] in TRAINING
         having = trained if of_training else pruned if key == SAMPLES else everything
-        return {label(run.get(key, math.nan)) for run in having}
+        return labels_of(run.get(key, math.nan) for run in having)
 
     keys = sorted({key for run in everything for key in run} - {"seed"})
     shared = {key: values.pop() for key in keys if len(values := labels(key)) == 1}
@@ -334,7 +342,7 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
         for group, _, name in [str(key).partition(".")]
         if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
     ]
-    apart = [key for key in keys if len({label(run[key]) for run in runs}) > 1]
+    apart = [key for key in keys if len(labels_of(run[key] for run in runs)) > 1]
     # `recipe` says it for `recipe.switch`
     return [key for key in apart if "." not in key or key.partition(".")[0] not in apart]
 
@@ -501,5 +509,4 @@ def _unlike(table: Table, row: Key, other: Key) -> set[str]:
 
 def step(table: Table, row: Key, column: Key) -> float:
     """The smallest step of a cell's metric that its column shows."""
-    cells = table.beside(row, column).values()
-    return grain(value for cell in cells for value in cell.values.values())
+    return table.steps[column, table.metric_of(row, column)]
