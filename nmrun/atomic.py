@@ -15,7 +15,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def room_told(path: Path) -> Iterator[None]:
-    """Say in the error of a full disk how much is free where, while a file is written.
+    """Say in the error of a full disk how much is free, while a file is written.
 
     Args:
         path: the file.
@@ -33,7 +33,7 @@ def room_told(path: Path) -> Iterator[None]:
         if number not in FULL:
             raise
         free = shutil.disk_usage(path.parent).free
-        said = f"{os.strerror(number)}, {_size(free)} free in {path.parent}"
+        said = f"{os.strerror(number)}, {_size(free)} free there"
         raise OSError(number, said, str(path)) from None
 
 

@@ -100,7 +100,7 @@ def test_a_full_disk_says_where_and_how_much_is_free(small_disk: Path, writer: s
                 save_file({"weight": torch.zeros(500_000)}, partial)
     assert told.value.errno == errno.ENOSPC
     assert told.value.filename == str(path)
-    assert str(told.value.strerror).endswith(f", 1 MB free in {small_disk}")
+    assert str(told.value.strerror).endswith(", 1 MB free there")
     assert path.read_bytes() == b"old" * 1000
     assert os.listdir(small_disk) == ["file"]
 

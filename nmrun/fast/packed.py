@@ -141,7 +141,11 @@ def _line(plain: dict[str, Any]) -> Line:
         raise ValueError(f"{name} has groups along {dim} of {shape}")
     if (layer := plain.get("layer")) not in (None, *LAYERS):
         raise ValueError(f"{name} is a layer of {layer!r}, none of {', '.join(LAYERS)}")
-    return Line(str(name), Pattern.parse(plain["pattern"]), dim, shape, layer)
+    pattern = Pattern.parse(plain["pattern"])
+    # the last group may be short, no other
+    if pattern.m > max(pattern.n, 2) * shape[dim]:
+        raise ValueError(f"{name} has groups of {pattern.m} along {shape[dim]} weights")
+    return Line(str(name), pattern, dim, shape, layer)
 
 
 def _rows(line: Line) -> int:

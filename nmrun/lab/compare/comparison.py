@@ -113,6 +113,7 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
             query.column_keys,
             query.statistic,
             query.digits,
+            query.baseline,
         )
         for part in _grouped(runs, query.groups)
     ]

@@ -170,6 +170,7 @@ def build(
     column_keys: Sequence[str],
     statistic: str = "mean",
     digits: int | None = None,
+    baseline: str = "",
 ) -> Table:
     """Fold runs of one data set and model into a table. Columns go from dense to sparse, recipes in
     nmrun's order, metrics as in ``metric`` (several with commas between, where a key is
@@ -177,7 +178,7 @@ def build(
 
     Raises:
         ConfigError: where a cell would average over runs that differ in more than their seed,
-            naming the keys, or would count a seed twice.
+            naming the keys, or would count a seed twice; and where no row is a baseline's.
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
     members: dict[Place, list[Run]] = {}
@@ -185,6 +186,9 @@ def build(
     for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in every):
         place = (tuple(label(run[k]) for k in rows), tuple(label(run[k]) for k in columns))
         members.setdefault(place, []).append(run)
+    row_labels = sorted({row for row, _ in members}, key=lambda row: _order(rows, row, every))
+    if baseline:  # before a complaint of cells that nobody asked for
+        named_rows(row_labels, rows, baseline)
     for (row, column), group in members.items():
         _check_alike(group, f"{' '.join(row)} at {' '.join(column)}", rows, columns)
 
@@ -196,7 +200,6 @@ def build(
     column_labels = sorted(
         {column for _, column in cells}, key=lambda column: _order(columns, column, every)
     )
-    row_labels = sorted({row for row, _ in cells}, key=lambda row: _order(rows, row, every))
 
     everything = [run for group in members.values() for run in group]
     named = {"recipe", "sparsity", *rows, *columns}
@@ -482,15 +485,8 @@ def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
     """The rows of a baseline, and by place the one of them that a cell is compared with. Raises
     ConfigError if there is no such row.
     """
-    by_name = {" ".join(row): row for row in table.rows}
-    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
-    every = [row for row in table.rows if row[recipe] == baseline]
-    if one := by_name.get(baseline):
-        every = [one]
-    if not every:
-        raise ConfigError(
-            f"--baseline {baseline}: no such row{did_you_mean(baseline, by_name)} (there are {', '.join(by_name)})"
-        )
+    every = named_rows(table.rows, table.row_keys, baseline)
+    one = " ".join(every[0]) == baseline
     rivals: dict[Place, Key] = {}
     for row, column in table.cells:
         like = every if one else [other for other in every if not _unlike(table, row, other)]
@@ -499,6 +495,18 @@ def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
         if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, like[0])):
             rivals[row, column] = like[0]
     return every, rivals
+
+
+def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
+    """The row of all these labels, or else those of this recipe. Raises ConfigError for none."""
+    by_name = {" ".join(row): row for row in rows}
+    recipe = keys.index("recipe") if "recipe" in keys else 0
+    found = [by_name[name]] if name in by_name else [row for row in rows if row[recipe] == name]
+    if not found:
+        raise ConfigError(
+            f"--baseline {name}: no such row{did_you_mean(name, by_name)} (there are {', '.join(by_name)})"
+        )
+    return found
 
 
 def _unlike(table: Table, row: Key, other: Key) -> set[str]:
