@@ -35,6 +35,7 @@ PARTS = ("values", "places", "scales")
 VERSION, VERSION_INT8 = 1, 2
 INT8 = torch.int8
 LAYERS = ("int8", "dense int8")
+LONGEST = 1024  # of a group that has fewer weights than its size
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
@@ -142,8 +143,7 @@ def _line(plain: dict[str, Any]) -> Line:
     if (layer := plain.get("layer")) not in (None, *LAYERS):
         raise ValueError(f"{name} is a layer of {layer!r}, none of {', '.join(LAYERS)}")
     pattern = Pattern.parse(plain["pattern"])
-    # the last group may be short, no other
-    if pattern.m > max(pattern.n, 2) * shape[dim]:
+    if pattern.m > max(shape[dim], LONGEST):
         raise ValueError(f"{name} has groups of {pattern.m} along {shape[dim]} weights")
     return Line(str(name), pattern, dim, shape, layer)
 

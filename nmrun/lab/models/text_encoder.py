@@ -9,7 +9,7 @@ from nmrun.errors import ConfigError
 from nmrun.step.activations import SquaredReLU
 
 
-class TextEncoder(nn.Module):
+class TextEncoderNetwork(nn.Module):
     """BERT's form (Devlin et al. 2019, arXiv 1810.04805) on ``nn.TransformerEncoder``.
 
     It has the embeddings ``tokens``, ``positions`` and ``segments``, ``encoder.layers.0``, ...
@@ -76,7 +76,7 @@ def build(
     width: int = 64,
     dropout: float = 0.1,
     activation: str = "gelu",
-) -> TextEncoder:
+) -> TextEncoderNetwork:
     """Build the encoder.
 
     Args:
@@ -85,9 +85,11 @@ def build(
         classes: the number of outputs.
         layers, heads, width: the layers of the encoder, its attention heads, and its width.
         dropout: the probability of dropout.
-        activation: as of :class:`TextEncoder`.
+        activation: as of :class:`TextEncoderNetwork`.
 
     Raises:
         ConfigError: where ``heads`` does not divide ``width``.
     """
-    return TextEncoder(vocabulary, max_length, classes, layers, heads, width, dropout, activation)
+    return TextEncoderNetwork(
+        vocabulary, max_length, classes, layers, heads, width, dropout, activation
+    )

@@ -416,7 +416,7 @@ def test_mistaken_baselines(write, table) -> None:
     status, _, err = table("--baseline", "ste")
     assert (status, err.count("\n")) == (2, 1)
     assert "no other row has runs of the same seeds" in err
-    write("ste", "1:8", 2, 0.9, ("optimizer.lr=0.5",))  # a cell that would average over two rates
+    write("ste", "1:8", 2, 0.9, optimizer__lr=0.5)  # a cell that would average over two rates
     assert "no such row" in table("--baseline", "sted")[2]
 
 

@@ -170,6 +170,7 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
         *((_line(name=name), "cannot be unpacked") for name in (7, None, [], "0.weight", "4.weight")),
         *((_line(pattern=pattern), "cannot be unpacked")
           for pattern in ("4:2", "", None, 5, [2, 4], "2:999999999", "2:8")),
+        (_line(pattern="2:9999"), "3.weight has groups of 9999 along 128 weights"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_changes_nothing(

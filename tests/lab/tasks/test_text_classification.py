@@ -45,7 +45,7 @@ def task(classes: int = 2, **options: Any) -> TextClassification:
     )
 
 
-def tiny(task: TextClassification) -> text_encoder.TextEncoder:
+def tiny(task: TextClassification) -> text_encoder.TextEncoderNetwork:
     torch.manual_seed(0)
     return text_encoder.build(**task.inputs, layers=2, heads=2, width=8, dropout=0.0)
 
