@@ -94,13 +94,10 @@ def continued(
 
     Args:
         model: tokens (1, T) to logits (1, T, vocabulary), set to evaluation.
-        tokens: those before, at least one.
-        count: how many to draw.
         window: the most tokens that the model sees.
         known: tokens of the data; a network may have logits of more.
         temperature: divides the logits; 0: the largest one.
         top_k: choose among so many; None: among all.
-        seed: of the choices.
 
     Raises:
         RunError: for logits that are not finite.

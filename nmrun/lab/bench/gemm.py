@@ -63,11 +63,6 @@ def measure(
     """Measure the dense product and every path that is for it, at one size.
 
     Args:
-        inputs, outputs: of the layer.
-        tokens: rows of the other operand.
-        count: rounds.
-        clock: what measures.
-        device: a GPU.
         fp8: take the paths for FP8 operands.
     """
     paths = semi_structured.candidates(fp8)

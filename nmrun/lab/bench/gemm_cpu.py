@@ -46,11 +46,7 @@ def measure(
     """Measure all products of one layer.
 
     Args:
-        inputs, outputs: of the layer.
-        tokens: rows of the other operand.
         patterns: such as ``2:4``.
-        count: rounds.
-        clock: what measures.
 
     Returns:
         A row for each of :data:`WHAT`, ratio and arm.

@@ -122,7 +122,6 @@ class Clock:
     """Milliseconds of a call on a device: on a GPU between two events, on a CPU by the wall.
 
     Args:
-        device: the device.
         flush: on a GPU, write to other memory before, which empties its L2 cache.
     """
 
@@ -170,9 +169,6 @@ def rounds(
     that grows slower or faster meanwhile favours none.
 
     Args:
-        arms: what is timed, by name.
-        count: rounds.
-        clock: gives the milliseconds of a call.
         warm_up: rounds before, which do not count.
 
     Returns:
@@ -263,11 +259,8 @@ def run(
     there is reported also where an error or Ctrl-C is the end.
 
     Args:
-        name: of the benchmark.
         cases: the rows of each, which are measured as they are asked for.
-        page: what is printed of the rows.
         options: has ``out``.
-        argv: the command's words, for the record.
         device: where it is measured.
         variant: follows the name in the files' names.
 

@@ -44,11 +44,7 @@ class LayerArm:
     """One copy of the layer. Calling it does a step.
 
     Args:
-        recipe, options: the recipe and its hyperparameters.
         by_products: take 2:4 products.
-        inputs, outputs: of the layer.
-        tokens: of a micro-batch.
-        accumulate: micro-batches of a step.
         device: where it trains.
 
     Raises:
@@ -99,10 +95,6 @@ def measure(
     """Measure all arms at one size.
 
     Args:
-        inputs, outputs: of the layer.
-        tokens: of a micro-batch.
-        accumulate: micro-batches of a step.
-        count: rounds.
         device: where it trains.
     """
     about = {"shape": f"{inputs} to {outputs}", "tokens": tokens, "accumulate": accumulate}

@@ -91,11 +91,6 @@ def measure(
     """Measure a copy, a clone and some arms on one random weight.
 
     Args:
-        pattern: of the masks.
-        millions: entries of the weight, about.
-        arms: their names.
-        dtype: of the weight.
-        count: rounds.
         device: where it is.
     """
     columns = COLUMNS // pattern.m * pattern.m

@@ -62,7 +62,6 @@ def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
 
     Args:
         what: of ``nmrun.lab.bench.KINDS``.
-        argv: the words after it.
 
     Returns:
         The options. Those of ``infer`` have ``on_cpu``: whether it is the one for CPUs.

@@ -200,10 +200,7 @@ def measure(
     """Measure recipes against dense training, in one process.
 
     Args:
-        name: of a workload.
-        pattern: of the weights.
         recipes: keys of ``ARMS``.
-        count: rounds.
         left_out: gets a line for each reason why recipes cannot train this model at this pattern.
 
     Returns:

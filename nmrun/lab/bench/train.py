@@ -91,11 +91,7 @@ def measure(
     """Measure arms of one network.
 
     Args:
-        words: the network's overrides.
-        recipe, ratio: of the sparse arms.
         arms: of ``options.TRAINING_ARMS``.
-        steps: of a stretch.
-        count: rounds.
         device: where it trains.
 
     Raises:

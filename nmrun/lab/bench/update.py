@@ -36,8 +36,6 @@ def stepped(
 
     Args:
         recipe: a key of ``ARMS``; None: dense.
-        count: of the weights.
-        of: their pattern.
         device: where they are.
         in_one_pass: let the optimizer carry out the rule.
     """
@@ -63,9 +61,6 @@ def measure(
 
     Args:
         recipe: a key of ``ARMS``.
-        of: the pattern.
-        millions: entries of all weights, about.
-        count: rounds.
         device: where they are.
 
     Returns:

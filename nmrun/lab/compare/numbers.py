@@ -55,7 +55,6 @@ def printed(value: float, metric: str, at: int | None = None) -> str:
     """In the unit of ``unit``, with a real minus sign.
 
     Args:
-        value: in the metric's own unit.
         at: digits after the point, as ``places`` has them; None: those of a value without spread,
             zeros at the end left out where it is no percentage. FLOPs have a letter (``34.9G``),
             other numbers of nine digits and more an exponent.

@@ -31,7 +31,6 @@ def write(run: Finished, folder: Path) -> list[str]:
     encoder for ``AutoModel``, and ``head.safetensors`` the head.
 
     Args:
-        run: a finished run.
         folder: where to.
 
     Returns:

@@ -39,7 +39,6 @@ def write(run: Finished, folder: Path) -> list[str]:
     its value as JSON.
 
     Args:
-        run: a finished run.
         folder: where to.
 
     Returns:

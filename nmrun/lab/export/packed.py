@@ -32,7 +32,6 @@ def write(run: Finished, folder: Path, precision: str | None = None) -> list[str
     It is read back and compared with the run's weights before it counts as written.
 
     Args:
-        run: a finished run.
         folder: where to.
         precision: ``"int8"``, or None for the run's own.
 

@@ -15,7 +15,6 @@ def write(run: Finished, folder: Path) -> list[str]:
     """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer.
 
     Args:
-        run: a finished run.
         folder: where to.
 
     Returns:

@@ -30,7 +30,6 @@ def write(run: Finished, folder: Path) -> list[str]:
     one; all others stay dense.
 
     Args:
-        run: a finished run.
         folder: where to.
 
     Returns:

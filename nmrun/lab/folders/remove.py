@@ -67,7 +67,6 @@ def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     """The run folders at or below ``path`` that nothing is at work on and all conditions fit.
 
     Args:
-        path: a folder.
         failed: only runs that failed.
         conditions: ``KEY=VALUE``, or several values with commas between; a run without the key
             does not fit.
@@ -125,10 +124,6 @@ def _amount(runs: Collection[Files]) -> str:
 
 def _delete(folder: Path, listed: Files) -> str:
     """Delete a run, and the folders above it that are empty then.
-
-    Args:
-        folder: the run's.
-        listed: its files when it was listed.
 
     Returns:
         Why it was not deleted; empty if it was.

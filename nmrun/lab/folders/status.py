@@ -136,12 +136,7 @@ def _here(command: str, output_dir: str, place: Path) -> str:
 
 
 def said(folder: Path, running: bool) -> list[str]:
-    """A sweep in a line, and the command again if not all of it is done.
-
-    Args:
-        folder: that of its record.
-        running: whether it is at work.
-    """
+    """A sweep in a line, and the command again if not all of it is done."""
     record = sweep.read(folder)
     counts, passed, left = (
         record.counts(),

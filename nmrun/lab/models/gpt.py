@@ -17,10 +17,7 @@ class CausalAttention(nn.Module):
     product, ``c_proj`` mixes the heads.
 
     Args:
-        width: of input and output.
-        heads: they divide the width.
         dropout: of the attention's weights and of the output.
-        bias: whether the layers have one.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
@@ -47,9 +44,6 @@ class FeedForward(nn.Module):
     """``c_fc`` to four times the width, ``activation``, ``c_proj`` back.
 
     Args:
-        width: of input and output.
-        dropout: of the output.
-        bias: whether the layers have one.
         activation: ``gelu`` (by tanh, as in GPT-2) or ``relu2``, the squared ReLU.
     """
 
@@ -92,12 +86,7 @@ class GPTDecoder(nn.Module):
     sqrt(2 * layers) (section 2.3); a subclass calls :meth:`initialise` when it has its head.
 
     Args:
-        vocabulary: number of different tokens.
-        context: the most tokens of an input.
-        layers: blocks.
         heads: of each attention; they divide the width.
-        width: of the residual stream.
-        dropout: of embeddings, attention and outputs.
         bias: whether linear layers and norms have one.
         activation: of the feed-forward layers, ``gelu`` or ``relu2``.
     """

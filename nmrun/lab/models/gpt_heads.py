@@ -25,8 +25,6 @@ class Headed(GPTDecoder):
     Args:
         vocabulary, context, layers, heads, width, dropout, bias, activation: as of
             :class:`nmrun.lab.models.gpt.GPTDecoder`.
-        classes: outputs of the head.
-        head_bias: whether the head has one.
     """
 
     heads_of_tasks: ClassVar[tuple[str, ...]] = ("lm_head", "head")
@@ -73,9 +71,7 @@ def classifier(
     """Build a classifier; its head has no bias, as in transformers.
 
     Args:
-        vocabulary, max_length, classes: of the data.
         layers, heads, width, dropout, bias, activation: as of :class:`nmrun.lab.models.gpt.GPTDecoder`.
-        context: positions, as in pre-training.
         embeddings: tokens, as in pre-training; None: those of the data.
 
     Raises:

@@ -68,9 +68,6 @@ def build(vocabulary: int, context: int, pretrained: str) -> CausalLM:
 def looks_ahead(model: nn.Module) -> bool:
     """Whether the logits at a token depend on a later one: encoders (BERT) have a class with a causal
     head too, and work in it as encoders unless their ``config.json`` says ``is_decoder``.
-
-    Args:
-        model: tokens to logits.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return False

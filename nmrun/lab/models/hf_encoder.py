@@ -20,8 +20,6 @@ class EncoderClassifier(nn.Module):
     Input tokens (B, T), mask (B, T) bool (False is padding), segments (B, T); output (B, classes).
 
     Args:
-        encoder: a model of transformers.
-        classes: number of outputs.
         pooling: what the head sees: ``cls`` (the first token, through the encoder's own pooler if
             it has one), ``mean`` (over a text's tokens), or ``similarity``: the two texts of a pair
             go through the encoder one by one, and the head sees ``10 (c - 0.5)``, c the cosine
@@ -104,8 +102,6 @@ def build(
 
     Args:
         vocabulary: number of different tokens in the data.
-        max_length: the most tokens of a text.
-        classes: number of outputs.
         pretrained: the encoder's folder, or its name on the hub.
         pooling, dropout: as of :class:`EncoderClassifier`.
 

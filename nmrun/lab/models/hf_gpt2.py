@@ -27,7 +27,6 @@ def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT
         vocabulary: the number of tokens of the data.
         context: the longest sequence of the data, in tokens.
         pretrained: a folder, or a name on the hub.
-        dropout: the probability of dropout.
 
     Returns:
         The network with its weights.

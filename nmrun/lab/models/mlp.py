@@ -20,8 +20,6 @@ class MLPNetwork(nn.Module):
 
     Args:
         shape: (C, H, W).
-        classes: number of outputs.
-        hidden: widths, at least one.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int]) -> None:
@@ -42,7 +40,6 @@ def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)
 
     Args:
         shape: (channels, height, width) of the images.
-        classes: the number of classes.
         hidden: the widths of the hidden layers, one or more.
     """
     return MLPNetwork(shape, classes, hidden)

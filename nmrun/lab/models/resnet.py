@@ -25,7 +25,6 @@ class CifarResNet(nn.Module):
 
     Args:
         shape: (C, H, W).
-        classes: number of outputs.
         depth: layers with weights: 20, 32, 44, 56, ...
     """
 
@@ -64,7 +63,6 @@ def build(shape: tuple[int, ...], classes: int, depth: int) -> CifarResNet:
 
     Args:
         shape: (channels, height, width) of the images.
-        classes: the number of classes.
         depth: the number of layers, 6n + 2.
 
     Raises:

@@ -19,8 +19,6 @@ class SmallConvNetwork(nn.Module):
 
     Args:
         shape: (C, H, W).
-        classes: number of outputs.
-        channels: of stem and inner convolutions.
         batch_norm: whether batch normalisation follows each of them, before the ReLU.
     """
 
@@ -62,7 +60,6 @@ def build(
 
     Args:
         shape: (channels, height, width) of the images.
-        classes: the number of classes.
         channels: the channels of the stem and of the inner convolutions.
     """
     return SmallConvNetwork(shape, classes, channels)

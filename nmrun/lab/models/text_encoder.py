@@ -18,11 +18,7 @@ class TextEncoderNetwork(nn.Module):
     bool (False is padding), segments (B, T) of 0 and 1; output (B, classes).
 
     Args:
-        vocabulary: number of different tokens.
-        max_length: the most tokens of a text.
-        classes: number of outputs.
         layers, heads, width: of the encoder; feed-forward layers have four times the width.
-        dropout: of embeddings, attention and feed-forward layers.
         activation: of the feed-forward layers, ``gelu`` or ``relu2``, the squared ReLU.
     """
 
@@ -80,11 +76,7 @@ def build(
     """Build the encoder.
 
     Args:
-        vocabulary: the number of tokens.
-        max_length: the longest text, in tokens.
-        classes: the number of outputs.
         layers, heads, width: the layers of the encoder, its attention heads, and its width.
-        dropout: the probability of dropout.
         activation: as of :class:`TextEncoderNetwork`.
 
     Raises:

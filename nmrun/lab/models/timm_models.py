@@ -17,8 +17,6 @@ def build(
 
     Args:
         shape: (channels, height, width) of the images.
-        classes: the number of classes.
-        name_in_timm: timm's name of the network.
         options: more arguments of the network. Transformers also get the image size.
 
     Raises:

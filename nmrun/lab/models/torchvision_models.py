@@ -45,7 +45,6 @@ def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -
     Args:
         name: a key of ``FIRST``.
         shape: (channels, height, width) of the images.
-        classes: the number of classes.
         form: ``imagenet``, ``cifar`` (the small form), or ``auto``: small up to 64 pixels.
 
     Raises:

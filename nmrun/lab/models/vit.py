@@ -68,10 +68,8 @@ def build(
 
     Args:
         shape: (C, H, W) with H = W.
-        classes: number of outputs.
         layers, heads, width: of the encoder; feed-forward layers have four times the width.
         patch: pixels a side, which divide the image's; None: by the size of the image.
-        dropout: of embeddings and feed-forward layers.
         stochastic_depth: the probability that the last block is left out; it rises linearly from
             the first to the last (Huang et al. 2016).
         activation: of the feed-forward layers, ``gelu`` or ``relu2``, the squared ReLU.

@@ -15,7 +15,6 @@ def read(
     """The objects of a file that are whole.
 
     Args:
-        path: the file.
         parsed: gives the value of a line, or raises ValueError.
 
     Returns:

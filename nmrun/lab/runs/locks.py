@@ -161,10 +161,6 @@ def free_gpu(count: int, wait: float = 1.0) -> int:
 
     ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so locks go by what it lists.
 
-    Args:
-        count: of the GPUs that torch sees.
-        wait: seconds between two looks.
-
     Returns:
         The GPU's number; it is this process's own until the process ends.
     """

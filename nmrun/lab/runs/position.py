@@ -38,7 +38,6 @@ def of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
     """Where the run in a folder is.
 
     Args:
-        folder: the run's.
         trainer: the config's group, as far as it is known.
 
     Returns:

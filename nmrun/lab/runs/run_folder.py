@@ -181,10 +181,6 @@ class RunFolder:
     def begin(self, config: str, command: str) -> None:
         """Write ``config.yaml``, below the command that asks for the run alone; from now on there is
         no result.
-
-        Args:
-            config: as YAML.
-            command: may be empty.
         """
         (self.path / RESULT).unlink(missing_ok=True)
         atomic.write(self.path / CONFIG, (f"# {command}\n" if command else "") + config)
@@ -258,10 +254,6 @@ def weights_in(place: Path | str) -> tuple[RunFolder, str]:
 def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Bind a result to the files of its run.
 
-    Args:
-        result: plain data.
-        folder: the run's folder.
-
     Returns:
         The result with ``files``, for each that is there its ``bytes`` and ``sha256``, and with
         ``sha256``, that of the rest.
@@ -278,11 +270,7 @@ def _of(path: Path) -> str:
 
 
 def _own(result: Mapping[str, Any]) -> str:
-    """Of the result without its own hash, as JSON with sorted keys and no spaces added.
-
-    Args:
-        result: as JSON gives it back.
-    """
+    """Of the result without its own hash, as JSON with sorted keys and no spaces added."""
     plain = {key: value for key, value in result.items() if key != "sha256"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

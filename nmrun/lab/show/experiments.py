@@ -55,7 +55,6 @@ def sections(
     that is said.
 
     Args:
-        overrides: win over those of the experiments.
         query: its keys, metrics and baseline win over an experiment's own.
         intact: refuse runs whose files changed after they finished.
 

@@ -57,7 +57,6 @@ def render(
     Args:
         style: ``markdown``, ``latex``, ``html`` (one page), or for programs ``csv``, ``json`` and
             ``parquet``, which is bytes.
-        labels: the user's names, for LaTeX.
         method: say in Markdown below each table how its numbers come about, as HTML always does.
 
     Returns:

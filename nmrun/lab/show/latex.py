@@ -55,13 +55,9 @@ def environment(
     """Write one ``table`` environment, or ``table*`` where it is too wide for a column of two.
 
     Args:
-        comments: what stands above.
-        caption: as LaTeX.
         name: for ``\\ref``.
         lines: the head, then the rows; all cells as LaTeX.
-        keys: the columns of labels.
         references: so many rows at the beginning have a rule below.
-        above: lines above the head.
     """
     star = "*" if _width(lines) > COLUMN else ""
     return "\n".join(

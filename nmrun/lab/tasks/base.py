@@ -122,10 +122,8 @@ class Task(ABC):
         in shards need it.
 
         Args:
-            model: in evaluation mode.
             split: ``"val"`` or ``"test"``.
             rank: whose share, from 0.
-            world: number of shares.
         """
         raise NotImplementedError
 
@@ -134,7 +132,6 @@ class Task(ABC):
 
         Args:
             split: ``"val"`` or ``"test"``.
-            tallies: of all ranks, in their order.
 
         Returns:
             As :meth:`evaluate`.
@@ -158,10 +155,6 @@ class Categorical(Task):
     def logits(self, model: Any, batch: Batch) -> Tensor:
         """What a model says of a batch.
 
-        Args:
-            model: the module or its compiled form.
-            batch: a micro-batch.
-
         Returns:
             Numbers before the softmax, (..., classes), of as many items as :meth:`Task.size`.
         """
@@ -172,7 +165,6 @@ class Categorical(Task):
 
         Args:
             logits: as of :meth:`logits`.
-            batch: a micro-batch.
         """
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
@@ -282,7 +274,6 @@ def thinned(split: Any, most: int) -> Any:
 
     Args:
         split: (items, labels), two sequences of the same length.
-        most: how many.
     """
     items, labels = split
     distance = -(-len(labels) // most)
@@ -293,7 +284,6 @@ def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
     """Pick neighbouring pieces.
 
     Args:
-        pieces: all of them.
         mine: the numbers of those that are wanted, from 0; None: all.
     """
     return list(pieces if mine is None else pieces[mine.start : mine.stop])
@@ -303,7 +293,6 @@ def chunks(count: int, parts: int) -> list[range]:
     """Cut ``range(count)`` as ``torch.chunk`` cuts.
 
     Args:
-        count: the length of the range.
         parts: the number of pieces; a shorter range has fewer.
 
     Returns:
@@ -338,9 +327,7 @@ def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
     """Which of ``count`` batches a rank evaluates: each ``world``-th.
 
     Args:
-        count: of batches, at least one.
         rank: whose turn, from 0.
-        world: number of ranks.
 
     Returns:
         Numbers of batches, as many on all ranks, and whether each counts. Where a rank has no batch

@@ -51,8 +51,6 @@ def check_vocabulary(source: str, known: int, of_data: int) -> None:
 
     Args:
         source: that of ``model.pretrained``.
-        known: the tokens that it knows.
-        of_data: those that the data have.
 
     Raises:
         ConfigError: where these are more, or so few that they are another tokenizer's.
@@ -67,7 +65,6 @@ def fetch_whole(kind: str, source: str, **options: Any) -> Any:
     """:func:`fetch` a network with all of its weights, in float32.
 
     Args:
-        kind: its class.
         source: that of ``model.pretrained``.
         options: of ``from_pretrained``.
 

@@ -60,15 +60,10 @@ class ItemReader:
     that begins in the middle of an epoch begins to read there.
 
     Args:
-        files: gives the item of a key.
         collate: makes a batch of items; the last it gives is what is wrong with one of them, empty
             where nothing is.
         rows: of training items, (N,).
-        seed: of the order.
-        batch_size: of training.
-        batches_per_epoch: the same.
         workers: processes that read; 0: the training's own; None: one for each core of this rank.
-        pinned: whether batches go to a GPU.
     """
 
     def __init__(
@@ -112,11 +107,7 @@ class ItemReader:
         return batch
 
     def evaluated(self, batches: Sequence[Sequence[int]]) -> Iterator[Collated]:
-        """Batches of rows, read for an evaluation.
-
-        Args:
-            batches: the rows of each.
-        """
+        """Batches of rows, read for an evaluation."""
         return self.read([(-1, row) for row in rows] for rows in batches)
 
     def read(self, keys: Iterator[list[Key]]) -> Iterator[Collated]:
@@ -179,7 +170,6 @@ class ItemTask(ItemBatches):
     A batch is ``trainer.batch_size`` items, and so is one of an evaluation.
 
     Args:
-        config: the run's config.
         splits: ``train``, ``val`` and ``test``.
         device: where batches go.
         about: a line on the data for the plan.
@@ -235,7 +225,6 @@ class ItemTask(ItemBatches):
         """What gives the item of a key (epoch, number).
 
         Args:
-            config: the run's config.
             places: of all items; a key's number is a place in them.
         """
 
@@ -264,7 +253,6 @@ class ItemTask(ItemBatches):
         """A rank's batches of a split.
 
         Args:
-            split: its name.
             rank, world: whose, and of how many, as of :func:`nmrun.lab.tasks.base.turns`.
 
         Yields:

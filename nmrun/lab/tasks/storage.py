@@ -47,7 +47,6 @@ def find(dataset: str, names: Iterable[str], how: str) -> Path:
     folder.
 
     Args:
-        dataset: its name, for the error.
         names: what it may be called; the first that is there is taken.
         how: to get the data, for the error.
 

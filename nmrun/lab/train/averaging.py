@@ -20,8 +20,6 @@ class Average:
     recipe's, where it is fixed).
 
     Args:
-        model: the model.
-        handle: of its sparse weights.
         last: how many epochs, at the end of the run, are averaged; 1 does nothing.
     """
 

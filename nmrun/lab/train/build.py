@@ -69,7 +69,6 @@ def build(
     """Seed everything, choose device and precision, and build.
 
     Args:
-        config: what to build.
         total_steps: the optimizer steps of the run; None: those of ``trainer.steps``,
             ``trainer.epochs`` or a budget of FLOPs.
         times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
@@ -221,7 +220,6 @@ def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
     memory. Sums run in another order, so small networks on a CPU are left alone.
 
     Args:
-        model: changed in place.
         device: where it is.
         precision: fp32, bf16 or fp16.
     """

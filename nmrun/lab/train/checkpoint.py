@@ -65,12 +65,7 @@ class CheckpointClock:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Save data, readable with ``torch.load(weights_only=True)``.
-
-    Args:
-        path: the file.
-        state: tensors and plain data.
-    """
+    """Save data, readable with ``torch.load(weights_only=True)``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     atomic.write(path, buffer.getvalue())
@@ -83,7 +78,6 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
     its part.
 
     Args:
-        folder: the run's folder.
         state: nested dictionaries of tensors and plain data.
     """
     free = SHARDS[0]
@@ -161,8 +155,6 @@ def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str,
     """Give a state that :func:`load_last` gave its shards. All ranks call.
 
     Args:
-        folder: the run's folder.
-        state: changed in place.
         model: sharded, in however many processes, or whole.
 
     Returns:
@@ -219,7 +211,6 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     torch writes a checksum of every record and never looks at it again: it is checked here.
 
     Args:
-        path: the file.
         mapped: leave tensors on the disk until they are looked at.
 
     Returns:

@@ -66,8 +66,6 @@ class Console:
         """Show a line on the screen and write it to the log.
 
         Args:
-            text: the line.
-            error: show it on standard error.
             style: its colour on a terminal, such as ``bold green``.
         """
         self.clear()

@@ -28,11 +28,6 @@ class Diagnostics:
 
     Masks are compared from one such step to the next: :meth:`state_dict` has the flips so far, for
     a run that is resumed.
-
-    Args:
-        model: the model.
-        handle: of its sparse weights.
-        loss_of: what the training minimises.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, loss_of: Loss) -> None:

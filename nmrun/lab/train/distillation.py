@@ -46,12 +46,7 @@ class Distilled:
     temperature: float
 
     def __call__(self, model: Any, batch: Batch) -> Tensor:
-        """The mean loss of a micro-batch, a scalar with gradient.
-
-        Args:
-            model: what is trained.
-            batch: a micro-batch of the task.
-        """
+        """The mean loss of a micro-batch, a scalar with gradient."""
         logits = self.task.logits(model, batch)
         with torch.no_grad():
             taught = self.task.logits(self.teacher, batch)
@@ -64,8 +59,6 @@ def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
     Args:
         logits: of the student, (..., classes).
-        taught: the teacher's, of the same shape.
-        temperature: T.
 
     Returns:
         The mean over all items, in nats.
@@ -82,8 +75,6 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
     """The loss that a run minimises.
 
     Args:
-        config: the run's config.
-        task: its task.
         model: as it begins, on its device; it is copied for a teacher.
 
     Returns:

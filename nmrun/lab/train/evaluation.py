@@ -22,9 +22,6 @@ from nmrun.sparsity.metrics import layer_metrics
 class Evaluation:
     """The evaluations of one run.
 
-    Args:
-        steps: its training steps.
-
     Attributes:
         best: the metrics with the best ``task.metric`` while the forward weights held the pattern
             (for dense training: of all), and activations were pruned as in the last step, with

@@ -80,8 +80,6 @@ def densities(
     the input's, which sums over the outputs, as well unless its weight is N:M along those too.
 
     Args:
-        recipe: the recipe.
-        weight: of the layer.
         step: as planned, counted from 0; None: the next step.
         hardware: count for 2:4 sparse tensor cores.
     """
@@ -113,9 +111,7 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
     In hardware only an operand that is N:M along the sum counts: in Y = Z W^T and in dX = dB V.
 
     Args:
-        pattern: of the activations.
         feeds: the layer gives what A is made of.
-        reads: the layer takes Z.
         hardware: count for 2:4 sparse tensor cores.
     """
     share = hardware_density(pattern) if hardware else pattern.density
@@ -233,7 +229,6 @@ class Flops:
         """Count the forward and backward pass of one item, and a teacher's forward pass.
 
         Args:
-            recipe: the recipe.
             step: as planned, counted from 0; None: the next step.
             hardware: count for 2:4 sparse tensor cores.
         """
@@ -263,8 +258,6 @@ class Flops:
         A switch that is found on the way counts where it is at the latest.
 
         Args:
-            recipe: the recipe.
-            total_steps: of the run.
             hardware: count for 2:4 sparse tensor cores.
         """
         steps = range(0, total_steps, -(-total_steps // PLANNED))
@@ -275,7 +268,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Look up what a device can do in a second, dense.
 
     Args:
-        device: the device.
         precision: fp32, bf16 or fp16.
 
     Returns:
@@ -293,10 +285,7 @@ def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: 
     Args:
         budget: ``flops:<number>``, or ``flops:dense`` for what ``total_steps`` dense steps would
             use.
-        cost: of one item.
         recipe: the one for ``total_steps``; its phases are taken as fractions of the run.
-        total_steps: of the run without a budget.
-        items: of a step.
     """
     target = budget.removeprefix("flops:")
     wanted = cost.dense * total_steps if target == "dense" else float(target) / items
@@ -316,9 +305,7 @@ def count(
     where nothing is computed.
 
     Args:
-        model: the model.
         task: its ``example`` is counted.
-        weights: the model's sparse ones.
         taught: whether a dense network like it is the teacher.
         activations: the model's. The last layer before them feeds them, the next reads them.
     """

@@ -36,9 +36,6 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     """Refuse what cannot be trained on shards.
 
     Args:
-        config: the run's config.
-        recipe: its recipe, begun.
-        task: its task.
         precision: fp32, bf16 or fp16.
 
     Raises:

@@ -242,7 +242,6 @@ def of_sweep(
     Args:
         folder: that of the record, in which the job's end is noted.
         number: of the job, from 1.
-        composed: the job's config.
         overrides: the job's, as they are typed.
         command: what asks for this job alone.
         begins: is called with the folder of each run of the job that begins.
@@ -313,7 +312,6 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     """Run what a config asks for, unless that has finished already.
 
     Args:
-        config: the config.
         sweep: the name of the sweep that the run belongs to.
         command: what asks for this run alone.
 

@@ -88,7 +88,6 @@ class WandBLogger:
     """A run of W&B.
 
     Args:
-        run: W&B's own.
         say: tells at the end how an offline run is uploaded; None: nothing is told.
     """
 
@@ -251,7 +250,6 @@ class MLflowLogger:
         """Write the summary: numbers as ``final/...`` metrics, all else as tags.
 
         Args:
-            summary: flat.
             exit_code: 0 for a finished run.
         """
         for key, value in summary.items():

@@ -219,7 +219,6 @@ class Loop(TrainingSteps):
         """Count what was needed before the first step as part of the run.
 
         Args:
-            seconds: what it took.
             flops: by the names of :attr:`flops`.
         """
         self.seconds += seconds

@@ -24,9 +24,6 @@ from nmrun.lab.train.checkpoint import seed_everything
 def prepare(config: Config) -> tuple[torch.device, str]:
     """Seed everything, and choose device and precision.
 
-    Args:
-        config: of the run.
-
     Returns:
         The device, and ``fp32``, ``bf16`` or ``fp16``.
 

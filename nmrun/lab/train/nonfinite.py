@@ -24,9 +24,6 @@ def culprit(
     It is the input, a parameter, a layer's output or a gradient.
 
     Args:
-        model: the model. Its gradients are overwritten.
-        loss_of: what the training minimises.
-        batches: the batch's micro-batches.
         autocast: makes the context of the forward pass.
 
     Returns:

@@ -23,7 +23,6 @@ def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
 
     Args:
         options: the config's group ``optimizer``.
-        model: whose parameters it is to step.
 
     Raises:
         ConfigError: for ``head_lr`` with a model that has no layer named head.
@@ -92,7 +91,6 @@ def schedule_factor(
             down to ``final`` at step ``total_steps``.
         warmup_steps: optimizer steps of the warm-up; 0 for none.
         total_steps: optimizer steps of the whole run.
-        final: the fraction at the end.
 
     Returns:
         The fraction of the base learning rate by step, from 0.
@@ -140,7 +138,6 @@ def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[
     Args:
         options: the keys of this group; with ``cycles`` above 1 the schedule is run so many times,
             each time over as many steps.
-        lr: the base learning rate.
         total_steps: optimizer steps of the whole run.
 
     Returns:

@@ -16,10 +16,6 @@ def lines(config: Config, parts: Parts) -> list[str]:
     """Say how long and on what a run trains, and which weights are sparse.
 
     Then follow the weights that are left dense and why, and density and FLOPs of the whole.
-
-    Args:
-        config: the run's config.
-        parts: what was built of it.
     """
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
@@ -82,12 +78,7 @@ def training(parts: Parts) -> tuple[float, float, float]:
 
 
 def row(config: Config, parts: Parts) -> dict[str, str]:
-    """Say in a few words what a run is going to do, by the names of columns: for a list of runs.
-
-    Args:
-        config: the run's config.
-        parts: what was built of it.
-    """
+    """Say in a few words what a run is going to do, by the names of columns: for a list of runs."""
     dense, without, _ = training(parts)
     return {
         "recipe": config.recipe.name,
@@ -104,9 +95,6 @@ Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pat
 def layers(rows: Sequence[Row]) -> list[str]:
     """Write the weights, those that differ in a number of their names alone in one line:
     ``sparse  6 x blocks.*.attn.qkv.weight  1536x512  2:4``.
-
-    Args:
-        rows: one for each weight.
     """
     alike: dict[tuple[str, ...], list[str]] = {}
     for kind, name, shape, note in rows:

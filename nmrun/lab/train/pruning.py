@@ -102,7 +102,6 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     Args:
         config: as of :func:`nmrun.lab.words.pruning.read`.
         folder: that of the run, which is there and ours.
-        command: what asks for this.
 
     Returns:
         What is in ``result.json``: as of a training, with ``eval/dense/...`` and ``test/dense/...``
@@ -154,8 +153,6 @@ def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
     """The first samples that a training with this seed would see.
 
     Args:
-        task: of the run.
-        samples: how many images or texts.
         accumulate: micro-batches of a batch, which pass one by one.
 
     Yields:

@@ -70,9 +70,7 @@ def search_ratios(
     """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m``.
 
     Args:
-        model: with trained weights.
         budget: what the layers may cost at most, as a share of what they cost dense.
-        m: a power of two.
         costs: what a layer costs, by module name and N, N = ``m`` included
             (:mod:`nmrun.lab.train.ratio_search`); layers that are not there stay dense. None: the number
             of weights that are kept.
@@ -117,7 +115,6 @@ def best_choice(
     ``most`` at most; of equal ones the cheapest.
 
     Args:
-        costs: of each option of each layer.
         gains: likewise.
         most: not less than the cheapest choice costs.
 
@@ -205,10 +202,7 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -
     """Count the FLOPs of layers' forward products.
 
     Args:
-        model: the model.
-        names: of the modules.
         task: the FLOPs are for one item of it.
-        m: of the ratios.
     """
     every = Pattern(1, 1)
     found: Costs = {}
@@ -244,7 +238,6 @@ def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> Timed:
 
     Args:
         config_of: the config of the run with a ratio in all layers.
-        m: of the ratios.
 
     Raises:
         ConfigError: where no product is measured, with the reasons.

@@ -17,12 +17,7 @@ from nmrun.step.handle import Handle
 
 
 class Replicated:
-    """A sparse model, its optimizer and its handle, whole in every process.
-
-    Args:
-        model, optimizer: attached to the handle.
-        handle: of the sparse weights.
-    """
+    """A sparse model, its optimizer and its handle, whole in every process."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
         self.model, self.optimizer, self.handle = model, optimizer, handle

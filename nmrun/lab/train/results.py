@@ -29,7 +29,6 @@ def of_outcome(
 
     Args:
         outcome: its ``status``, and what only runs with this status have.
-        config: the run's config.
         command: what asks for this run alone; empty where nobody can know.
         loop: its training, None where it ended before.
 
@@ -71,7 +70,6 @@ def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Args:
         result: as of :func:`of_outcome`. That of a finished run is bound to the folder's files.
-        folder: the run's folder.
 
     Returns:
         What is in the file; ``failed``, with the reason, where it cannot be written.
@@ -110,7 +108,6 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
 
     Args:
         result: as of :func:`write`.
-        folder: the run's folder.
         console: where to.
         loop: its training, None where it ended before.
     """
@@ -146,7 +143,6 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
         folder: the run's folder, which gets ``model.safetensors``, if an evaluation held the
             pattern ``best.safetensors``, and if ``trainer.evaluate`` asks for the dense weights
             behind sparse ones ``dense.safetensors``.
-        loop: its training, at the end.
 
     Returns:
         What is in ``result.json`` of a finished run only.
@@ -214,9 +210,6 @@ def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove the files that a kill has left of :func:`save_weights`: safetensors writes beside the
     name that it is given.
-
-    Args:
-        folder: a run's, which is ours.
     """
     for path in folder.glob(".tmp*"):
         path.unlink()

@@ -63,7 +63,6 @@ def damage(folder: Path, record: dict[str, Any]) -> str:
     bit for bit. All ranks call; each reads some of the files.
 
     Args:
-        folder: the run's folder.
         record: what :func:`save` returned.
     """
     place = folder / record["folder"]
@@ -76,9 +75,7 @@ def load(folder: Path, record: dict[str, Any], model: nn.Module) -> dict[tuple[A
     """Read a folder of shards. All ranks call.
 
     Args:
-        folder: the run's folder.
         record: what :func:`save` returned, maybe in another number of processes.
-        model: what the tensors are for.
 
     Returns:
         This process's parts if the model is sharded, whole tensors on the CPU if not.

@@ -19,10 +19,6 @@ from nmrun.recipes.maskllm import masks_file
 def network(config: Config, task: Task) -> nn.Module:
     """Build a run's network with the weights that it begins with.
 
-    Args:
-        config: of the run.
-        task: of the run.
-
     Raises:
         ConfigError: where it cannot be built, and where ``init`` is no finished run of the same
             network.

@@ -200,7 +200,6 @@ class TrainingSteps:
         Args:
             step: the step, counted from 1.
             what: what was seen, such as ``the loss is nan``.
-            where: the first non-finite value.
 
         Returns:
             One line for a RunError.

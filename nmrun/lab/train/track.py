@@ -28,13 +28,10 @@ class Tracker:
     was.
 
     Args:
-        folder: the run's folder.
         config: its config as plain data, for W&B.
-        run_id: its identity.
         group: the sweep that it belongs to; None for none.
         step: where training begins, 0 unless resumed. Rows of later steps are dropped, since they
             will come again.
-        say: prints a line.
         mark: that of the rows that there should be; None where it is not known.
 
     Attributes:

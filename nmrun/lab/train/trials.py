@@ -32,7 +32,6 @@ def parts(
     """Build the parts of a run, with what was found out for it.
 
     Args:
-        config: the run's config.
         state: its checkpoint, which has what was found; None: the run begins.
         accumulate: the micro-batches that the run goes on with.
         search: search for the decay of ``recipe.decay=auto``; it is 0 otherwise.
@@ -176,7 +175,6 @@ def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
     Every probe trains from the initial weights for a tenth of the run.
 
     Args:
-        config: of recipe t_sr_ste.
         total_steps: of the run, where they are planned; None: those of ``trainer.epochs``.
 
     Returns:

@@ -38,7 +38,6 @@ class Sweeper:
     the launcher ends them at once.
 
     Args:
-        folder: of the sweep's record.
         waits: whether the jobs run in processes that this one has started. Else it leaves signals
             to the launcher.
     """
@@ -142,7 +141,6 @@ class SweepTable:
     """While entered, a thread reads the record of a sweep and the files of its runs.
 
     Args:
-        folder: of the record.
         left: called once where nobody reads the output any more.
 
     Attributes:
@@ -224,13 +222,7 @@ class SweepTable:
 
 
 def ended(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
-    """The line of a job that has ended.
-
-    Args:
-        folder: of the record.
-        record: of the sweep.
-        line: of the job's end.
-    """
+    """The line of a job that has ended."""
     status = line["status"]
     final = (line.get("metrics") or {}).get("final", {})
     if status in ("finished", "skipped") and line.get("metric"):
@@ -260,13 +252,7 @@ def foot(record: sweep.Record, running: int) -> str:
 
 
 def drawn(rows: list[tuple[str, ...]], foot: str, width: int, height: int) -> Any:
-    """The table, as wide as the terminal at most: names of jobs are cut where it is narrow.
-
-    Args:
-        rows: as of the jobs that run.
-        foot: the line below it.
-        width, height: of the terminal.
-    """
+    """The table, as wide as the terminal at most: names of jobs are cut where it is narrow."""
     from rich.console import Group
     from rich.table import Column, Table
     from rich.text import Text

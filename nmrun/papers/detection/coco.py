@@ -49,9 +49,6 @@ def build(config: Config, device: torch.device) -> Detection:
 def load(options: Coco) -> dict[str, Split]:
     """Read both files of annotations, and split the first.
 
-    Args:
-        options: the data set's keys.
-
     Returns:
         The splits ``train``, ``val`` and ``test``; training images without an instance are left
         out.
@@ -85,10 +82,6 @@ def load(options: Coco) -> dict[str, Split]:
 
 def read(place: Path, name: str) -> Pictures:
     """Read a folder of images and its annotations.
-
-    Args:
-        place: the data set's folder.
-        name: the images' folder in it.
 
     Raises:
         ConfigError: for a file that is missing, and annotations that are none of instances.

@@ -64,8 +64,6 @@ def load(size: int = 200, resolution: int = 64, split_seed: int = 0) -> dict[str
 
     Args:
         size: of the training split; each of the others has 24 images.
-        resolution: pixels a side.
-        split_seed: of the images.
 
     Returns:
         The splits ``train``, ``val`` and ``test``.

@@ -82,8 +82,6 @@ def targets(
 
     Args:
         coco: the annotations' ``pycocotools.coco.COCO``.
-        annotations: of the image.
-        labels: of each category's number.
 
     Returns:
         Boxes (K, 4) from x, y to x, y in pixels, labels (K,), and a mask (height, width) of 0 and 1
@@ -100,7 +98,6 @@ def found(image: int, detections: Mapping[str, Tensor], categories: Sequence[int
     """What a network of torchvision says of an image, as COCO's result files have it.
 
     Args:
-        image: its number.
         detections: ``boxes`` (K, 4), ``labels`` (K,) from 1, ``scores`` (K,) and ``masks``
             (K, 1, height, width), the probability of each pixel.
         categories: the number of each label, from label 1 on.

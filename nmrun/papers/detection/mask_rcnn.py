@@ -23,7 +23,6 @@ class Detector(detection.MaskRCNN):
     where it is not, in training and evaluation mode alike: the mode is that of its layers.
 
     Args:
-        backbone, kwargs: torchvision's.
         frozen_norms: whether the backbone's batch norms compute in evaluation mode always.
     """
 
@@ -54,11 +53,7 @@ class Detector(detection.MaskRCNN):
                 module.training = mode
 
     def train(self, mode: bool = True) -> Detector:
-        """Set the mode of the layers, but for the batch norms that are frozen.
-
-        Args:
-            mode: whether it is training.
-        """
+        """Set the mode of the layers, but for the batch norms that are frozen."""
         super().train(mode)
         if self.frozen_norms:
             for module in self.backbone.body.modules():
@@ -80,8 +75,6 @@ def build(
     """Build a detector. With torchvision's sizes it is ``maskrcnn_resnet50_fpn``.
 
     Args:
-        categories: of instances, without the background.
-        backbone: a ResNet's name.
         width: channels of the pyramid and of the mask head; the box head has four times as many.
         min_size: pixels that an image's shorter side is scaled to.
         max_size: pixels that the longer side may have then.

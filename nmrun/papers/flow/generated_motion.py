@@ -53,8 +53,6 @@ def load(size: int = 64, resolution: int = 128, split_seed: int = 0) -> dict[str
 
     Args:
         size: of the training split; each of the others has 8 pairs.
-        resolution: pixels a side.
-        split_seed: of the pairs.
 
     Returns:
         The splits ``train``, ``val`` and ``test``.

@@ -17,8 +17,6 @@ def build(name: str, updates: int, evaluated_updates: int) -> nn.Module:
 
     Args:
         name: ``raft_large`` or ``raft_small``.
-        updates: how many in training.
-        evaluated_updates: how many in evaluation.
 
     Raises:
         ConfigError: where the network is given smaller frames than it takes.

@@ -96,7 +96,6 @@ def flows(model: Any, first: Tensor, second: Tensor) -> list[Tensor]:
     """What a model says of two frames, whose borders are repeated until their sides fit.
 
     Args:
-        model: of torchvision's RAFT's kind.
         first, second: (B, 3, height, width), uint8.
 
     Returns:

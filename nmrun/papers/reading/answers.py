@@ -42,10 +42,6 @@ def exact(given: str, right: str) -> float:
 def f1(given: str, right: str) -> float:
     """The harmonic mean of precision and recall of an answer's words.
 
-    Args:
-        given: the answer.
-        right: the right one.
-
     Returns:
         0 to 1. Where one of them has no words: 1 if the other has none either, else 0.
     """
@@ -62,7 +58,6 @@ def scores(given: Sequence[str], questions: Sequence[Question]) -> dict[str, flo
 
     Args:
         given: an answer to each question, empty for none.
-        questions: with their right answers.
 
     Returns:
         ``exact_match`` and ``f1``, from 0 to 1; where some have no answer also both for those that

@@ -33,7 +33,6 @@ def load(size: int = 2000, split_seed: int = 0) -> dict[str, list[Question]]:
 
     Args:
         size: of the training split; each of the others has 200 questions.
-        split_seed: of the texts.
 
     Returns:
         The questions of ``train``, ``val`` and ``test``, whose texts all differ.

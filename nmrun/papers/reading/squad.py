@@ -36,7 +36,6 @@ def load(
     Args:
         version: ``v1.1`` or ``v2.0``.
         held_out: the share of the training set's articles that is for validation.
-        split_seed: which articles are held out.
         limit: training questions at most, those of the first articles of the shuffle; None: all.
 
     Returns:
@@ -73,9 +72,6 @@ def build(config: Config, device: torch.device) -> Reading:
 
 def read(path: Path) -> list[list[Question]]:
     """Read a file of SQuAD.
-
-    Args:
-        path: the file.
 
     Returns:
         The questions of each article, in their order.

@@ -39,10 +39,6 @@ class Reading(InMemory):
     larger (in the window where it is least).
 
     Args:
-        splits: questions of train, val and test.
-        tokenizer: encodes them.
-        stride: tokens that neighbouring windows share.
-        batch_size: windows of a training batch.
         seed: of the order, a fresh permutation of the training windows each epoch.
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
@@ -83,12 +79,7 @@ class Reading(InMemory):
     def of(
         cls, config: Config, splits: Mapping[str, Sequence[Question]], device: torch.device
     ) -> Reading:
-        """Build the task with tokenizer, batch size, seed and limits of a run's config.
-
-        Args:
-            config: the run's config.
-            splits, device: as of the class.
-        """
+        """Build the task with tokenizer, batch size, seed and limits of a run's config."""
         most = config.trainer.limit_evaluation
         if config.trainer.label_smoothing:
             raise ConfigError(

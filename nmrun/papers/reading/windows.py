@@ -56,7 +56,6 @@ def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) ->
     """Cut questions and their texts into windows.
 
     Args:
-        questions: what is asked.
         tokenizer: of :func:`nmrun.lab.tasks.text_classification.tokens.tokenizer`; a window has its ``max_length`` tokens at
             most.
         stride: tokens of the text that neighbouring windows share.

@@ -46,7 +46,6 @@ def build(vocabulary: int, max_length: int, pretrained: str) -> T5Network:
 
     Args:
         vocabulary: the number of tokens of the data.
-        max_length: the longest text of the data.
         pretrained: a folder, or a name on the hub.
 
     Raises:

@@ -36,8 +36,6 @@ class TextToText(TextClassification):
 
     Args:
         splits: texts and their labels, the number of the answer, or a score.
-        tokenizer: encodes texts and answers.
-        answers: all there are.
         values: for scores, what each answer is worth; a score's answer is the nearest one.
         metrics, batch_size, seed, limit_batches, device: as of
             :class:`nmrun.lab.tasks.text_classification.task.TextClassification`.
@@ -80,10 +78,6 @@ class TextToText(TextClassification):
         device: torch.device,
     ) -> TextToText:
         """Build the task with tokenizer, batch size, seed and limits of a run's config.
-
-        Args:
-            config: the run's config.
-            splits, answers, values, metrics, device: as of the class.
 
         Raises:
             ConfigError: as the class, and for smoothed labels.

@@ -75,10 +75,6 @@ def sentences(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[Pair]
     They are drawn until there are enough, then dealt out at random, so that all splits have short
     and long ones in the same proportion.
 
-    Args:
-        options: the data set's keys.
-        vocabulary: gives the words their numbers.
-
     Returns:
         ``{"train" | "val" | "test": [(source, target), ...]}``.
 

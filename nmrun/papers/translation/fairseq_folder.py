@@ -58,13 +58,9 @@ def load(
     so.
 
     Args:
-        config: the run's config.
         device: where batches go.
-        folder: fairseq's binary files.
-        languages: source and target.
         texts: the names of the files for train, val and test.
         subwords: ``none``, ``sentencepiece`` or ``subword_nmt``.
-        moses: whether Moses' tokenizer made the text.
 
     Raises:
         ConfigError: for files that are missing or do not fit each other.

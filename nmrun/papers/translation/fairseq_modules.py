@@ -80,8 +80,6 @@ class TranslationTransformer(TransformerModelBase):
     """An encoder and a decoder, built by ``build_model`` as fairseq's.
 
     Args:
-        config: fairseq's.
-        encoder: the encoder.
         decoder: the decoder, which attends to the encoder's output.
     """
 

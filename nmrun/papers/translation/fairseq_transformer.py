@@ -28,11 +28,7 @@ def build(
     """Build a Transformer between two dictionaries; parameters have fairseq's names.
 
     Args:
-        source, target: the dictionaries.
-        width: of the embeddings.
-        ffn: of the feed-forward networks.
         layers: of the encoder, and as many of the decoder.
-        heads: of each attention.
         dropout, attention_dropout, activation_dropout: probabilities, where fairseq has them.
         share_embeddings: ``decoder`` (its input and output), ``all`` (the encoder's too), ``none``,
             or ``auto``: all where both languages have one dictionary, else decoder.

@@ -48,10 +48,6 @@ def build(config: Config, device: torch.device) -> Translation:
 def files(languages: tuple[str, str], test: str) -> Files:
     """Find the raw text.
 
-    Args:
-        languages: source and target.
-        test: the name of the test set.
-
     Returns:
         The files of train, valid and test for both languages.
 

@@ -26,10 +26,6 @@ Files = dict[str, tuple[Path, Path]]
 def beside(prefix: Path, language: str) -> Path:
     """Find ``<prefix>.<language>``, or that with ``.gz``.
 
-    Args:
-        prefix: the path without ending.
-        language: the ending.
-
     Raises:
         ConfigError: if there is neither.
     """
@@ -56,9 +52,6 @@ def prepare(
 
     Args:
         texts: files of train, valid and test for both languages.
-        languages: source and target.
-        to: the folder.
-        vocabulary: number of subwords.
         joint: learn one BPE on both languages together.
         longest: training pairs with more subwords on a side, or with an empty side, are left out.
 

@@ -59,7 +59,6 @@ class Corpus:
 
         Args:
             rows: numbers of the sentences (n,).
-            padding: the token that fills up.
             left: fill up at the left, as encoders want it.
 
         Returns:
@@ -79,7 +78,6 @@ def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
     """Order sentences by length and cut them into batches.
 
     Args:
-        pair: source and target.
         max_tokens: of a batch on either side, padding included.
 
     Returns:
@@ -101,8 +99,6 @@ def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows
 
     Args:
         rows: of :func:`bucketed`.
-        pair: source and target.
-        random: draws the order.
 
     Returns:
         ``rows`` in another order that :func:`bucketed` could have given as well.
@@ -114,11 +110,6 @@ def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows
 
 def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
     """Check that the two sides of a split fit each other and their dictionaries.
-
-    Args:
-        name: of the split, for the error.
-        pair: source and target.
-        dictionaries: of source and target.
 
     Raises:
         ConfigError: for another number of sentences, for none, for a token outside the dictionary,

@@ -55,11 +55,7 @@ class Translation(Categorical):
         source, target: the dictionaries; ``inputs`` has them by these names.
         references: the plain target sentences of val and test.
         detokenize: makes such a sentence of the symbols of a translation.
-        max_tokens: of a batch, a side.
-        seed: of the order.
         label_smoothing: fairseq's: epsilon is spread over all tokens but the right one.
-        beam: width of the search.
-        length_penalty: fairseq's exponent of the length.
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
 
@@ -116,12 +112,7 @@ class Translation(Categorical):
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """Build the task with batch size, beam, seed, smoothing and limits of a run's config.
-
-        Args:
-            config: the run's config.
-            splits, source, target, references, detokenize, device: as of the class.
-        """
+        """Build the task with batch size, beam, seed, smoothing and limits of a run's config."""
         keys = config.dataset.as_kind(Translated)
         most = config.trainer.limit_evaluation
         return cls(
@@ -254,10 +245,6 @@ def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tens
 
 def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
     """Compute sacreBLEU (Post 2018, arXiv 1804.08771).
-
-    Args:
-        translations: detokenised.
-        references: one for each translation.
 
     Returns:
         BLEU from 0 to 100, and its signature.

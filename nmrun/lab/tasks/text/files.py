@@ -108,7 +108,6 @@ def of_texts(
     Args:
         config: its ``dataset`` group has ``tokenizer`` and ``context``.
         what: plain data that, with the files ``sources``, says which texts they are.
-        sources: the files that they come from.
         read: reads them, UTF-8, by split.
         device: where batches go.
     """

@@ -58,16 +58,12 @@ class LanguageModelling(Categorical):
     Args:
         splits: token numbers (tokens,) of train, val and, if there is one, test, in memory or
             mapped from a file.
-        vocabulary: number of different tokens.
         context: tokens that the model sees at most.
-        batch_size: windows of a training batch.
-        seed: of the places.
         unit: what a token is, such as ``byte``; bits are per unit.
         label_smoothing: torch's, in training alone.
         accumulate: as many windows are evaluated at once as a batch has in so many micro-batches.
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
-        compiled: compile the training loss.
         stride: tokens that an evaluation's window moves on; None: ``context``.
         vocabulary_of: gives the vocabulary; None where the data are token numbers alone.
 
@@ -132,12 +128,7 @@ class LanguageModelling(Categorical):
         unit: str = "token",
         vocabulary_of: Callable[[], Letters] | None = None,
     ) -> LanguageModelling:
-        """Build the task with context, batch size, seed, smoothing and limits of a run's config.
-
-        Args:
-            config: the run's config.
-            splits, vocabulary, device, unit, vocabulary_of: as of the class.
-        """
+        """Build the task with context, batch size, seed, smoothing and limits of a run's config."""
         context = config.dataset.as_kind(Context).context
         most = config.trainer.limit_evaluation
         return cls(

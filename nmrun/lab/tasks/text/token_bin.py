@@ -46,7 +46,6 @@ def read(path: Path, vocabulary: int) -> NDArray[np.uint16]:
 
     Args:
         path: the file: numbers of 16 bits, as nanoGPT writes them.
-        vocabulary: number of different tokens.
 
     Raises:
         ConfigError: if it is missing, or plainly not tokens of 16 bits below ``vocabulary``.

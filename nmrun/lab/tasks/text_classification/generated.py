@@ -54,7 +54,6 @@ def load(size: int = 4000, split_seed: int = 0) -> Splits:
 
     Args:
         size: of the training split; each of the others has 500 sentences.
-        split_seed: of the sentences.
 
     Returns:
         ``{"train" | "val" | "test": (texts, labels)}``.

@@ -72,7 +72,6 @@ def load(
         task: its name in ``TASKS``.
         held_out: the share of the official training set that is for validation. With 0 the
             development set is for validation, and nothing is left for a test.
-        split_seed: what is held out.
         limit: the first of the rest, in the order of the same shuffle, that are for training; None:
             all.
 
@@ -122,10 +121,6 @@ def read(path: Path, spec: Spec) -> Rows:
     """Read a TSV file of GLUE.
 
     Columns are between tabs, quotes are characters like others, a byte-order mark is none.
-
-    Args:
-        path: the file.
-        spec: the task.
 
     Returns:
         Texts and labels.

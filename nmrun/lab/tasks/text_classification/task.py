@@ -69,11 +69,8 @@ class TextClassification(InMemory, Categorical):
         splits: texts and their labels, classes from 0 as whole numbers or (where ``classes`` is 1)
             scores. Splits beside train, val and test are named ``test_<suffix>`` and evaluated
             along with test; their metrics have the suffix too.
-        tokenizer: encodes the texts.
         classes: number of classes; 1 for a score.
         metrics: names of :func:`scores`; the first is what recipes are compared by.
-        batch_size: texts of a training batch.
-        seed: of the order.
         label_smoothing: torch's, in training alone.
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
@@ -130,10 +127,6 @@ class TextClassification(InMemory, Categorical):
         device: torch.device,
     ) -> TextClassification:
         """Build the task with tokenizer, batch size, seed, smoothing and limits of a run's config.
-
-        Args:
-            config: the run's config.
-            splits, classes, metrics, device: as of the class.
 
         Raises:
             ConfigError: as the class, and for a model of pairs with single texts.

@@ -38,9 +38,6 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         """Encode texts, or pairs of texts.
 
-        Args:
-            texts: each of one or two strings.
-
         Returns:
             Tokens (int32) and segments (uint8) of all texts, one after the other, and where each
             starts (int64, texts + 1).

@@ -53,7 +53,6 @@ class Share:
 
         Args:
             end: they are 0 to ``end`` - 1.
-            columns: how many for each row.
 
         Returns:
             (rows at hand, ``columns``), int64.
@@ -114,7 +113,6 @@ class Augment:
         Args:
             images: uint8 (B, C, H, W), the rows at hand of ``share``.
             labels: (B,).
-            classes: how many there are.
             normalise: makes float32 images of uint8 ones.
             share: of :meth:`share`.
 
@@ -140,8 +138,6 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Ten
     Args:
         images: (B, C, H, W).
         padding: by how many pixels at most, in both directions.
-        flip: whether half of them are mirrored.
-        share: random numbers of the B images.
 
     Returns:
         New images of the same shape.
@@ -166,7 +162,6 @@ def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
     Args:
         images: (B, C, H, W), uint8.
         magnitude: 0 to 30, with torchvision's ranges of the operations.
-        share: random numbers of the B images.
 
     Returns:
         New images of the same shape.
@@ -234,7 +229,6 @@ def erase(images: Tensor, probability: float, share: Share) -> Tensor:
     Args:
         images: (B, C, H, W), normalised.
         probability: of an image to get a box.
-        share: random numbers of the B images.
 
     Returns:
         New images of the same shape.
@@ -271,9 +265,7 @@ def mix(
     Args:
         images: (B, C, H, W).
         labels: (B,), int64.
-        classes: number of classes.
         mixup, cutmix: the parameters of their beta distributions, 0 for off; one or both are on.
-        random: which of them, and how.
 
     Returns:
         The images, and labels as probabilities (B, classes).

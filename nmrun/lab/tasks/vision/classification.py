@@ -51,9 +51,6 @@ class Classification(ItemBatches, Categorical):
     Args:
         splits: images (N, C, H, W) and labels (N,) of ``train``, ``val`` and, if there is one,
             ``test``.
-        classes: number of classes.
-        batch_size: images of a training batch.
-        seed: of order and augmentation.
         label_smoothing: torch's, in training alone.
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
@@ -113,12 +110,7 @@ class Classification(ItemBatches, Categorical):
         names: Sequence[str] = (),
         prepared: Mapping[str, Any] = MappingProxyType({}),
     ) -> Classification:
-        """Build the task with batch size, seed, limits and augmentation of a run's config.
-
-        Args:
-            config: the run's config.
-            splits, classes, device, about, names, prepared: as of the class.
-        """
+        """Build the task with batch size, seed, limits and augmentation of a run's config."""
         most = config.trainer.limit_evaluation
         return cls(
             limited(splits, most, thinned),

@@ -31,10 +31,6 @@ def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float =
     Every class is split alike, so all runs of a comparison see the same test images. Pixels are
     normalised by mean and standard deviation of the training images.
 
-    Args:
-        split_seed: of the shuffle.
-        val_fraction, test_fraction: of all images.
-
     Returns:
         ``{"train" | "val" | "test": (images, labels)}``: float32 (N, 1, 8, 8) and int64 (N,).
     """

@@ -120,8 +120,6 @@ def load(dataset: str, place: Path, size: int) -> Loaded:
     Images are decoded once, and cached.
 
     Args:
-        dataset: its name, for errors.
-        place: the folder or archive.
         size: pixels a side, to which images of another size are centred and scaled.
 
     Raises:
@@ -147,10 +145,6 @@ def load(dataset: str, place: Path, size: int) -> Loaded:
 
 def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
     """List the images of a folder by splits and classes.
-
-    Args:
-        dataset: its name, for errors.
-        place: the folder.
 
     Returns:
         The names of the classes, and paths and class numbers of the images of each split that is
@@ -217,10 +211,6 @@ def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
 
 def decode(path: str, size: int) -> NDArray[np.uint8]:
     """Decode an image file: scaled until its shorter side fits, and the middle cut out.
-
-    Args:
-        path: the file.
-        size: pixels a side.
 
     Returns:
         (size, size, 3), uint8.

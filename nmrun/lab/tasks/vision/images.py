@@ -60,9 +60,6 @@ def read(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
     It is looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the
     latter by torchvision.
 
-    Args:
-        name: of the data set.
-
     Returns:
         Training and test images, uint8 (N, C, H, W) with int64 labels (N,), the names of the
         classes, and where they lie.

@@ -29,10 +29,7 @@ def split(
     A smaller training set is part of a larger one.
 
     Args:
-        pool: images and labels for training.
         test: those for tests; None: they are taken from the pool.
-        classes: number of classes.
-        split_seed: which images.
         train_size: None: all the rest.
         val_size: None: a tenth of each class of the pool.
         test_size: None: all of ``test``, or a tenth of each class of the pool where there is none.
@@ -93,7 +90,6 @@ def about(splits: dict[str, Labelled], shape: Sequence[int], classes: int, place
     Args:
         splits: images and labels of train, val and test.
         shape: (C, H, W).
-        classes: number of classes.
         place: where the images lie.
     """
     counts = ", ".join(f"{len(splits[name][1]):,} {name}" for name in ("train", "val", "test"))

@@ -47,10 +47,8 @@ class ImageStream(Classification):
 
     Args:
         config: the run's config; the data set is folders of images (``ImageNet``).
-        paths: the files, as bytes.
         splits: rows of ``paths`` and labels, both (N,), of ``train``, ``val`` and, if there is one,
             ``test``.
-        classes: number of classes.
         device: where batches go.
         about: a line on the data for the plan.
         names: of the classes, in the order of their numbers.
