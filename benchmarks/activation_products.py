@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.lab.bench.gemm_cpu import onednn
+from nmrun.lab.bench.gemm import onednn
 from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold

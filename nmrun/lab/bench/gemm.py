@@ -1,19 +1,27 @@
-"""``nmrun bench gemm``: products with a 2:4 weight against dense ones, by shape and number of
-tokens.
+"""``nmrun bench gemm``: products with a sparse weight against dense ones, by shape and tokens: 2:4 on a
+GPU, N:M on a CPU.
 
-``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass;
-each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are rounded to
-e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All numbers are
-drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path
-is tested first (see ``nmrun.fast.gpu.semi_structured``), with the fastest right algorithm of its library:
-one that is wrong is shown as wrong and not timed. On a CPU, see ``nmrun.lab.bench.gemm_cpu``.
+On a GPU: ``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's
+forward pass; each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are
+rounded to e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All
+numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock.
+Each path is tested first (see ``nmrun.fast.gpu.semi_structured``), with the fastest right algorithm
+of its library. One that is wrong is shown as wrong and not timed.
+
+On a CPU: three things by shape, tokens and ratio, in float32. They are the forward product; the three
+products of a training step with the packing of the weight; the same with the weight gradient at the
+kept entries alone. Dense is what torch calls (MKL), or oneDNN, whichever is faster in the median; both
+are shown. The dense weight gradient of a packed step is by the faster of the two as well, as in a
+run. With one thread the clock is the thread's CPU time, with more the wall's.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +29,15 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, measurement
+from nmrun.fast.cpu import linear
 from nmrun.fast.gpu import semi_structured
-from nmrun.lab.bench import gemm_cpu, harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.fast.measurement import ONEDNN
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, ratios, rounds, speedup
 from nmrun.lab.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
+from nmrun.patterns import Pattern
 from nmrun.products import simulated
+from nmrun.sparsity.masks import hard_threshold
 
 DTYPE = torch.bfloat16
 
@@ -131,13 +143,137 @@ def page(rows: list[Row], fp8: bool, count: int) -> str:
     return "\n\n".join(parts)
 
 
+# --- on a CPU --------------------------------------------------------------------------------------
+
+WHAT = {
+    "forward": "The forward product",
+    "step": "Forward and backward, with packing the weight",
+    "masked": "Forward and backward, the weight gradient at the kept entries alone",
+}
+LIBRARIES = ("torch", "oneDNN")
+
+
+def onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """``x W^T`` by oneDNN."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def measure_on_cpu(
+    inputs: int, outputs: int, tokens: int, patterns: Sequence[str], count: int, clock: Clock
+) -> list[Row]:
+    """Measure all products of one layer.
+
+    Args:
+        patterns: such as ``2:4``.
+
+    Returns:
+        A row for each of :data:`WHAT`, ratio and arm.
+    """
+    x, dz = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+    full = torch.randn(outputs, inputs)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(full, tokens)
+    dense: dict[str, dict[str, Callable[[], Any]]] = {
+        "torch": {
+            "forward": lambda: functional.linear(x, full),
+            "step": lambda: (functional.linear(x, full), dz @ full, dz.t() @ x),
+        },
+        "oneDNN": {
+            "forward": lambda: onednn(x, reordered),
+            "step": lambda: (onednn(x, full), onednn(dz, full.t()), onednn(dz.t(), x.t())),
+        },
+    }
+    arms: dict[str, Callable[[], Any]] = {
+        f"{library} {what}": call
+        for library, calls in dense.items()
+        for what, call in calls.items()
+    }
+    wrong: dict[str, str] = {}
+    gradient = _gradient(x, dz, count, clock)
+    for ratio in patterns:
+        weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
+        packed = linear.LinearProducts((outputs, inputs), torch.float32, Pattern.parse(ratio))
+        packed.write(weight, None)
+        forward, backward = map(packed.parts, linear.KINDS)
+
+        def z(weight: Tensor = weight, f: Any = forward, b: Any = backward) -> Tensor:
+            return linear.linear(x, weight, None, f, b, "dense")
+
+        def step(
+            how: str, packed: Any = packed, weight: Tensor = weight, z: Any = z, f: Any = forward,
+            b: Any = backward,
+        ) -> None:  # fmt: skip
+            packed.write(weight, None)
+            z()
+            linear.multiply(dz, b, inputs)
+            linear.weight_gradient(dz, x, f, how)
+
+        arms[f"{ratio} forward"] = z
+        arms[f"{ratio} step"] = partial(step, gradient)
+        arms[f"{ratio} masked"] = partial(step, "sampled")
+        if found := measurement.fault(z, functional.linear(x, weight)):
+            wrong[ratio] = found
+    with torch.no_grad():
+        times = rounds(arms, count, clock)
+    rows = []
+    about = {"shape": f"{inputs} to {outputs}", "tokens": tokens}
+    for what in WHAT:
+        bases = {name: times[f"{name} {'forward' if what == 'forward' else 'step'}"]
+                 for name in LIBRARIES}  # fmt: skip
+        better = min(bases, key=lambda name: statistics.median(bases[name]))
+        for name, taken in bases.items():
+            rows.append({**about, "what": what, "arm": name, **speedup(taken, bases[better])})
+        for ratio in patterns:
+            taken, arm = times[f"{ratio} {what}"], {"arm": ratio, "dense": better}
+            over = {f"over_{name}": statistics.median(ratios(bases[name], taken))
+                    for name in LIBRARIES}  # fmt: skip
+            figures = {"wrong": wrong[ratio]} if ratio in wrong else speedup(taken, bases[better])
+            rows.append({**about, "what": what, **arm, **over, **figures})
+    return rows
+
+
+def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
+    """The faster way to a dense weight gradient: torch's or oneDNN's."""
+    ways = ("dense", ONEDNN)
+    arms = {how: partial(linear.weight_gradient, dz, x, [], how) for how in ways}
+    with torch.no_grad():
+        times = rounds(arms, count, clock)
+    return min(ways, key=lambda how: statistics.median(times[how]))
+
+
+def page_of_cpu(rows: Sequence[Row]) -> str:
+    """A table for each of :data:`WHAT`."""
+    parts = [
+        "A linear layer's products with an N:M weight on the CPU, float32: how many times as fast "
+        "as the better dense product, median [quartiles] of paired rounds, "
+        f"n = {max(row.get('n', 0) for row in rows)}, {harness.cpu_clock_name()}. "
+        "Dense columns: milliseconds of what torch calls, and of oneDNN."
+    ]
+
+    def cell(row: Row) -> str:
+        return harness.speed(row, row["arm"] if row["arm"] in LIBRARIES else "")
+
+    for what, title in WHAT.items():
+        some = [
+            {**row, "size": f"{row['tokens']}, {row['shape']}"}
+            for row in rows
+            if row["what"] == what
+        ]
+        text = harness.grid(some, "size", "arm", cell)
+        parts.append(f"{title} (tokens, inputs to outputs):\n\n{text}")
+    return "\n\n".join(parts)
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench gemm``.
 
     Raises:
         ConfigError: where there are no such products.
     """
-    device = harness.device_of(options)
+    device = harness.device_of(options.device)
     harness.needs_products(device)
     on_cpu = not acceleration.is_24(device)
     if options.fp8 and on_cpu:
@@ -154,11 +290,11 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
                 for tokens in options.tokens or GEMM_TOKENS[where]:
                     harness.note(f"{inputs} to {outputs}, {tokens} tokens")
                     if on_cpu:
-                        yield gemm_cpu.measure(inputs, outputs, tokens, ratios, count, clock)
+                        yield measure_on_cpu(inputs, outputs, tokens, ratios, count, clock)
                     else:
                         yield measure(inputs, outputs, tokens, count, clock, device, options.fp8)
 
-    report = gemm_cpu.page if on_cpu else partial(page, fp8=options.fp8, count=count)
+    report = page_of_cpu if on_cpu else partial(page, fp8=options.fp8, count=count)
     variant = "_fp8" if options.fp8 else ""
-    harness.run("gemm", cases(), report, options, argv, device, variant)
+    harness.run("gemm", cases(), report, options.out, argv, device, variant)
     return 0

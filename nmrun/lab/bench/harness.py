@@ -4,7 +4,6 @@ machine it was, and how it is printed and written.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -42,15 +41,15 @@ Machine = dict[str, Any]
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def device_of(options: argparse.Namespace) -> torch.device:
+def device_of(asked: str) -> torch.device:
     """The device that was asked for.
 
     Raises:
         ConfigError: for one that is not there.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
-    return torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def needs_products(device: torch.device) -> None:
@@ -250,7 +249,7 @@ def run(
     name: str,
     cases: Iterable[list[Row]],
     page: Callable[[list[Row]], str],
-    options: argparse.Namespace,
+    out: Path | None,
     argv: Sequence[str],
     device: torch.device,
     variant: str = "",
@@ -260,7 +259,7 @@ def run(
 
     Args:
         cases: the rows of each, which are measured as they are asked for.
-        options: has ``out``.
+        out: a folder for both files.
         device: where it is measured.
         variant: follows the name in the files' names.
 
@@ -276,12 +275,12 @@ def run(
             machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
             text = f"{page(rows)}\n\n{machine_line(machine)}\n\n    {command}"
             print(text)
-            if options.out:
+            if out:
                 stem = f"{name}{variant}_{'gpu' if device.type == 'cuda' else 'cpu'}"
                 about = {"benchmark": name, "command": command, "hardware": machine}
                 record = {**about, "rows": [_plain(row) for row in rows]}
-                (options.out / f"{stem}.md").write_text(text + "\n")
-                (options.out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+                (out / f"{stem}.md").write_text(text + "\n")
+                (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
     return rows
 
 

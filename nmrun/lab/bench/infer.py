@@ -185,7 +185,7 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench infer`` where there are 2:4 products."""
-    device = harness.device_of(options)
+    device = harness.device_of(options.device)
     harness.needs_products(device)
     compiled, count = options.compile, options.rounds
 
@@ -215,5 +215,5 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
         return "\n\n".join([title, harness.grid(shown, "batch", "arm", cell), *unused])
 
-    harness.run("infer", cases(), page, options, argv, device)
+    harness.run("infer", cases(), page, options.out, argv, device)
     return 0

@@ -293,7 +293,7 @@ def held_bytes(model: nn.Module) -> int:
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench infer`` on a CPU."""
-    device = harness.device_of(options)
+    device = harness.device_of(options.device)
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
     threads = torch.get_num_threads()
@@ -315,7 +315,7 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     try:
         shown = partial(page, count=options.rounds)
-        harness.run("infer", cases(), shown, options, argv, device, f"_{threads}_threads")
+        harness.run("infer", cases(), shown, options.out, argv, device, f"_{threads}_threads")
     finally:
         torch.set_num_threads(before)
     return 0

@@ -128,7 +128,7 @@ def measure(
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench layer``."""
-    device = harness.device_of(options)
+    device = harness.device_of(options.device)
     tokens = options.tokens or LAYER_TOKENS[device.type]
 
     def cases() -> Iterator[list[Row]]:
@@ -149,5 +149,5 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
         return f"{title}\n\n{harness.grid(shown, 'size', 'arm', harness.speed)}"
 
-    harness.run("layer", cases(), page, options, argv, device)
+    harness.run("layer", cases(), page, options.out, argv, device)
     return 0

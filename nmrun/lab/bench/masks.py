@@ -156,7 +156,7 @@ def page(rows: list[Row]) -> str:
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench masks``."""
-    device, dtype = harness.device_of(options), getattr(torch, options.dtype)
+    device, dtype = harness.device_of(options.device), getattr(torch, options.dtype)
 
     def cases() -> Iterator[list[Row]]:
         for millions in options.weights:
@@ -164,5 +164,5 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
                 harness.note(f"{one}, {millions:g} million weights")
                 yield measure(one, millions, options.arms, dtype, options.rounds, device)
 
-    harness.run("masks", cases(), page, options, argv, device)
+    harness.run("masks", cases(), page, options.out, argv, device)
     return 0

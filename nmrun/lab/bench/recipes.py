@@ -274,6 +274,6 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         )
         return "\n\n".join([title, text, *left_out])
 
-    if not harness.run("recipes", cases(), page, options, argv, DEVICE):
+    if not harness.run("recipes", cases(), page, options.out, argv, DEVICE):
         raise ConfigError(left_out)
     return 0

@@ -156,7 +156,7 @@ def line(row: Row) -> list[str]:
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench train``."""
-    device = harness.device_of(options)
+    device = harness.device_of(options.device)
     compiled = device.type == "cuda" if options.compile is None else options.compile
     arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]
     own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
@@ -177,5 +177,5 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         return f"{title}\n\n{table(HEAD, [line(row) for row in rows])}"
 
     networks = each(options.models or TRAINED[device.type], of_network)
-    harness.run("train", networks, page, options, argv, device)
+    harness.run("train", networks, page, options.out, argv, device)
     return 0

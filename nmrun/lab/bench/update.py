@@ -93,7 +93,7 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     Raises:
         ConfigError: where no pattern divides the inputs.
     """
-    device = harness.device_of(options)
+    device = harness.device_of(options.device)
     left_out: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
@@ -115,6 +115,6 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         text = harness.grid(shown, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
         return "\n\n".join([title, text, *left_out])
 
-    if not harness.run("update", cases(), page, options, argv, device):
+    if not harness.run("update", cases(), page, options.out, argv, device):
         raise ConfigError(left_out)
     return 0

@@ -20,13 +20,7 @@ Files = dict[Path, tuple[int, int]]  # size and time of change of each
 def main(argv: Sequence[str]) -> int:
     """List the runs, ask, and delete; returns the exit status."""
     parser = Parser(prog="nmrun rm", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument(
-        "path",
-        nargs="?",
-        default="outputs",
-        type=Path,
-        help="an output folder, any in it, or a run folder (default: outputs)",
-    )
+    status.path_option(parser)
     parser.add_argument("--failed", action="store_true", help="runs that failed")
     parser.add_argument(
         "--filter",
@@ -40,8 +34,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.failed and not options.filter:
         raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
-    if not options.path.is_dir():
-        raise ConfigError(f"{options.path}: no such folder")
     for left in options.path.rglob(f"{status.DELETED}*"):  # by one that was killed
         shutil.rmtree(left, ignore_errors=True)
     found = {

@@ -206,16 +206,27 @@ def _progress(folder: Path, running: bool) -> dict[str, str]:
     return {key: value for key, value in told.items() if value}
 
 
-def main(argv: list[str]) -> int:
-    """Run ``nmrun status`` with these words; returns the exit status."""
-    parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
+def path_option(parser: Parser) -> None:
+    """The folder whose runs a verb is about; one that is not there is refused."""
     parser.add_argument(
         "path",
         nargs="?",
         default="outputs",
-        type=Path,
-        help="an output folder, or any in it (default: outputs)",
+        type=_folder,
+        help="an output folder, any in it, or a run folder (default: outputs)",
     )
+
+
+def _folder(text: str) -> Path:
+    if not (path := Path(text)).is_dir():
+        raise ConfigError(f"{path}: no such folder")
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """Run ``nmrun status`` with these words; returns the exit status."""
+    parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
+    path_option(parser)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
     kind.add_argument(
@@ -224,8 +235,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help=f"list more than {MOST} runs")
     options = parser.parse_args(argv)
     most = None if options.all else MOST
-    if not options.path.is_dir():
-        raise ConfigError(f"{options.path}: no such folder")
     if options.watch:
         return _watch(options.path, most)
     found = _lines(options.path, sweeps(options.path), runs(options.path), most)

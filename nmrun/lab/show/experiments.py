@@ -20,7 +20,7 @@ from nmrun.lab.compare.comparison import Comparison, Query, compare, keys
 from nmrun.lab.compare.runs import row, verify
 from nmrun.lab.compare.tables import Table, against
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
-from nmrun.lab.show import curves, formats, html, plots, style
+from nmrun.lab.show import curves, formats, plots, style
 from nmrun.lab.words.experiment import Experiment, configs
 from nmrun.lab.words.identity import run_folder
 
@@ -160,7 +160,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
         return str(formats.render(Comparison(sections[0].tables), style_))
     if style_ == "html":
         body = Markup("").join(map(_html, sections))
-        return html.document("page.html", title="nmrun: experiments", body=body)
+        return formats.document("page.html", title="nmrun: experiments", body=body)
     mark = "%" if style_ == "latex" else "#"
     heads = [f"{mark} {s.asked.title} ({s.asked.source}), scale {s.scale}\n" for s in sections]
     notes = [
@@ -195,7 +195,7 @@ def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
 
 
 def _html(section: Section) -> Markup:
-    return html.filled(
+    return formats.filled(
         "experiment.html",
         asked=section.asked,
         scale=section.scale,

@@ -1,24 +1,27 @@
 """Comparisons written down: Markdown, LaTeX and HTML to be read, the formats of ``records`` for
-programs.
+programs. HTML is whole documents, which ask no other host or file for anything.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import jinja2
 from markupsafe import Markup
 
 from nmrun.lab.compare import names, records
 from nmrun.lab.compare.comparison import ALL, Comparison, lines
 from nmrun.lab.compare.names import Key, short, words
-from nmrun.lab.compare.numbers import interval, labelled, p_value, printed
+from nmrun.lab.compare.numbers import MINUS, interval, labelled, p_value, printed
 from nmrun.lab.compare.overall import Mean, Overall, better, mean
 from nmrun.lab.compare.statistics import Cell, shown
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions
-from nmrun.lab.show.html import document, filled
 from nmrun.lab.show.latex import environment, escape, latex
 from nmrun.lab.show.markdown import plain
 from nmrun.lab.show.markdown import table as aligned
@@ -223,3 +226,29 @@ def _latex(drawn: Grid, aliases: Mapping[str, str] | None) -> str:
     ]
     caption = escape(". ".join(line[:1].upper() + line[1:] for line in drawn.caption))
     return environment([drawn.method], f"{caption}.", "overall", [head, *body], drawn.keys)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    """Whatever users wrote becomes text."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters["signs"] = lambda text: text.replace("+-", "\N{PLUS-MINUS SIGN}")
+    return made
+
+
+def filled(template: str, **values: Any) -> Markup:
+    """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not;
+    ASCII, but for what stands in scripts.
+    """
+    text = _templates().get_template(template).render(allowed="", **values)
+    return Markup(text.replace(MINUS, "&minus;").replace("\N{PLUS-MINUS SIGN}", "&plusmn;"))
+
+
+def document(template: str, **values: Any) -> str:
+    """As :func:`filled`, with all other characters as ASCII too."""
+    return filled(template, **values).encode("ascii", "xmlcharrefreplace").decode()

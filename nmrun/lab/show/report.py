@@ -28,7 +28,7 @@ from nmrun.lab.compare.names import label, short
 from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.show import captions, formats, html, plots, points, style
+from nmrun.lab.show import captions, formats, plots, points, style
 from nmrun.lab.show.formats import Grid, Line
 
 MOST = 200  # lines of a list; what is more is counted
@@ -55,7 +55,7 @@ def write(
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
     differing, common = _settings(runs)
     environments, versions = _environments(runs)
-    text = html.document(
+    text = formats.document(
         "report.html",
         title=f"nmrun: {', '.join(paths)}",
         heading=", ".join(paths),

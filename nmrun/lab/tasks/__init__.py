@@ -27,7 +27,7 @@ DATASETS = {
     "glue": "nmrun.lab.tasks.text_classification.glue.build",
     "stdlib_text": "nmrun.lab.tasks.text.stdlib.build",
     "text": "nmrun.lab.tasks.text.files.build",
-    "hub_text": "nmrun.lab.tasks.text.hub.build",
+    "hub_text": "nmrun.lab.tasks.text.files.hub",
     "shakespeare": "nmrun.lab.tasks.text.files.shakespeare",
     "wikitext2": "nmrun.lab.tasks.text.files.wikitext",
     "wikitext103": "nmrun.lab.tasks.text.files.wikitext",

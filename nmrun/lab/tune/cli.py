@@ -59,12 +59,12 @@ def main(argv: Sequence[str]) -> int:
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     _check_seeds(set().union(*(look.seeds for look in looks)))
-    from nmrun.lab.tune import comparison, outcome, plan, progress  # torch
+    from nmrun.lab.tune import comparison, outcome, plan  # torch
 
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, given, options.config_dir)
     if any(cell.config.dry for cell in cells):
-        seconds = progress.expected(cells, options.trials)
+        seconds = comparison.expected(cells, options.trials)
         about = (
             []
             if seconds is None
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{len(cells)} cells, {options.trials} trials and {seeds} seeds each; {folder}", flush=True
     )
-    far = progress.TuningProgress(cells, options.trials)
+    far = comparison.TuningProgress(cells, options.trials)
 
     def say(told: str) -> None:
         print(far.line(told), flush=True)

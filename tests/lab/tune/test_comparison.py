@@ -20,9 +20,9 @@ from nmrun.lab.api.reports import table
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.runs import locks
 from nmrun.lab.train import jobs, results
-from nmrun.lab.tune import comparison, outcome, plan, progress
+from nmrun.lab.tune import comparison, outcome, plan
 from nmrun.lab.tune.cli import main
-from nmrun.lab.tune.progress import TuningProgress
+from nmrun.lab.tune.comparison import TuningProgress
 from nmrun.lab.tune.study import Study, Trial, ended
 from nmrun.lab.words import schema
 from nmrun.lab.words.composition import composed, composing
@@ -193,7 +193,7 @@ def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch
     assert TuningProgress(cells, 3).ahead() == 3 + 4 + 2
 
     clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(comparison.time, "monotonic", lambda: clock[0])
     far = TuningProgress(cells, 3)
     clock[0] += 800
     assert far.line("told") == "[18/27] told"  # nothing has ended since, so who knows
@@ -515,8 +515,8 @@ def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):
     mean = sum(seconds) / 9
     cells = cells_here()
     # dense is done; of the two other cells nothing is known but what its runs took
-    assert progress.expected(cells, 3) == pytest.approx(2 * 9 * mean)
-    assert progress.expected(cells[:1], 5) == pytest.approx((2 + 4 + 2) * mean)
+    assert comparison.expected(cells, 3) == pytest.approx(2 * 9 * mean)
+    assert comparison.expected(cells[:1], 5) == pytest.approx((2 + 4 + 2) * mean)
     assert tune("dry=true") == 0
     assert "  about " in capsys.readouterr().out
     assert tune("dry=true", "trainer.epochs=2") == 0  # of other epochs there are none

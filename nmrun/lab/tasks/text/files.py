@@ -1,8 +1,11 @@
-"""Text files as a corpus: any, and those of Tiny Shakespeare and WikiText."""
+"""Texts as a corpus: files of one's own, Tiny Shakespeare and WikiText, and what Hugging Face's
+``datasets`` loads, of its hub (C4, say) or of files in its formats.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import Fractions
-from nmrun.lab.keys.texts import TextFiles, Tokenized
+from nmrun.lab.keys.texts import HubText, TextFiles, Tokenized
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
     from nmrun.lab.tasks.text.language import LanguageModelling
 
+BETWEEN = "\n\n"  # rows, as in the code of GPTQ and SparseGPT
 SPACE = re.compile(rb"\s|\Z")
 SHAKESPEARE = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn"
 WIKITEXTS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
@@ -146,3 +150,55 @@ def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[st
             cut = space.end() if space else len(text)
             texts["train"], texts[split] = text[:cut], text[cut:]
     return texts
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.text.language import LanguageModelling
+
+
+def hub(config: Config, device: torch.device) -> LanguageModelling:
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says.
+
+    Raises:
+        ConfigError: where the texts cannot be loaded, or their column is none of texts.
+    """
+    options = config.dataset.as_kind(HubText)
+    asked = {"train": options.train, "val": options.val, "test": options.test}
+    splits = {name: _rows(options, split) for name, split in asked.items() if split is not None}
+
+    def joined() -> dict[str, bytes]:
+        return {name: BETWEEN.join(rows[options.column]).encode() for name, rows in splits.items()}
+
+    made_of = {name: rows._fingerprint for name, rows in splits.items()}
+    return of_texts(config, ["hub_text", options.column, made_of], [], joined, device)
+
+
+def _rows(options: HubText, split: str) -> Any:
+    """A split as ``datasets`` has it."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"dataset=hub_text needs Hugging Face's datasets: pip install 'nmrun[texts]' (dataset.path={options.path})"
+        ) from None
+    datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(
+            options.path, options.subset, split=split, data_files=options.files
+        )
+    except Exception as error:  # each format has errors of its own
+        line = textwrap.shorten(str(error) or type(error).__name__, 300)
+        raise ConfigError(
+            f"dataset.path={options.path}: {split} cannot be loaded ({line})"
+        ) from None
+    kind = rows.features.get(options.column)
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        of_texts = [name for name, kind in rows.features.items() if "string" in str(kind)]
+        raise ConfigError(
+            f"dataset.column={options.column}: no column of texts in {options.path} "
+            f"(of texts are {', '.join(of_texts) or 'none'})"
+        )
+    return rows
