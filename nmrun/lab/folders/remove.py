@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.failed and not options.filter:
         raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
-    for left in options.path.rglob(f"{status.DELETED}*"):  # by one that was killed
+    for left in status.folder_of(options.path).rglob(
+        f"{status.DELETED}*"
+    ):  # by one that was killed
         shutil.rmtree(left, ignore_errors=True)
     found = {
         folder: _files(folder) for folder in chosen(options.path, options.failed, options.filter)

@@ -207,18 +207,19 @@ def _progress(folder: Path, running: bool) -> dict[str, str]:
 
 
 def path_option(parser: Parser) -> None:
-    """The folder whose runs a verb is about; one that is not there is refused."""
+    """The folder whose runs a verb is about; :func:`folder_of` gives it."""
     parser.add_argument(
         "path",
         nargs="?",
         default="outputs",
-        type=_folder,
+        type=Path,
         help="an output folder, any in it, or a run folder (default: outputs)",
     )
 
 
-def _folder(text: str) -> Path:
-    if not (path := Path(text)).is_dir():
+def folder_of(path: Path) -> Path:
+    """The folder, which is there. Raises ConfigError where it is not."""
+    if not path.is_dir():
         raise ConfigError(f"{path}: no such folder")
     return path
 
@@ -235,12 +236,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help=f"list more than {MOST} runs")
     options = parser.parse_args(argv)
     most = None if options.all else MOST
+    path = folder_of(options.path)
     if options.watch:
-        return _watch(options.path, most)
-    found = _lines(options.path, sweeps(options.path), runs(options.path), most)
+        return _watch(path, most)
+    found = _lines(path, sweeps(path), runs(path), most)
     if not found:
-        raise ConfigError(f"{options.path}: no runs in it")
-    print(json.dumps(_plain(options.path), indent=2) if options.json else "\n".join(found))
+        raise ConfigError(f"{path}: no runs in it")
+    print(json.dumps(_plain(path), indent=2) if options.json else "\n".join(found))
     return 0
 
 
