@@ -22,7 +22,7 @@ from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.detection import generated_shapes
-from nmrun.papers.detection.instances import found, precision
+from nmrun.papers.detection.instances import coco_detections, precision
 from nmrun.papers.detection.task import Detection
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -156,7 +156,7 @@ def square(image: int, left: int, score: float) -> dict[str, Any]:
         "scores": torch.tensor([score]),
         "masks": mask,
     }
-    (one,) = found(image, said, [7])
+    (one,) = coco_detections(image, said, [7])
     return one
 
 

@@ -63,15 +63,15 @@ class Result:
                 pattern.
         """
         from nmrun.lab.api.process import unchanged
-        from nmrun.lab.export import finished
+        from nmrun.lab.export import finished_run
 
         try:
             with unchanged():  # building draws random numbers
-                run = finished.read(self.folder)
+                run = finished_run.read(self.folder)
                 # what was asked for here is trusted, and no more
                 asked = consent.code(run.result["config"]) == consent.code(self.config)
                 run = replace(run, trusted=asked)
-                model, _ = finished.network(run)
+                model, _ = finished_run.network(run)
                 model.load_state_dict(run.state)
                 return model
         except (ValueError, RuntimeError) as error:

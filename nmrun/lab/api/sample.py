@@ -48,12 +48,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--seed {options.seed}: a whole number, 0 or more, below 2**63")
     if not (options.run / RESULT).is_file():
         raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
-    from nmrun.lab.export import finished  # torch
+    from nmrun.lab.export import finished_run  # torch
     from nmrun.lab.tasks.text.language import LanguageModelling
 
     try:
-        run = finished.read(options.run, options.yes)
-        model, task = finished.network(run)
+        run = finished_run.read(options.run, options.yes)
+        model, task = finished_run.network(run)
         model.load_state_dict(run.state)
     except ConfigError:
         raise

@@ -1,3 +1,3 @@
-"""Finished runs in the formats that others read: ``nmrun export RUN --to DIR --format ...``, one
+"""FinishedRun runs in the formats that others read: ``nmrun export RUN --to DIR --format ...``, one
 module a format.
 """

@@ -19,7 +19,7 @@ from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 
 if TYPE_CHECKING:
-    from nmrun.lab.export import finished
+    from nmrun.lab.export import finished_run
 
 FORMATS = {
     "safetensors": "nmrun.lab.export.plain",
@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--precision {options.precision} is for --format packed alone")
     if not (options.run / RESULT).is_file():
         raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
-    from nmrun.lab.export import finished  # torch
+    from nmrun.lab.export import finished_run  # torch
 
     try:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
-        run = finished.load(options.run, options.yes)
+        run = finished_run.load(options.run, options.yes)
         write = importlib.import_module(FORMATS[options.format]).write
         if options.precision:
             write = partial(write, precision=options.precision)
@@ -90,7 +90,9 @@ def main(argv: list[str]) -> int:
 
 
 def _whole(
-    run: finished.Finished, to: Path, write: Callable[[finished.Finished, Path], list[str]]
+    run: finished_run.FinishedRun,
+    to: Path,
+    write: Callable[[finished_run.FinishedRun, Path], list[str]],
 ) -> list[str]:
     """Write into a folder beside ``to`` that becomes it by renaming. What ``to`` holds already stays,
     but for files of the same names: a kill may leave fewer files, and never those of two exports.

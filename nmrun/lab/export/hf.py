@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nmrun.lab.export.finished import Finished, SparseLayer, refuse_pruned_activations, write_about
+from nmrun.lab.export.finished_run import (
+    FinishedRun,
+    SparseLayer,
+    refuse_pruned_activations,
+    write_about,
+)
 from nmrun.lab.models import MODELS, hf_gpt2
 from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.models.hf_encoder import EncoderClassifier
@@ -22,7 +27,7 @@ ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
 OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.lab.models.gpt.build")
 
 
-def write(run: Finished, folder: Path) -> list[str]:
+def write(run: FinishedRun, folder: Path) -> list[str]:
     """Write what ``save_pretrained`` writes.
 
     ``sparsity.json`` has the names and dimensions of these weights. ``AutoModelForCausalLM`` loads
@@ -72,7 +77,7 @@ def write(run: Finished, folder: Path) -> list[str]:
     ]
 
 
-def _config(run: Finished) -> Any:
+def _config(run: FinishedRun) -> Any:
     """The GPT-2 config of a GPT of ours."""
     try:
         import transformers
@@ -95,7 +100,7 @@ def _config(run: Finished) -> Any:
     return transformers.GPT2Config(**values)
 
 
-def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+def _gpt2(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
     """Hugging Face's network with the run's weights, stored (inputs, outputs) where theirs are."""
     import transformers
 
@@ -132,7 +137,7 @@ def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str]
     return theirs, names, []
 
 
-def _causal(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+def _causal(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
     """Hugging Face's network with the run's weights, under their own names."""
     import transformers
 
@@ -142,7 +147,7 @@ def _causal(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, st
     return theirs, names, []
 
 
-def _encoder(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+def _encoder(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
     """Hugging Face's classifier with the run's weights if it is the same function, else the encoder
     alone and the head beside it.
     """
@@ -210,7 +215,7 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
         ) from None
 
 
-def _tokenizer(run: Finished, folder: Path) -> list[str]:
+def _tokenizer(run: FinishedRun, folder: Path) -> list[str]:
     """Save the tokenizer that the data went through; a note where they went through none of Hugging
     Face.
     """

@@ -23,14 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.lab.export.finished import Finished, network, refuse_pruned_activations, write_about
+from nmrun.lab.export.finished_run import (
+    FinishedRun,
+    network,
+    refuse_pruned_activations,
+    write_about,
+)
 from nmrun.lab.models.gpt import GPTNetwork
 
 # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 LARGEST = 1 << 30
 
 
-def write(run: Finished, folder: Path) -> list[str]:
+def write(run: FinishedRun, folder: Path) -> list[str]:
     """Write ``model.onnx``.
 
     Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
@@ -96,7 +101,7 @@ def write(run: Finished, folder: Path) -> list[str]:
     ]
 
 
-def _built(run: Finished) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
+def _built(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
     """The run's network with its weights, on the CPU; its input's name; what draws an input of so
     many images or texts; and the input's dimensions that may have other sizes.
     """
@@ -143,7 +148,7 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
         ) from None
 
 
-def _located(graph: Any, run: Finished, helper: Any) -> list[dict[str, Any]]:
+def _located(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     """The sparse weights in the graph, with the axis that is summed over; they get the model's
     names back, and +0.0 for -0.0.
 

@@ -17,13 +17,13 @@ from nmrun.fast.deploy import int8_layers, times
 from nmrun.fast.measurement import DENSE_INT8
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, load, pack, scaled, sha256_of
 from nmrun.fast.sites import Site, install, sites, watch
-from nmrun.lab.export.finished import Finished, network, write_about
+from nmrun.lab.export.finished_run import FinishedRun, network, write_about
 
 SPLIT = "val"
 Rounded = tuple[Tensor, Tensor, str]  # int8, the scales of its rows, and which layer it is
 
 
-def write(run: Finished, folder: Path, precision: str | None = None) -> list[str]:
+def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[str]:
     """Write ``model.packed.safetensors``.
 
     In int8 are the linear layers whose outputs in the run's own validation are near enough; the
@@ -73,7 +73,7 @@ def write(run: Finished, folder: Path, precision: str | None = None) -> list[str
     ]
 
 
-def _in_int8(run: Finished) -> tuple[dict[str, Rounded], list[str]]:
+def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     """The run's weights that can be int8, by name, and the lines to print."""
     if why := int8.obstacle():
         raise ValueError(f"--precision int8: {why}")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from safetensors.torch import save
 
-from nmrun.lab.export.finished import Finished, write_about
+from nmrun.lab.export.finished_run import FinishedRun, write_about
 
 
-def write(run: Finished, folder: Path) -> list[str]:
+def write(run: FinishedRun, folder: Path) -> list[str]:
     """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer.
 
     Args:

@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from nmrun.fast.gpu.semi_structured import milliseconds
 from nmrun.fast.measurement import ERRORS, fault, first_line
-from nmrun.lab.export.finished import Finished, SparseLayer, write_about
+from nmrun.lab.export.finished_run import FinishedRun, SparseLayer, write_about
 
 TOKENS = 4096  # rows of the input that a layer is timed with
 DTYPE = torch.bfloat16
 
 
-def write(run: Finished, folder: Path) -> list[str]:
+def write(run: FinishedRun, folder: Path) -> list[str]:
     """Write ``model.pt`` for ``model.load_state_dict(torch.load(file, weights_only=False),
     assign=True)``, in bfloat16 on the GPU.
 

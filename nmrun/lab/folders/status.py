@@ -135,7 +135,7 @@ def _here(command: str, output_dir: str, place: Path) -> str:
     )
 
 
-def said(folder: Path, running: bool) -> list[str]:
+def sweep_lines(folder: Path, running: bool) -> list[str]:
     """A sweep in a line, and the command again if not all of it is done."""
     record = sweep.read(folder)
     counts, passed, left = (
@@ -278,7 +278,7 @@ def _lines(
     """
     if not last and not found:
         return []
-    lines = [line for folder, running in last for line in said(folder, running)]
+    lines = [line for folder, running in last for line in sweep_lines(folder, running)]
     counts = ", ".join(f"{number} {state}" for state, number in _counts(found).items())
     lines.append(f"runs in {path}: {counts or 'none yet'}")
     if not found:

@@ -212,9 +212,9 @@ class RunFolder:
             return {}, f"it is damaged: {error}", False
         if problem := _misshapen(found):
             return {}, problem, False
-        if found.keys() & {"files", "sha256"} and found.get("sha256") != _own(found):
+        if found.keys() & {"files", "sha256"} and found.get("sha256") != _hash(found):
             raw = json.loads(data.decode())  # its texts as they were hashed
-            if raw.get("sha256") != _own(raw):
+            if raw.get("sha256") != _hash(raw):
                 return {}, CHANGED, False
         own = self.path.name
         # to follow links takes a look at each folder above
@@ -261,7 +261,7 @@ def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     paths = (folder / name for name in SEALED)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _of(p)} for p in paths if p.exists()}
     bound = {**result, "files": files}
-    return {**bound, "sha256": _own(json.loads(json.dumps(bound)))}
+    return {**bound, "sha256": _hash(json.loads(json.dumps(bound)))}
 
 
 def _of(path: Path) -> str:
@@ -269,7 +269,7 @@ def _of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _own(result: Mapping[str, Any]) -> str:
+def _hash(result: Mapping[str, Any]) -> str:
     """Of the result without its own hash, as JSON with sorted keys and no spaces added."""
     plain = {key: value for key, value in result.items() if key != "sha256"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))

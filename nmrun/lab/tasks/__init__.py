@@ -50,7 +50,7 @@ def build(config: Config, device: torch.device) -> Task:
         ConfigError: for an unknown data set, and for data that is missing or unusable.
     """
     if isinstance(config.dataset, OwnDataset):
-        task = _own(config.dataset.target, config, device)
+        task = _own_task(config.dataset.target, config, device)
     else:
         task = find_builder("dataset", config.dataset.name, DATASETS)(config, device)
     if not config.trainer.test:
@@ -58,7 +58,7 @@ def build(config: Config, device: torch.device) -> Task:
     return task
 
 
-def _own(target: str, config: Config, device: torch.device) -> Task:
+def _own_task(target: str, config: Config, device: torch.device) -> Task:
     from nmrun.lab.tasks.base import Adopted, Task
 
     builder = find("dataset._target_", target, {})

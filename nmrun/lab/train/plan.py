@@ -36,7 +36,10 @@ def lines(config: Config, parts: Parts) -> list[str]:
             f"  taught by {trainer.distill}: {trainer.distill_weight:g} of the loss, "
             f"temperature {trainer.distill_temperature:g}"
         )
-    rows = [("sparse", weight.name, tuple(weight.shape), _held(weight)) for weight in handle.sparse]
+    rows = [
+        ("sparse", weight.name, tuple(weight.shape), _pattern_text(weight))
+        for weight in handle.sparse
+    ]
     if not config.is_dense:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
     said += [f"  {line}" for line in layers(rows)]
@@ -117,7 +120,7 @@ def _joined(names: Sequence[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def _held(weight: SparseWeight) -> str:
+def _pattern_text(weight: SparseWeight) -> str:
     pattern, rest = weight.pattern, weight.shape[weight.dim] % weight.pattern.m
     said = str(pattern)
     if pattern.v > 1:

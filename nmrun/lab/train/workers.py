@@ -193,12 +193,14 @@ class SweepTable:
         for line in record.done[self._told :]:
             if line["status"] == "planned":  # a list of all follows at the end
                 continue
-            self._tell(ended(self.folder, record, line), STYLES.get(line["status"], ""))
+            self._tell(job_line(self.folder, record, line), STYLES.get(line["status"], ""))
         self._told = len(record.done)
         if self._live is not None:
             rows = [self._row(record, line) for _, line in sorted(record.running.items())]
             width, height = shutil.get_terminal_size()
-            self._live.update(drawn(rows, foot(record, len(rows)), width, height), refresh=True)
+            self._live.update(
+                table_of(rows, footer(record, len(rows)), width, height), refresh=True
+            )
             self.is_drawn = True
 
     def _tell(self, text: str, style: str) -> None:
@@ -221,7 +223,7 @@ class SweepTable:
         return (name, now.phase, now.epoch or now.steps, now.validation, left)
 
 
-def ended(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
+def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     """The line of a job that has ended."""
     status = line["status"]
     final = (line.get("metrics") or {}).get("final", {})
@@ -236,7 +238,7 @@ def ended(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     return f"{sweep.name(record, line)}: {'; '.join(parts)}"
 
 
-def foot(record: sweep.Record, running: int) -> str:
+def footer(record: sweep.Record, running: int) -> str:
     """The line below the table: ``2 of 6 jobs done, 1 failed, 2 running; 25 s so far, 50 s left``."""
     counts = record.counts()
     words = [f"{len(record.done)} of {record.jobs or '?'} jobs done"]
@@ -251,7 +253,7 @@ def foot(record: sweep.Record, running: int) -> str:
     return "; ".join([", ".join(words), *([", ".join(times)] if times else [])])
 
 
-def drawn(rows: list[tuple[str, ...]], foot: str, width: int, height: int) -> Any:
+def table_of(rows: list[tuple[str, ...]], foot: str, width: int, height: int) -> Any:
     """The table, as wide as the terminal at most: names of jobs are cut where it is narrow."""
     from rich.console import Group
     from rich.table import Column, Table

@@ -15,7 +15,7 @@ from torch import Tensor
 from nmrun.errors import ConfigError
 from nmrun.lab.tasks.items import Split
 
-Found = dict[str, Any]
+CocoResult = dict[str, Any]
 """A detected instance, as COCO's result files have them, plain data: ``image_id``, ``category_id``,
 ``score``, ``bbox`` ([x, y, width, height] in pixels) and ``segmentation`` (run lengths)."""
 
@@ -94,7 +94,9 @@ def targets(
     return boxes, numbers, [coco.annToMask(a) for a in some]
 
 
-def found(image: int, detections: Mapping[str, Tensor], categories: Sequence[int]) -> list[Found]:
+def coco_detections(
+    image: int, detections: Mapping[str, Tensor], categories: Sequence[int]
+) -> list[CocoResult]:
     """What a network of torchvision says of an image, as COCO's result files have it.
 
     Args:
@@ -125,7 +127,7 @@ def found(image: int, detections: Mapping[str, Tensor], categories: Sequence[int
     ]
 
 
-def precision(split: Split, said: Sequence[Found]) -> dict[str, float]:
+def precision(split: Split, said: Sequence[CocoResult]) -> dict[str, float]:
     """COCO's average precision, by pycocotools.
 
     Args:

@@ -14,7 +14,7 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.tasks.base import Batch, Tally, generator
 from nmrun.lab.tasks.items import ItemTask, Key, Place, Split
-from nmrun.papers.detection.instances import found, images_of, precision, targets
+from nmrun.papers.detection.instances import coco_detections, images_of, precision, targets
 from nmrun.papers.detection.keys import Pictured
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ class Detection(ItemTask):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What was found, as :data:`nmrun.papers.detection.instances.Found`."""
+        """What was found, as :data:`nmrun.papers.detection.instances.CocoResult`."""
         said, ids = [], images_of(self.splits[split])
         for places, batch, counts in ranks.in_step(self.evaluated(split, rank, world)):
             detections = model(_images(batch))
             for place, of_image in zip(places, detections, strict=True) if counts else ():
-                said += found(ids[place], of_image, self.categories)
+                said += coco_detections(ids[place], of_image, self.categories)
         return {"found": said}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:

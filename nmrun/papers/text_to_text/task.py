@@ -115,7 +115,7 @@ class TextToText(TextClassification):
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         return functional.cross_entropy(logits, _kept(batch[-1], batch[-1]))
 
-    def said(self, model: Any, batch: Batch) -> Tensor:
+    def scores(self, model: Any, batch: Batch) -> Tensor:
         """The logarithm of each answer's probability (texts, answers)."""
         tokens, mask, _ = batch
         found = []

@@ -28,7 +28,7 @@ from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.kernels import compiled
-from nmrun.lab.export import cli, finished
+from nmrun.lab.export import cli, finished_run
 
 PACKED = (PackedLinear, PackedConvolution)
 pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
@@ -250,8 +250,8 @@ def test_a_run_in_int8(
     layer = model.get_submodule(name.removesuffix(".weight"))
     assert type(layer) is kind
     assert torch.equal(layer.dense(), rounded[name])
-    finished_run = finished.load(Path(run))
-    _, task = finished.network(finished_run)
+    run_of_file = finished_run.load(Path(run))
+    _, task = finished_run.network(run_of_file)
     after = task.evaluate(model, "val")[task.metric]
     before = result.metrics[f"eval/{task.metric}"]
     assert told == f"  eval/{task.metric}: {before:.6g} before, {after:.6g} in int8"

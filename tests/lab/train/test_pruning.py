@@ -18,7 +18,7 @@ from verbs import verb
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
-from nmrun.lab.export import finished
+from nmrun.lab.export import finished_run
 from nmrun.lab.train import runner
 from nmrun.lab.train.pruning import calibration
 from nmrun.lab.words import pruning
@@ -57,7 +57,7 @@ def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     before, config = json.loads((dense / "result.json").read_text()), pruning.read([str(dense)])
     assert result["config"]["recipe"] == {"name": "wanda", "samples": 10, "permute": False}
     assert "/stdlib_text/gpt_tiny/wanda/1of4/s0-" in result["folder"]
-    run = finished.load(Path(result["folder"]))  # all files are sealed, all layers 1:4
+    run = finished_run.load(Path(result["folder"]))  # all files are sealed, all layers 1:4
     assert len(run.layers) == 8
     # by hand: the first ten windows that training with this seed draws
     task = tasks.build(config, torch.device("cpu"))

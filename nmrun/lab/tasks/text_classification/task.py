@@ -155,7 +155,7 @@ class TextClassification(InMemory, Categorical):
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         return self._loss(logits, batch[-1], self.label_smoothing)
 
-    def said(self, model: Any, batch: Batch) -> Tensor:
+    def scores(self, model: Any, batch: Batch) -> Tensor:
         """What :meth:`metrics_of` predicts from: (texts, classes)."""
         return self.logits(model, batch)
 
@@ -168,7 +168,7 @@ class TextClassification(InMemory, Categorical):
         for name in self._beside(split):
             rows, logits = [], []
             for some, batch, counts in ranks.in_step(self._evaluated(name, rank, world)):
-                said = self.said(model, batch)
+                said = self.scores(model, batch)
                 rows.append(some[: len(some) * counts])
                 logits.append(said[: len(said) * counts])
             found[name] = torch.cat(rows), torch.cat(logits).cpu()

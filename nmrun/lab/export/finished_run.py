@@ -42,7 +42,7 @@ class SparseLayer:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A finished run.
 
     Attributes:
@@ -80,13 +80,13 @@ def write_about(about: dict[str, Any], folder: Path) -> None:
     """Write ``sparsity.json``.
 
     Args:
-        about: plain data, as of :meth:`Finished.about`.
+        about: plain data, as of :meth:`FinishedRun.about`.
         folder: where to.
     """
     (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def load(folder: Path, trusted: bool = False) -> Finished:
+def load(folder: Path, trusted: bool = False) -> FinishedRun:
     """Read and check a sparse run, against the hashes of its files too.
 
     Raises:
@@ -101,7 +101,7 @@ def load(folder: Path, trusted: bool = False) -> Finished:
     return run
 
 
-def read(folder: Path, trusted: bool = False) -> Finished:
+def read(folder: Path, trusted: bool = False) -> FinishedRun:
     """Read and check a run, sparse or dense, against the hashes of its files too.
 
     Raises:
@@ -145,10 +145,10 @@ def read(folder: Path, trusted: bool = False) -> Finished:
         except ValueError as error:
             raise ValueError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
         state[layer.name] = state[layer.name] + 0.0
-    return Finished(folder, result, state, layers, trusted)
+    return FinishedRun(folder, result, state, layers, trusted)
 
 
-def refuse_pruned_activations(run: Finished) -> None:
+def refuse_pruned_activations(run: FinishedRun) -> None:
     """Raise ValueError for a run whose result has N:M activations: no other program prunes them."""
     trainer = run.result["config"].get("trainer", {})
     if (pattern := trainer.get("activations")) and not trainer.get("activations_dense_end"):
@@ -158,7 +158,7 @@ def refuse_pruned_activations(run: Finished) -> None:
         )
 
 
-def network(run: Finished) -> tuple[nn.Module, Task]:
+def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     """The run's network, on the CPU and set to evaluation, and the run's task; its weights
     (``run.state``) are still to be loaded.
 
