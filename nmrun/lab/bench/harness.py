@@ -169,9 +169,6 @@ def rounds(
 
     Args:
         warm_up: rounds before, which do not count.
-
-    Returns:
-        The milliseconds of each arm, round by round.
     """
     shuffled, times = random.Random(0), {name: list[float]() for name in arms}
     for _ in range(warm_up):
@@ -259,12 +256,7 @@ def run(
 
     Args:
         cases: the rows of each, which are measured as they are asked for.
-        out: a folder for both files.
         device: where it is measured.
-        variant: follows the name in the files' names.
-
-    Returns:
-        The rows.
     """
     rows: list[Row] = []
     try:

@@ -37,7 +37,6 @@ def stepped(
     Args:
         recipe: a key of ``ARMS``; None: dense.
         device: where they are.
-        in_one_pass: let the optimizer carry out the rule.
     """
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -92,10 +92,6 @@ class Comparison:
 def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Comparison:
     """Compare the runs that a query is about.
 
-    Args:
-        runs: as of :func:`nmrun.lab.compare.runs.read`.
-        intact: refuse runs whose files changed after they finished.
-
     Raises:
         ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
             where a cell would average over runs that differ in more than their seed.

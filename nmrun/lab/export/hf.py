@@ -38,9 +38,6 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     Args:
         folder: where to.
 
-    Returns:
-        The lines to print.
-
     Raises:
         ValueError: for other models, and if the config or tokenizer cannot be had again.
     """

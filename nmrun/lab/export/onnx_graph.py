@@ -46,9 +46,6 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     Args:
         folder: where to.
 
-    Returns:
-        The lines to print.
-
     Raises:
         ValueError: for models that take other inputs, if a package is missing, and if onnxruntime's
             logits differ from torch's.

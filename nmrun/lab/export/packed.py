@@ -35,9 +35,6 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
         folder: where to.
         precision: ``"int8"``, or None for the run's own.
 
-    Returns:
-        The lines to print.
-
     Raises:
         ValueError: where what is read back differs, and where there are no int8 products.
     """

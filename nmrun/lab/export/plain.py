@@ -16,9 +16,6 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
     Args:
         folder: where to.
-
-    Returns:
-        The lines to print.
     """
     (folder / "model.safetensors").write_bytes(save(run.state))
     write_about(run.about(), folder)

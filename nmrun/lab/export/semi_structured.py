@@ -32,9 +32,6 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     Args:
         folder: where to.
 
-    Returns:
-        The lines to print.
-
     Raises:
         ValueError: without a GPU, and if no layer can be compressed.
     """

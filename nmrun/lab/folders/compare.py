@@ -32,7 +32,6 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
 
     Args:
         folders: of the runs. With two, metrics have their difference beside them.
-        every: settings that are the same as well.
 
     Raises:
         ConfigError: for a folder that is no run's.

@@ -15,9 +15,6 @@ from nmrun.step.activations import SquaredReLU
 class CausalAttention(nn.Module):
     """Causal self-attention over (B, T, width): ``c_attn`` makes queries, keys and values in one
     product, ``c_proj`` mixes the heads.
-
-    Args:
-        dropout: of the attention's weights and of the output.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
@@ -87,7 +84,6 @@ class GPTDecoder(nn.Module):
 
     Args:
         heads: of each attention; they divide the width.
-        bias: whether linear layers and norms have one.
         activation: of the feed-forward layers, ``gelu`` or ``relu2``.
     """
 
@@ -174,9 +170,5 @@ def build(
     bias: bool,
     activation: str = "gelu",
 ) -> GPTNetwork:
-    """Build a GPT with its initial weights.
-
-    Args:
-        vocabulary, context, layers, heads, width, dropout, bias, activation: as of :class:`GPTNetwork`.
-    """
+    """Build a GPT with its initial weights."""
     return GPTNetwork(vocabulary, context, layers, heads, width, dropout, bias, activation)

@@ -71,7 +71,6 @@ def classifier(
     """Build a classifier; its head has no bias, as in transformers.
 
     Args:
-        layers, heads, width, dropout, bias, activation: as of :class:`nmrun.lab.models.gpt.GPTDecoder`.
         embeddings: tokens, as in pre-training; None: those of the data.
 
     Raises:

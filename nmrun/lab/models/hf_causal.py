@@ -35,11 +35,6 @@ class CausalLM(nn.Module):
 def build(vocabulary: int, context: int, pretrained: str) -> CausalLM:
     """Load a pretrained network in float32. Its dropout is that of its ``config.json``.
 
-    Args:
-        vocabulary: the number of tokens of the data.
-        context: the longest sequence of the data, in tokens.
-        pretrained: a folder, or a name on the hub.
-
     Raises:
         ConfigError: where it cannot be loaded, is no causal language model (has no such head, or
             looks at later tokens), has another vocabulary than the data or a shorter context, or has

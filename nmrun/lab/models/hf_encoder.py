@@ -101,9 +101,7 @@ def build(
     """Build a classifier on a pretrained encoder, in float32.
 
     Args:
-        vocabulary: number of different tokens in the data.
         pretrained: the encoder's folder, or its name on the hub.
-        pooling, dropout: as of :class:`EncoderClassifier`.
 
     Raises:
         ConfigError: if it cannot be had, is no encoder, does not fit the data's tokens, or if its

@@ -23,14 +23,6 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPTNetwork:
     """Load a pretrained network.
 
-    Args:
-        vocabulary: the number of tokens of the data.
-        context: the longest sequence of the data, in tokens.
-        pretrained: a folder, or a name on the hub.
-
-    Returns:
-        The network with its weights.
-
     Raises:
         ConfigError: where it cannot be loaded, is no GPT-2, has another vocabulary than the data or
             a shorter context, or has weights that do not fit its ``config.json``.

@@ -68,9 +68,5 @@ def build(
 def build_normed(
     shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
 ) -> SmallConvNetwork:
-    """Build it with batch normalisation.
-
-    Args:
-        shape, classes, channels: as of :func:`build`.
-    """
+    """Build it with batch normalisation."""
     return SmallConvNetwork(shape, classes, channels, batch_norm=True)

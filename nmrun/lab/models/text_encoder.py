@@ -77,7 +77,6 @@ def build(
 
     Args:
         layers, heads, width: the layers of the encoder, its attention heads, and its width.
-        activation: as of :class:`TextEncoderNetwork`.
 
     Raises:
         ConfigError: where ``heads`` does not divide ``width``.

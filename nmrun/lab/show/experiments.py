@@ -56,7 +56,6 @@ def sections(
 
     Args:
         query: its keys, metrics and baseline win over an experiment's own.
-        intact: refuse runs whose files changed after they finished.
 
     Raises:
         ConfigError: where there is nothing to show of any of them.

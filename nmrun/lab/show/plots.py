@@ -107,7 +107,6 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     """Draw the runs that a query is about.
 
     Args:
-        runs: as of :func:`nmrun.lab.compare.runs.read`.
         query: as :func:`along` gives it. The metric of ``curves`` is one that was logged.
 
     Returns:

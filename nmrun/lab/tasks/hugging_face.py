@@ -21,7 +21,6 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     Args:
         kind: the class, such as ``AutoConfig``.
         key: the config's key that names the source, for errors.
-        source: a name on the hub, or a folder.
         options: of ``from_pretrained``.
 
     Raises:

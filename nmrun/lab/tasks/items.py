@@ -39,7 +39,6 @@ def in_order(source: Any, size: int, held_out: int) -> dict[str, Split]:
 
     Args:
         source: of ``size + 2 * held_out`` items.
-        size: of the training split, which comes first.
         held_out: of the validation split, and as many of the test split.
 
     Returns:
@@ -131,9 +130,6 @@ class ItemReader:
     def keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
         """The items ``share`` of this batch and of those after it, without end: no process waits
         where an epoch ends.
-
-        Args:
-            epoch, index, share: as of :meth:`training`.
         """
         size, count = self.batch_size, self.batches_per_epoch
         return _keys(self.rows, self.seed, size, count, epoch, index, share)
@@ -172,7 +168,6 @@ class ItemTask(ItemBatches):
     Args:
         splits: ``train``, ``val`` and ``test``.
         device: where batches go.
-        about: a line on the data for the plan.
         workers: processes that read; 0: the training's own; None: one for each core.
 
     Raises:

@@ -48,7 +48,6 @@ def find(dataset: str, names: Iterable[str], how: str) -> Path:
 
     Args:
         names: what it may be called; the first that is there is taken.
-        how: to get the data, for the error.
 
     Raises:
         ConfigError: if there is none.
@@ -71,11 +70,7 @@ def cached(
     Args:
         what: plain data that, with the paths, sizes and times of change of ``sources``, says which
             arrays they are.
-        sources: the files that they are made of.
         make: makes them, if they are not there or other than they were made.
-
-    Returns:
-        The arrays, mapped from their files.
     """
     stats = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources

@@ -59,7 +59,6 @@ class Average:
         """Restore :meth:`state_dict`.
 
         Args:
-            state: of as many processes or of others.
             handed_out: gives this process's parts of whole tensors; all of them by default.
         """
         sums = handed_out(state["sums"]) if state["count"] else {}

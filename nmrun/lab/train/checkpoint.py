@@ -76,9 +76,6 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 
     All ranks call. The leader writes its state but for sharded tensors, of which every rank writes
     its part.
-
-    Args:
-        state: nested dictionaries of tensors and plain data.
     """
     free = SHARDS[0]
     if ranks.leads():

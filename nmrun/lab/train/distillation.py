@@ -34,7 +34,6 @@ class Distilled:
     """A task's loss with a teacher's term.
 
     Args:
-        task: says the logits and the loss of them.
         teacher: a network like the one that is trained, frozen and in evaluation mode.
         weight: of the teacher's term, 0 to 1.
         temperature: T, above 0.
@@ -59,9 +58,6 @@ def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
     Args:
         logits: of the student, (..., classes).
-
-    Returns:
-        The mean over all items, in nats.
     """
     ours, theirs = (
         functional.log_softmax(each.flatten(0, -2).float() / temperature, -1)

@@ -111,7 +111,6 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
     In hardware only an operand that is N:M along the sum counts: in Y = Z W^T and in dX = dB V.
 
     Args:
-        feeds: the layer gives what A is made of.
         hardware: count for 2:4 sparse tensor cores.
     """
     share = hardware_density(pattern) if hardware else pattern.density

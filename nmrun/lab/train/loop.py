@@ -86,7 +86,6 @@ class Loop(TrainingSteps):
         Args:
             folder: the run's folder, for ``checkpoint.pt``.
             tracker: logs rows; None where another rank does.
-            signals: they wait, but for evaluations.
 
         Returns:
             Whether training is over. ``checkpoint.pt`` has the state.
@@ -266,11 +265,7 @@ class Loop(TrainingSteps):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Args:
-            state: of as many ranks or of others.
-        """
+        """Restore :meth:`state_dict`."""
         self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"], self.held.handed_out)

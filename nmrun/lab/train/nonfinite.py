@@ -22,12 +22,6 @@ def culprit(
     """Find the first non-finite value on the way through one batch.
 
     It is the input, a parameter, a layer's output or a gradient.
-
-    Args:
-        autocast: makes the context of the forward pass.
-
-    Returns:
-        Words for it.
     """
     for batch in batches:
         if not all(is_finite(tensor) for tensor in batch):

@@ -100,7 +100,6 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     """Prune the network of a config, and write the run folder.
 
     Args:
-        config: as of :func:`nmrun.lab.words.pruning.read`.
         folder: that of the run, which is there and ours.
 
     Returns:

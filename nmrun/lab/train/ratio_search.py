@@ -117,9 +117,6 @@ def best_choice(
     Args:
         gains: likewise.
         most: not less than the cheapest choice costs.
-
-    Returns:
-        The places of the options.
     """
     spent, gained = np.zeros(1), np.zeros(1)  # the list, from the cheapest to what gains most
     to_come = sum(map(min, costs))
@@ -163,9 +160,6 @@ def kept_shares(
     Args:
         model, m, include, exclude: as in :func:`search_ratios`.
 
-    Returns:
-        By module name.
-
     Raises:
         ValueError: for an ``m`` that is no power of two.
     """
@@ -199,11 +193,7 @@ Costs = dict[str, dict[int, float]]  # by module name and N; N = M is dense
 
 
 def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -> Costs:
-    """Count the FLOPs of layers' forward products.
-
-    Args:
-        task: the FLOPs are for one item of it.
-    """
+    """Count the FLOPs of layers' forward products."""
     every = Pattern(1, 1)
     found: Costs = {}
     for name in names:

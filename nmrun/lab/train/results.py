@@ -86,9 +86,6 @@ def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """What loggers show of a run that has ended, without nesting.
 
-    Args:
-        result: as of :func:`write`.
-
     Returns:
         The final metrics by name, those of the best weights under ``best/``, FLOPs under
         ``flops/``; and how the run ended.
@@ -107,7 +104,6 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
     """Say how a run ended, in a few lines.
 
     Args:
-        result: as of :func:`write`.
         console: where to.
         loop: its training, None where it ended before.
     """

@@ -78,10 +78,6 @@ class TrainingSteps:
         Args:
             epoch: counted from 0.
             index: the batch of the epoch, counted from 0.
-            measure_flips: compare the masks with those before the step.
-
-        Returns:
-            The first micro-batch of this rank.
 
         Raises:
             RunError: on a CPU, if the loss is not finite.
@@ -200,9 +196,6 @@ class TrainingSteps:
         Args:
             step: the step, counted from 1.
             what: what was seen, such as ``the loss is nan``.
-
-        Returns:
-            One line for a RunError.
         """
         lr = self.base_lrs[0] * self.lr_factor(self.updates)
         tries = [f"a lower optimizer.lr (it was {lr:.3g})"]

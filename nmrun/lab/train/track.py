@@ -28,7 +28,6 @@ class Tracker:
     was.
 
     Args:
-        config: its config as plain data, for W&B.
         group: the sweep that it belongs to; None for none.
         step: where training begins, 0 unless resumed. Rows of later steps are dropped, since they
             will come again.
@@ -100,7 +99,6 @@ class Tracker:
         """Close all.
 
         Args:
-            summary: as of :meth:`nmrun.lab.train.loggers.Logger.finish`.
             exit_code: 0 for a finished run.
         """
         with contextlib.suppress(OSError):  # what a full disk did not take has been said already

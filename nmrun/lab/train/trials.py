@@ -33,7 +33,6 @@ def parts(
 
     Args:
         state: its checkpoint, which has what was found; None: the run begins.
-        accumulate: the micro-batches that the run goes on with.
         search: search for the decay of ``recipe.decay=auto``; it is 0 otherwise.
 
     Returns:

@@ -57,11 +57,7 @@ class Outcome:
 
 
 def of(cells: Sequence[TuningCell], trials: int) -> Outcome:
-    """Collect what a comparison's cells have.
-
-    Args:
-        trials: the number of trials of each that count.
-    """
+    """Collect what a comparison's cells have."""
     runs: list[dict[str, Any]] = []
     tried: list[dict[str, Any]] = []
     tuning: list[list[str]] = []

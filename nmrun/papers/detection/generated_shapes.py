@@ -32,7 +32,6 @@ class Shapes:
 
     Args:
         images: (N, side, side, 3), uint8.
-        dataset: the annotations, as COCO's files have them.
     """
 
     def __init__(self, images: NDArray[np.uint8], dataset: dict[str, Any]) -> None:

@@ -132,7 +132,6 @@ def precision(split: Split, said: Sequence[CocoResult]) -> dict[str, float]:
 
     Args:
         split: of :class:`Pictures`.
-        said: the instances that were found in them.
 
     Returns:
         ``box_ap`` and ``mask_ap``, the mean over intersections over union of 0.5 to 0.95, and with

@@ -77,10 +77,8 @@ def build(
     Args:
         width: channels of the pyramid and of the mask head; the box head has four times as many.
         min_size: pixels that an image's shorter side is scaled to.
-        max_size: pixels that the longer side may have then.
         anchors: sides of the square anchors in pixels, one for each of the five levels.
         regions: of an image that the heads are trained on.
-        frozen_norms: whether the backbone's batch norms keep their statistics.
     """
     body = getattr(models, backbone)()
     first = body.inplanes // 8

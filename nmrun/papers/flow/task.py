@@ -116,9 +116,6 @@ def sequence_loss(said: Sequence[Tensor], flow: Tensor) -> Tensor:
     Args:
         said: flows (B, 2, H, W), the last one is the network's answer.
         flow: the true one; pixels that move by 400 or more do not count, as in the authors' code.
-
-    Returns:
-        A scalar.
     """
     near = flow.square().sum(1, keepdim=True) < LARGEST**2
     each = torch.stack([(near * (one - flow).abs()).mean() for one in said])

@@ -56,9 +56,6 @@ def f1(given: str, right: str) -> float:
 def scores(given: Sequence[str], questions: Sequence[Question]) -> dict[str, float]:
     """Means over questions: of each the best over its right answers, the empty one if it has none.
 
-    Args:
-        given: an answer to each question, empty for none.
-
     Returns:
         ``exact_match`` and ``f1``, from 0 to 1; where some have no answer also both for those that
         have one and those that have none (``f1_answered``, ``f1_unanswered``, ...).

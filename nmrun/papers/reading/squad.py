@@ -73,9 +73,6 @@ def build(config: Config, device: torch.device) -> Reading:
 def read(path: Path) -> list[list[Question]]:
     """Read a file of SQuAD.
 
-    Returns:
-        The questions of each article, in their order.
-
     Raises:
         ConfigError: for what is not such a file, and for an answer that is not where the file says.
     """

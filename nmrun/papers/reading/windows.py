@@ -58,7 +58,6 @@ def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) ->
     Args:
         tokenizer: of :func:`nmrun.lab.tasks.text_classification.tokens.tokenizer`; a window has its ``max_length`` tokens at
             most.
-        stride: tokens of the text that neighbouring windows share.
 
     Raises:
         ConfigError: where a question leaves no room for more of its text than ``stride``.

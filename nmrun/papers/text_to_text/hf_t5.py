@@ -44,10 +44,6 @@ def build(vocabulary: int, max_length: int, pretrained: str) -> T5Network:
     """Load a pretrained network in float32. Its dropout is that of its ``config.json``, its
     positions are relative and have no end.
 
-    Args:
-        vocabulary: the number of tokens of the data.
-        pretrained: a folder, or a name on the hub.
-
     Raises:
         ConfigError: where it cannot be loaded, is no T5, has another vocabulary than the data, or
             has weights that do not fit its ``config.json``.

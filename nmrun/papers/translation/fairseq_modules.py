@@ -77,11 +77,7 @@ class TranslationDecoder(TransformerDecoderBase):
 
 
 class TranslationTransformer(TransformerModelBase):
-    """An encoder and a decoder, built by ``build_model`` as fairseq's.
-
-    Args:
-        decoder: the decoder, which attends to the encoder's output.
-    """
+    """An encoder and a decoder, built by ``build_model`` as fairseq's."""
 
     def __init__(
         self, config: TransformerConfig, encoder: TranslationEncoder, decoder: TranslationDecoder

@@ -52,11 +52,7 @@ def prepare(
 
     Args:
         texts: files of train, valid and test for both languages.
-        joint: learn one BPE on both languages together.
         longest: training pairs with more subwords on a side, or with an empty side, are left out.
-
-    Returns:
-        A line of what there is.
 
     Raises:
         ConfigError: for texts of unequal length, and a vocabulary that they are too small for.

@@ -77,9 +77,6 @@ Pair = tuple[Corpus, Corpus]
 def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
     """Order sentences by length and cut them into batches.
 
-    Args:
-        max_tokens: of a batch on either side, padding included.
-
     Returns:
         The sentences' numbers ``rows``, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i + 1]]``.
     """

@@ -53,7 +53,6 @@ class Translation(Categorical):
     Args:
         splits: source and target of train, val and, if there is one, test.
         source, target: the dictionaries; ``inputs`` has them by these names.
-        references: the plain target sentences of val and test.
         detokenize: makes such a sentence of the symbols of a translation.
         label_smoothing: fairseq's: epsilon is spread over all tokens but the right one.
         limit_batches: of an epoch, at most; None: all.

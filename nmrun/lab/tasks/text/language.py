@@ -58,7 +58,6 @@ class LanguageModelling(Categorical):
     Args:
         splits: token numbers (tokens,) of train, val and, if there is one, test, in memory or
             mapped from a file.
-        context: tokens that the model sees at most.
         unit: what a token is, such as ``byte``; bits are per unit.
         label_smoothing: torch's, in training alone.
         accumulate: as many windows are evaluated at once as a batch has in so many micro-batches.

@@ -122,9 +122,6 @@ def read(path: Path, spec: Spec) -> Rows:
 
     Columns are between tabs, quotes are characters like others, a byte-order mark is none.
 
-    Returns:
-        Texts and labels.
-
     Raises:
         ConfigError: for a missing column, a row of another length than the header, an unknown
             label, and a file without rows.

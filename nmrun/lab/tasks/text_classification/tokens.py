@@ -67,7 +67,6 @@ class Words:
 
     Args:
         vocabulary: number of different tokens; words have ``vocabulary`` - 3 of them.
-        max_length: the most tokens that a text gets.
     """
 
     WORD = r"\w+|[^\w\s]"
@@ -98,10 +97,6 @@ class Words:
 class PretrainedTokenizer:
     """A tokenizer of Hugging Face. What has no token for padding, as GPT-2's, pads with the one that
     ends a text.
-
-    Args:
-        source: a name on the hub or a folder.
-        max_length: the most tokens that a text gets.
 
     Raises:
         ConfigError: if it cannot be had, or cannot pad.

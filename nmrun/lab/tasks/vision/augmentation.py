@@ -138,9 +138,6 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Ten
     Args:
         images: (B, C, H, W).
         padding: by how many pixels at most, in both directions.
-
-    Returns:
-        New images of the same shape.
     """
     count, channels, height, width = images.shape
     top, left = (share.below(2 * padding + 1, 1) for _ in range(2))
@@ -162,9 +159,6 @@ def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
     Args:
         images: (B, C, H, W), uint8.
         magnitude: 0 to 30, with torchvision's ranges of the operations.
-
-    Returns:
-        New images of the same shape.
     """
     operations = _operations(magnitude, *images.shape[-2:])
     kinds = [
@@ -228,10 +222,6 @@ def erase(images: Tensor, probability: float, share: Share) -> Tensor:
 
     Args:
         images: (B, C, H, W), normalised.
-        probability: of an image to get a box.
-
-    Returns:
-        New images of the same shape.
     """
     (height, width), count, random = images.shape[-2:], share.count, share.random
     area = height * width * (0.02 + 0.31 * torch.rand(count, TRIES, generator=random))

@@ -55,7 +55,6 @@ class Classification(ItemBatches, Categorical):
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
         augment: what is done to training images; None: nothing.
-        about: a line on the data for the plan.
         names: of the classes, in the order of their numbers.
         prepared: what the data set adds to or says instead of ``input``, such as ``resize``.
     """

@@ -88,7 +88,6 @@ def about(splits: dict[str, Labelled], shape: Sequence[int], classes: int, place
     """Say what the data are, in a line of the plan.
 
     Args:
-        splits: images and labels of train, val and test.
         shape: (C, H, W).
         place: where the images lie.
     """

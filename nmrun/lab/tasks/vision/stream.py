@@ -50,7 +50,6 @@ class ImageStream(Classification):
         splits: rows of ``paths`` and labels, both (N,), of ``train``, ``val`` and, if there is one,
             ``test``.
         device: where batches go.
-        about: a line on the data for the plan.
         names: of the classes, in the order of their numbers.
     """
 
