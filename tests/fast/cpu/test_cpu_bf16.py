@@ -21,7 +21,7 @@ from nmrun.kernels import compiled
 from nmrun.sparsity import nm_mask
 
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
-SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (40, BLOCK + 3), (20, 3 * BLOCK + 40))
+SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (40, BLOCK + 3), (20, 3 * BLOCK + 40), (1090, 33))
 TOKENS = (1, 2, 3, 4, 7, 8, MOST - 1, MOST, MOST + 1, 37)
 
 

@@ -17,6 +17,7 @@
 #define SEGMENTS 16
 #define BLOCK (SEGMENT * SEGMENTS) /* 16 KB of MOST tokens */
 #define MOST 16                    /* tokens at once */
+#define AT_ONCE 64                 /* tiles: the sums of MOST tokens, 64 KB, stay in the second-level cache */
 #define PAIRS 128                  /* of tokens that are summed up before a weight's gradient is written */
 
 /* Numbers round to the nearest, ties to even, and subnormal ones are zero: vdpbf16ps does so whatever is set, all else because it is set. */
@@ -87,41 +88,42 @@ static inline __attribute__((always_inline)) void add(const uint16_t *x, Slots *
 
 static __attribute__((noinline)) int multiply(const uint16_t *x, uint16_t *y, const float *bias, const Matrix *m, int64_t rows, int64_t columns,
                                               int64_t first, int64_t last, int64_t begin, int64_t end) {
-  int64_t wide = m->blocks * BLOCK;
-  float *sums = scratch(MOST * ((end - begin) * TILE + wide / 2));
+  float *sums = scratch(MOST * (AT_ONCE * TILE + m->blocks * BLOCK / 2));
   if (sums == NULL) return 1;
-  uint16_t *panel = (uint16_t *)(sums + MOST * (end - begin) * TILE);
+  uint16_t *panel = (uint16_t *)(sums + MOST * AT_ONCE * TILE);
   for (int64_t t = first; t < last;) {
     int tokens = MOST;
     while (tokens > last - t) tokens /= 2;
     load(x + t * columns, columns, tokens, panel);
-    for (int64_t i = begin; i < end; i++) {
-      __m512 initial = bias == NULL ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(first_of(rows - i * TILE, TILE), bias + i * TILE);
-      for (int k = 0; k < tokens; k++) _mm512_store_ps(sums + ((i - begin) * tokens + k) * TILE, initial);
-    }
-    for (int64_t b = 0; b < m->blocks;) {
-      int some = tokens <= 4 && b + 1 < m->blocks ? 2 : 1;
-      for (int64_t i = begin; i < end; i++) {
-        Slots of[2] = {slots_of(m, b, i), slots_of(m, b + some - 1, i)};
+    for (int64_t i0 = begin; i0 < end; i0 += AT_ONCE) {
+      int64_t i1 = end - i0 < AT_ONCE ? end : i0 + AT_ONCE;
+      float *to = sums;
+      for (int64_t i = i0; i < i1; i++) {
+        __m512 initial = bias == NULL ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(first_of(rows - i * TILE, TILE), bias + i * TILE);
+        for (int k = 0; k < tokens; k++, to += TILE) _mm512_store_ps(to, initial);
+      }
+      for (int64_t b = 0; b < m->blocks;) {
+        int some = tokens <= 4 && b + 1 < m->blocks ? 2 : 1;
         const uint16_t *from = panel + b * tokens * BLOCK;
-        float *to = sums + (i - begin) * tokens * TILE;
-        if (tokens == 16) add(from, of, 1, 16, to);
-        else if (tokens == 8) add(from, of, 1, 8, to);
-        else if (some == 2) {
-          if (tokens == 4) add(from, of, 2, 4, to);
-          else if (tokens == 2) add(from, of, 2, 2, to);
-          else add(from, of, 2, 1, to);
-        } else if (tokens == 4) add(from, of, 1, 4, to);
-        else if (tokens == 2) add(from, of, 1, 2, to);
-        else add(from, of, 1, 1, to);
+        to = sums;
+        for (int64_t i = i0; i < i1; i++, to += tokens * TILE) {
+          Slots of[2] = {slots_of(m, b, i), slots_of(m, b + some - 1, i)};
+          if (tokens == 16) add(from, of, 1, 16, to);
+          else if (tokens == 8) add(from, of, 1, 8, to);
+          else if (tokens == 4 && some == 2) add(from, of, 2, 4, to);
+          else if (tokens == 4) add(from, of, 1, 4, to);
+          else if (tokens == 2 && some == 2) add(from, of, 2, 2, to);
+          else if (tokens == 2) add(from, of, 1, 2, to);
+          else if (some == 2) add(from, of, 2, 1, to);
+          else add(from, of, 1, 1, to);
+        }
+        b += some;
       }
-      b += some;
+      to = sums;
+      for (int64_t i = i0; i < i1; i++)
+        for (int k = 0; k < tokens; k++, to += TILE)
+          _mm256_mask_storeu_epi16(y + (t + k) * rows + i * TILE, first_of(rows - i * TILE, TILE), (__m256i)narrowed(*(const vec *)to));
     }
-    for (int64_t i = begin; i < end; i++)
-      for (int k = 0; k < tokens; k++) {
-        half low = narrowed(*(const vec *)(sums + ((i - begin) * tokens + k) * TILE));
-        _mm256_mask_storeu_epi16(y + (t + k) * rows + i * TILE, first_of(rows - i * TILE, TILE), (__m256i)low);
-      }
     t += tokens;
   }
   return 0;
