@@ -38,13 +38,16 @@ NAME = "packed activations"
 READS, FEEDS = "reads", "feeds"
 
 
-class Pruned(Protocol):
+class Activations(Protocol):
     """What is asked of activations here: see :class:`nmrun.step.activations.SparseActivations`."""
 
     sparse: bool
+    pattern: Pattern | None
+    modules: list[str]
+    sparse_steps: range | None
 
 
-def install(module: nn.Module, role: str, by_onednn: bool, activations: Pruned) -> None:
+def install(module: nn.Module, role: str, by_onednn: bool, activations: Activations) -> None:
     """Let ``nn.Linear`` or Hugging Face's ``Conv1D`` compute its products so in training, in float32, in
     steps that prune; in all other passes as before. ``role``: it ``reads`` the activations, or ``feeds``
     them, its dense product then oneDNN's with ``by_onednn``."""
@@ -223,14 +226,6 @@ def measure(shape: ActivationShape) -> dict[str, Times]:
     right = [name for name in calls if name not in found]
     taken = zip(*(side_by_side(*(calls[name][i] for name in right)) for i in range(2)), strict=True)
     return found | {n: Times(0.0, *times) for n, times in zip(right, taken, strict=True)}
-
-
-class Activations(Pruned, Protocol):
-    """What is asked of activations here: see :class:`nmrun.step.activations.SparseActivations`."""
-
-    pattern: Pattern | None
-    modules: list[str]
-    sparse_steps: range | None
 
 
 def pack_activations(
