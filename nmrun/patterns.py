@@ -119,14 +119,8 @@ class Pattern:
 
 
 def written(ratio: Mapping[str, Any]) -> str:
-    """Write a pattern from the numbers of a config.
-
-    Args:
-        ratio: ``n``, ``m`` and, of a config that has it, ``v``.
-
-    Returns:
-        The text that :meth:`Pattern.parse` reads; ``dense`` where there is neither N nor M.
-    """
+    """The text of ``n``, ``m`` and, where a config has it, ``v``, as :meth:`Pattern.parse` reads
+    it; ``dense`` where there is neither N nor M."""
     if ratio["n"] is None and ratio["m"] is None:
         return "dense"
     rows = ratio.get("v", 1)
@@ -134,14 +128,8 @@ def written(ratio: Mapping[str, Any]) -> str:
 
 
 def stepwise(target: Pattern) -> list[Pattern]:
-    """List the patterns of stepwise structure decay: ``M-1:M, M/2:M, M/4:M, ..., N:M``.
-
-    Args:
-        target: the last pattern, N:M.
-
-    Raises:
-        PatternError: unless M / N is a power of two.
-    """
+    """List the patterns of stepwise structure decay: ``M-1:M, M/2:M, M/4:M, ..., N:M``. ``target``:
+    the last pattern, N:M. Raises PatternError unless M / N is a power of two."""
     ratio = target.m // target.n
     if target.m % target.n or ratio & (ratio - 1):
         raise PatternError(
@@ -153,14 +141,7 @@ def stepwise(target: Pattern) -> list[Pattern]:
 
 def geometric(target: Pattern, frames: int, densify: bool = False) -> list[Pattern]:
     """List the patterns of geometric structure decay: the same density in ever smaller groups.
-
-    Args:
-        target: the last pattern, N:M.
-        frames: the number of patterns.
-        densify: N stays instead of the density, which rises.
-
-    Returns:
-        ``kN:kM``, or ``N:kM``, for k = 2^(frames - 1), ..., 2, 1.
-    """
+    ``target``: the last pattern, N:M. ``densify``: N stays instead of the density, which rises.
+    Returns ``kN:kM``, or ``N:kM``, for k = 2^(frames - 1), ..., 2, 1."""
     times = [1 << i for i in reversed(range(frames))]
     return [replace(target, n=target.n * (1 if densify else k), m=target.m * k) for k in times]

@@ -26,16 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nmrun.errors import RunError
+from nmrun.errors import leads as leads
 
 T = TypeVar("T")
 
 
 def begin(device: str = "auto") -> None:
-    """Join the other processes, if there are any: by NCCL on GPUs, else by Gloo.
-
-    Args:
-        device: ``trainer.device``; ``"cpu"`` uses no GPU.
-    """
+    """Join the other processes, if there are any: by NCCL on GPUs, else by Gloo. ``device``:
+    ``trainer.device``; ``"cpu"`` uses no GPU."""
     if world() == 1 or dist.is_initialized():
         return
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -65,17 +63,9 @@ def local_world() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def leads() -> bool:
-    """Say whether this process is the leader, which writes files and prints."""
-    return rank() == 0
-
-
 def from_leader(value: T) -> T:
-    """Return the leader's value on every rank. All ranks must call.
-
-    Args:
-        value: plain data; only the leader's is read.
-    """
+    """Return the leader's value on every rank. All ranks must call. ``value``: plain data; only the
+    leader's is read."""
     if world() > 1:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -85,10 +75,7 @@ def from_leader(value: T) -> T:
 
 def gathered(value: T) -> list[T]:
     """Return every rank's value, in the order of ranks, on every rank. All ranks must call.
-
-    Args:
-        value: plain data and CPU tensors.
-    """
+    ``value``: plain data and CPU tensors."""
     everyone: list[Any] = [value] * world()
     if world() > 1:
         dist.all_gather_object(everyone, value)
@@ -120,17 +107,8 @@ def total(value: Tensor) -> Tensor:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do work on every rank, and fail on all ranks if it fails on one. All ranks must call.
-
-    Args:
-        work: the work of this rank.
-
-    Returns:
-        The result of this rank's work.
-
-    Raises:
-        RunError: where the work raised one on any rank.
-    """
+    """Do work on every rank, and fail on all ranks if it fails on one. All ranks must call. Returns
+    the result of this rank's work. Raises RunError where the work raised one on any rank."""
     if world() == 1:
         return work()
     done: list[T] = []
@@ -145,29 +123,17 @@ def together(work: Callable[[], T]) -> T:
 
 
 def in_step(items: Iterable[T]) -> Iterator[T]:
-    """Yield items one by one. Where a rank's next item fails, no rank gets its next one.
-
-    Args:
-        items: this rank's items, as many as on the other ranks.
-
-    Raises:
-        RunError: where the items of any rank raised one.
-    """
+    """Yield items one by one. Where a rank's next item fails, no rank gets its next one. ``items``:
+    this rank's items, as many as on the other ranks. Raises RunError where the items of any rank
+    raised one."""
     rest = iter(items)
     while item := together(lambda: [*itertools.islice(rest, 1)]):
         yield item[0]
 
 
 def share(count: int, parts: int) -> range:
-    """Number this rank's micro-batches of a whole batch.
-
-    Args:
-        count: the number of micro-batches in the whole batch.
-        parts: the number of micro-batches of a rank.
-
-    Returns:
-        The numbers; fewer than ``parts``, or none, where the batch has too few.
-    """
+    """The numbers of this rank's micro-batches of a whole batch of ``count``: ``parts``, or
+    fewer where the batch has too few."""
     return range(rank() * parts, (rank() + 1) * parts)[: max(0, count - rank() * parts)]
 
 
@@ -176,9 +142,6 @@ def share_statistics(model: nn.Module) -> None:
 
     DDP broadcasts them only before a forward pass in training, in which each rank then adds its own
     batch.
-
-    Args:
-        model: the model.
     """
     for module in model.modules() if world() > 1 else ():
         for buffer in module.buffers(recurse=False):
@@ -189,13 +152,10 @@ def share_statistics(model: nn.Module) -> None:
 def part_like(value: Any, like: Any) -> Any:
     """Shard a whole tensor like a parameter.
 
-    Args:
-        value: a tensor that is the same on every rank, or any other value.
-        like: a parameter, sharded (a ``DTensor``) or not.
-
-    Returns:
-        The tensor with the parameter's placement and memory of its own. ``value`` itself where the
-        parameter is not sharded, and where ``value`` is sharded, no tensor or of another shape.
+    ``value``: a tensor that is the same on every rank, or any other value. ``like``: a parameter,
+    sharded (a ``DTensor``) or not. Returns the tensor with the parameter's placement and memory of
+    its own. ``value`` itself where the parameter is not sharded, and where ``value`` is sharded, no
+    tensor or of another shape.
     """
     sharded = hasattr(like, "_local_tensor") and isinstance(value, Tensor)
     if not sharded or hasattr(value, "_local_tensor") or value.shape != like.shape:

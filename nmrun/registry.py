@@ -20,17 +20,9 @@ if TYPE_CHECKING:
 def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
     """Import the object that a name stands for.
 
-    Args:
-        kind: the key of the config that has the name, such as ``model.name``, for the error.
-        name: a name of ``known``, or a dotted path.
-        known: the dotted path of each built-in name.
-
-    Returns:
-        The object.
-
-    Raises:
-        ConfigError: for an unknown name, with the nearest one, and for a path that cannot be
-            imported.
+    ``kind``: the key of the config that has the name, such as ``model.name``, for the error.
+    ``name``: a name of ``known``, or a dotted path. Returns the object. Raises ConfigError for an
+    unknown name, with the nearest one, and for a path that cannot be imported.
     """
     if name in known:
         module, _, attribute = known[name].rpartition(".")
@@ -46,18 +38,8 @@ def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
 
 
 def imported(path: str, what: str) -> Any:
-    """Import an object by its dotted path; modules of the current folder are found too.
-
-    Args:
-        path: ``package.module.name``.
-        what: the beginning of the error's message.
-
-    Returns:
-        The object.
-
-    Raises:
-        ValueError: where it cannot be imported.
-    """
+    """Import an object by its dotted path; modules of the current folder are found too. ``path``:
+    ``package.module.name``. Returns the object. Raises ValueError where it cannot be imported."""
     module, _, attribute = path.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -96,15 +78,8 @@ ALSO = {
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Ask whether another option was meant.
-
-    Args:
-        word: the unknown word.
-        options: the known words.
-
-    Returns:
-        ``"; did you mean ...?"``, or an empty string where no option is near.
-    """
+    """Ask whether another option was meant. Returns ``"; did you mean ...?"``, or an empty string
+    where no option is near."""
     meant = nearest(word, options)
     return f"; did you mean {meant}?" if meant else ""
 
@@ -114,12 +89,7 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
     for capitals and dashes, the same letters in another order (the most frequent mistake), similar
     letters, and one that has the word in it.
 
-    Args:
-        word: the unknown word.
-        options: the known words.
-
-    Returns:
-        The option, or None where none is near.
+    Returns the option, or None where none is near.
     """
     by_letters: dict[str, str] = {}
     for option in options:

@@ -16,7 +16,7 @@ from training import TOTAL, attach, batch, bits, everything, kept, net, start, t
 import nmrun
 from nmrun.errors import RunError
 from nmrun.sparsity import hard_threshold
-from nmrun.step import hooks as handles
+from nmrun.step import stepper as steppers
 
 
 def told(handle: nmrun.Handle) -> list[str]:
@@ -89,8 +89,8 @@ def test_a_write_past_the_version_is_noticed_after_a_while(
     """A step writes the projection again, so it is only before that step that it can be seen.
     After one that was noticed, each step is looked at.
     """
-    assert handles.COMPARED_EVERY <= 500
-    monkeypatch.setattr(handles, "COMPARED_EVERY", 4)
+    assert steppers.COMPARED_EVERY <= 500
+    monkeypatch.setattr(steppers, "COMPARED_EVERY", 4)
     model, optimizer, handle = start("sr_ste")
     noticed = []
     for step in range(9):

@@ -33,9 +33,11 @@ from nmrun.sparsity.weight import SparseWeight
 class Sparsified(Protocol):
     """What is asked of a handle here."""
 
-    sparse: list[SparseWeight]
     model: nn.Module
     by_onednn: list[nn.Module]
+
+    @property
+    def sparse(self) -> list[SparseWeight]: ...
 
     @property
     def recipe(self) -> Phase: ...

@@ -91,7 +91,7 @@ class NMCallback(TrainerCallback):
                     f"{resumed} has no state of the optimizer (save_only_model), which has the "
                     "dense weights and the recipe's clock: begin a new training with its model"
                 )
-            self.handle.warn(
+            self.handle.stepper.warn(
                 f"{resumed} was saved without nmrun: the recipe begins here, with the first of "
                 f"{self.handle.recipe.total_steps or 'its'} steps"
             )

@@ -114,20 +114,12 @@ class NMCallback(Callback):
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return found
+    every: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return every
 
 
 def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
-    """Count the optimizer steps that a Trainer plans.
-
-    Args:
-        trainer: the trainer, which has made its loops.
-        module: what it trains.
-
-    Returns:
-        The number; None where the Trainer does not know it.
-    """
+    """The optimizer steps that a Trainer, with its loops, plans; None where it does not know."""
     if not module.automatic_optimization:
         return trainer.max_steps if trainer.max_steps > 0 else None
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs or 0
@@ -140,12 +132,7 @@ def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
 
 
 def average_dense(swa: callbacks.StochasticWeightAveraging, handle: Handle) -> None:
-    """Let an averaging callback average dense weights, and project their average.
-
-    Args:
-        swa: the callback.
-        handle: of the training.
-    """
+    """Let an averaging callback average dense weights, and project their average."""
     kind = type(swa)
 
     def update(*arguments: Any) -> None:
@@ -164,11 +151,7 @@ def average_dense(swa: callbacks.StochasticWeightAveraging, handle: Handle) -> N
 
 
 def forget_best(callback: Callback) -> None:
-    """Let a callback that compares models by a metric begin anew; other callbacks stay.
-
-    Args:
-        callback: any callback.
-    """
+    """Let a callback that compares models by a metric begin anew; other callbacks stay."""
     if isinstance(callback, callbacks.ModelCheckpoint):
         callback.best_k_models, callback.best_model_score = {}, None
         callback.best_model_path = callback.kth_best_model_path = ""

@@ -19,19 +19,12 @@ from nmrun.step.sparsify import sparsify, unwrapped
 
 
 class Training:
-    """A sparse training whose model and optimizer a stack makes later.
+    """A sparse training whose model and optimizer a stack makes later. Raises ConfigError for an
+    unknown recipe, pattern or value. Raises TypeError for an unknown hyperparameter.
 
     Args:
         recipe, pattern, total_steps: as of :func:`nmrun.sparsify`.
-        options: its other arguments, hyperparameters among them.
         own_optimizer: how the stack is given an optimizer of nmrun's, for recipes that need one.
-
-    Attributes:
-        handle: of the last training that was begun.
-
-    Raises:
-        ConfigError: for an unknown recipe, pattern or value.
-        TypeError: for an unknown hyperparameter.
     """
 
     def __init__(
@@ -61,17 +54,11 @@ class Training:
         """Make the weights sparse, as :func:`nmrun.sparsify` does.
 
         A training of the same model that was cut off in this process is left first. Where its own
-        optimizer has loaded a checkpoint since, it goes on.
-
-        Args:
-            model, optimizer: those that train.
-            total_steps: what the stack knows of it, where nothing else was asked for.
-            resumed: the step of the checkpoint that model and optimizer have loaded; 0 for none.
-            schedules: of the optimizer's learning rates, made before.
-
-        Raises:
-            ConfigError: as :func:`nmrun.sparsify`, and for a recipe that adds a parameter group
-                where a schedule has a function for each group.
+        optimizer has loaded a checkpoint since, it goes on. ``model``, ``optimizer``: those that
+        train. ``total_steps``: what the stack knows of it, where nothing else was asked for.
+        ``resumed``: the step of the checkpoint that model and optimizer have loaded; 0 for none.
+        Raises ConfigError as :func:`nmrun.sparsify`, and for a recipe that adds a parameter group
+        where a schedule has a function for each group.
         """
         if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
             raise ConfigError(
@@ -98,14 +85,8 @@ class Training:
 @torch.no_grad()
 def end(handle: Handle) -> None:
     """End the recipe. N:M weights that the stack has loaded since the last step stay: those of the
-    best checkpoint, or an average.
-
-    Args:
-        handle: of the training.
-
-    Raises:
-        RunError: where loaded weights are not N:M, and as :meth:`nmrun.Handle.finalize`.
-    """
+    best checkpoint, or an average. Raises RunError where loaded weights are not N:M, and as
+    :meth:`nmrun.Handle.finalize`."""
     loaded = [(w, w.parameter.detach().clone()) for w in handle.sparse if w.moved()]
     for weight, _ in loaded:
         if not (weight.holds() or handle.recipe.ends_dense):

@@ -27,21 +27,17 @@ def stages(
 ) -> Iterator[tuple[nn.Module, list[LayerMatrix], Pass]]:
     """Split the layers into blocks and single layers, in the order in which the network calls them.
 
-    Args:
-        model: the network, whose earlier stages may be changed before the next is asked for.
-        layers: of the network.
-        passes: lets one calibration batch each through the network.
-
-    Yields:
-        A stage: the block, or the network where the layer is in none; its layers; and what lets all
-        calibration batches through them.
+    ``model``: the network, whose earlier stages may be changed before the next is asked for.
+    ``passes``: lets one calibration batch each through the network. Yields a stage: the block, or
+    the network where the layer is in none; its layers; and what lets all calibration batches
+    through them.
     """
 
     def through_all() -> None:
         for one in passes:
             one()
 
-    order = _called(layers, passes[0])
+    order = _call_order(layers, passes[0])
     chains = _lists(model, layers)
     place = {
         id(part): (number, index)
@@ -53,21 +49,21 @@ def stages(
     for layer in order:
         together.setdefault(place.get(id(layer.module), layer.name), []).append(layer)
     known: dict[int, Chain | None] = {}
-    for key, own in together.items():
+    for key, stage in together.items():
         root, chain, index = model, None, 0
         if isinstance(key, tuple):
             number, index = key
             root = chains[number][index]
             if number not in known:
-                known = {number: _captured(chains[number], passes)}  # the others are done
+                known = {number: _chain(chains[number], passes)}  # the others are done
             chain = known[number]
         if chain is None or index < chain.at:
-            yield root, own, through_all
+            yield root, stage, through_all
         else:
-            yield root, own, functools.partial(chain.through, index)
+            yield root, stage, functools.partial(chain.through, index)
 
 
-def _called(layers: Sequence[LayerMatrix], one: Pass) -> list[LayerMatrix]:
+def _call_order(layers: Sequence[LayerMatrix], one: Pass) -> list[LayerMatrix]:
     """The layers in the order in which a pass calls them first; those that it does not call last."""
     order: dict[str, LayerMatrix] = {}
     with contextlib.ExitStack() as hooks:
@@ -84,7 +80,7 @@ def _called(layers: Sequence[LayerMatrix], one: Pass) -> list[LayerMatrix]:
 def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Module]]:
     """The outermost lists of modules of one class that have layers inside."""
     wanted = {id(layer.module) for layer in layers}
-    found: list[list[nn.Module]] = []
+    lists: list[list[nn.Module]] = []
 
     def look(module: nn.Module) -> None:
         children = list(module.children())
@@ -97,20 +93,19 @@ def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Modu
             and inside
             and not themselves
         ):
-            found.append(children)
+            lists.append(children)
             return
         for child in children:
             look(child)
 
     look(model)
-    return found
+    return lists
 
 
 class Chain:
     """Blocks that hand one value on: what each takes of every batch, beside that value.
 
     Args:
-        blocks: the blocks.
         slot: the argument that is the value that is handed on.
     """
 
@@ -215,7 +210,7 @@ class _Record:
         return whole and all(isinstance(self.calls[0].get(slot), Tensor) for slot in self.slots)
 
 
-def _captured(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
+def _chain(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
     """The chain of these blocks with all batches, or None where they are none."""
     chain: Chain | None = None
     for one in passes:

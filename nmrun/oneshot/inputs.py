@@ -11,19 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nmrun.sparsity.layers import is_conv1d
-from nmrun.sparsity.select import Candidate
+from nmrun.sparsity.layers import Candidate, is_conv1d
 
 
-def unseen(module: nn.Module) -> str:
-    """Say why a layer's inputs cannot be seen, as a clause, or nothing.
-
-    Args:
-        module: the module that has the weight.
-    """
+def input_obstacle(module: nn.Module) -> str:
+    """Say why a layer's inputs cannot be seen, as a clause, or nothing."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return "a convolution in groups, each with inputs of its own" if module.groups > 1 else ""
-    if isinstance(module, nn.Linear) or is_conv1d(module) or are_seen(module):
+    if isinstance(module, nn.Linear) or is_conv1d(module) or is_mixture(module):
         return ""
     return f"the inputs of {type(module).__name__} cannot be seen (of linear layers and convolutions they can)"
 
@@ -34,9 +29,6 @@ class LayerMatrix:
     The columns of a convolution are its input channels, once for every kernel position, so that
     groups of M consecutive columns are the groups of its weight. The experts of a mixture are a
     stack of such matrices, (experts, outputs, columns), with as many sums ``X^T X``.
-
-    Args:
-        candidate: the weight, with its pattern.
 
     Attributes:
         pattern: over the runs of columns, as methods take it.
@@ -53,12 +45,12 @@ class LayerMatrix:
     @property
     def stacked(self) -> bool:
         """Whether it is the experts of a mixture."""
-        return are_seen(self.module)
+        return is_mixture(self.module)
 
     @property
     def weight(self) -> Tensor:
         """The weight itself."""
-        return self._candidate.tensor.detach()
+        return self._candidate.parameter.detach()
 
     def matrix(self) -> Tensor:
         """The weight as (outputs, columns), in float32, or in float64 if it is so."""
@@ -107,11 +99,8 @@ class LayerMatrix:
 def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
     """Sum up ``X^T X`` of each layer's inputs X (tokens, columns), while the context is entered.
 
-    Args:
-        layers: the layers; a layer that is called several times has the inputs of all calls.
-
-    Yields:
-        The sums by the layer's name, without those of layers that were not called.
+    ``layers``: the layers; a layer that is called several times has the inputs of all calls. Yields
+    the sums by the layer's name, without those of layers that were not called.
     """
     grams: dict[str, Tensor] = {}
 
@@ -134,7 +123,7 @@ def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
     stacks = {layer.name: layer.weight for layer in layers if layer.stacked}
     handles = [watch(layer) for layer in layers if not layer.stacked]
     try:
-        with Watching(stacks, add_expert) if stacks else contextlib.nullcontext():
+        with ExpertInputs(stacks, add_expert) if stacks else contextlib.nullcontext():
             yield grams
     finally:
         for handle in handles:
@@ -142,13 +131,9 @@ def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
 
 
 def output_error(matrix: Tensor, pruned: Tensor, gram: Tensor) -> float:
-    """Compute ``||X V^T - X W^T||^2 / ||X W^T||^2``; 0 where the layer's output is.
-
-    Args:
-        matrix: W, (outputs, columns), or a stack of such.
-        pruned: V, of the same shape.
-        gram: ``X^T X``, or a stack of such; the squares of all are added up.
-    """
+    """Compute ``||X V^T - X W^T||^2 / ||X W^T||^2``; 0 where the layer's output is. ``matrix``: W,
+    (outputs, columns), or a stack of such. ``pruned``: V, of the same shape. ``gram``: ``X^T
+    X``, or a stack of such; the squares of all are added up."""
     change = pruned - matrix
     error = float(((change @ gram) * change).sum())
     output = float(((matrix @ gram) * matrix).sum())
@@ -159,22 +144,18 @@ PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 Seen = Callable[[str, int, Tensor], None]
 
 
-def are_seen(module: nn.Module) -> bool:
+def is_mixture(module: nn.Module) -> bool:
     """Whether a module's experts are multiplied one by one, so that what each sees can be seen.
-
-    Args:
-        module: that has the stacked matrices.
-    """
+    ``module``: that has the stacked matrices."""
     config = getattr(module, "config", None)
     stacked = isinstance(getattr(module, "is_transposed", None), bool)  # set by transformers
     return stacked and hasattr(config, "_experts_implementation")
 
 
-class Watching(TorchFunctionMode):
+class ExpertInputs(TorchFunctionMode):
     """Hands on the inputs of each expert, while the context is entered.
 
     Args:
-        stacks: the stacked matrices by name.
         seen: ``seen(name, expert, x)`` is called with each product's input x (tokens, inputs).
     """
 
@@ -189,9 +170,9 @@ class Watching(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in PRODUCTS and len(args) > 1:
-            found = self.at.get(args[1].untyped_storage().data_ptr())
-            if found is not None:
-                name, stack = found
+            stack_at = self.at.get(args[1].untyped_storage().data_ptr())
+            if stack_at is not None:
+                name, stack = stack_at
                 place = args[1].storage_offset() - stack.storage_offset()
                 self.seen(name, place // stack.stride(0), args[0].detach())
         return func(*args, **(kwargs or {}))
@@ -200,14 +181,9 @@ class Watching(TorchFunctionMode):
 def for_each(prune: Callable[[Tensor, Tensor], Tensor], stack: Tensor, grams: Tensor) -> Tensor:
     """Prune the matrices of all experts.
 
-    Args:
-        prune: ``prune(matrix, gram)`` prunes one.
-        stack: (experts, outputs, inputs).
-        grams: ``X^T X`` of each, (experts, inputs, inputs). An expert that no token has reached is
-            pruned as if its inputs were alike and independent, so by its weights alone.
-
-    Returns:
-        The pruned matrices.
+    ``prune``: ``prune(matrix, gram)`` prunes one. ``stack``: (experts, outputs, inputs). ``grams``:
+    ``X^T X`` of each, (experts, inputs, inputs). An expert that no token has reached is pruned as
+    if its inputs were alike and independent, so by its weights alone. Returns the pruned matrices.
     """
     alike = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
     pruned = [

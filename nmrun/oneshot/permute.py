@@ -22,12 +22,9 @@ from nmrun.permutation.permute import reorder
 
 
 def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
-    """Find channels that can be reordered inside a part of a model.
-
-    Args:
-        part: of the model. Where it cannot be traced, its children are.
-        model: the model; channels in a tensor that it has twice are left out.
-    """
+    """Find channels that can be reordered inside a part of a model. ``part``: of the model. Where
+    it cannot be traced, its children are. ``model``: the model; channels in a tensor that it has
+    twice are left out."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -53,17 +50,12 @@ def permute(
     method: Scored,
     channels: Sequence[Channels],
 ) -> None:
-    """Reorder, in place, channels that are read by layers of this stage alone.
-
-    Args:
-        stage: layers that are about to be pruned.
-        grams: ``X^T X`` of each, reordered with its inputs.
-        method: gives the scores.
-        channels: that can be reordered.
-    """
+    """Reorder, in place, channels that are read by layers of this stage alone. ``stage``: layers
+    that are about to be pruned. ``grams``: ``X^T X`` of each, reordered with its inputs.
+    ``method``: gives the scores. ``channels``: that can be reordered."""
     by_module = {id(layer.module): layer for layer in stage if layer.name in grams}
-    for own in channels:
-        readers = [site for site in own.sites if site.dim == 1]
+    for free in channels:
+        readers = [site for site in free.sites if site.dim == 1]
         layers = [by_module[id(site.module)] for site in readers if id(site.module) in by_module]
         if len(layers) < len(readers) or any(site.block != 1 for site in readers):
             continue
@@ -71,12 +63,12 @@ def permute(
         for layer in layers:
             norms = grams[layer.name].diagonal().sqrt()
             scores = method.scores(layer.matrix(), norms.to(layer.matrix().dtype))
-            problem.append((scores.unflatten(1, (-1, own.size)).flatten(0, 1), layer.pattern))
+            problem.append((scores.unflatten(1, (-1, free.size)).flatten(0, 1), layer.pattern))
         order = assigned_order(problem)
-        for site in own.sites:
+        for site in free.sites:
             reorder(site, order)
         for layer in layers:
             gram = grams[layer.name]
-            runs = torch.arange(len(gram)).view(-1, own.size)  # a convolution's kernel positions
+            runs = torch.arange(len(gram)).view(-1, free.size)  # a convolution's kernel positions
             index = runs[:, order].flatten().to(gram.device)
             grams[layer.name] = gram[index][:, index]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
 from nmrun.oneshot.blocks import stages
-from nmrun.oneshot.inputs import LayerMatrix, for_each, output_error, unseen, watched
+from nmrun.oneshot.inputs import LayerMatrix, for_each, input_obstacle, output_error, watched
 from nmrun.oneshot.method import Method, Scored
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern
@@ -105,7 +105,7 @@ def prune(
     calibration = list(batches)
     if not calibration:
         raise ConfigError("prune needs calibration inputs, and there is no batch")
-    layers, left_dense = _chosen(model, pattern, include, exclude, overrides, pad)
+    layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)
     blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
     if blocks and isinstance(rule, Scored) and rule.permute:
         raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
@@ -113,7 +113,7 @@ def prune(
     passes = [functools.partial(run, model, batch) for batch in calibration]
     done: dict[str, dict[str, Any]] = {}
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
-    with _evaluated(model):
+    with _evaluation(model):
         for root, stage, through in stages(model, layers, passes):
             with watched(stage) as grams:
                 through()
@@ -121,7 +121,7 @@ def prune(
                 permute(stage, grams, rule, free_channels(root, model))
             for layer in stage:
                 if layer.name in grams:
-                    done[layer.name] = _pruned(layer, rule, grams.pop(layer.name))
+                    done[layer.name] = _prune_layer(layer, rule, grams.pop(layer.name))
                     if tell is not None:
                         count = f"[{len(done):{digits}}/{len(layers)}]"
                         (told,) = oneshot.lines([done[layer.name]], width)
@@ -134,7 +134,7 @@ def prune(
     return Pruned(rule.name, pattern, in_order, left_dense)
 
 
-def _chosen(
+def _selection(
     model: nn.Module,
     pattern: Pattern,
     include: str | Sequence[str] | None,
@@ -143,24 +143,26 @@ def _chosen(
     pad: bool,
 ) -> tuple[list[LayerMatrix], list[LeftDense]]:
     """The layers that are pruned, and the parameters that stay dense."""
-    found, left_dense = select(model, pattern, include, exclude, overrides=overrides, pad=pad)
-    if live := [c.name for c in found if LIVE.get(id(c.tensor)) is c.tensor]:
+    candidates, left_dense = select(model, pattern, include, exclude, overrides=overrides, pad=pad)
+    if live := [c.name for c in candidates if LIVE.get(id(c.parameter)) is c.parameter]:
         raise ConfigError(f"{live[0]} is trained sparse: call finalize() on its handle first")
-    if far := [c.name for c in found if c.tensor.is_meta or hasattr(c.tensor, "_local_tensor")]:
+    if far := [
+        c.name for c in candidates if c.parameter.is_meta or hasattr(c.parameter, "_local_tensor")
+    ]:
         raise ConfigError(f"{far[0]} is on meta or sharded: pruning needs whole weights")
     left_dense += [
-        LeftDense(c.name, tuple(c.tensor.shape), reason)
-        for c in found
-        if (reason := unseen(c.module))
+        LeftDense(c.name, tuple(c.parameter.shape), reason)
+        for c in candidates
+        if (reason := input_obstacle(c.module))
     ]
-    layers = [LayerMatrix(c) for c in found if not unseen(c.module)]
+    layers = [LayerMatrix(c) for c in candidates if not input_obstacle(c.module)]
     if not layers:
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be pruned to {pattern} ({reasons})")
     return layers, left_dense
 
 
-def _pruned(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, Any]:
+def _prune_layer(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, Any]:
     """Prune one layer; its report."""
     matrix = layer.matrix()
     gram = gram.to(matrix.dtype)
@@ -185,7 +187,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def _evaluation(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation, without a cache of keys and values and with its experts one by one,
     while the context is entered.
     """

@@ -66,14 +66,9 @@ class SparseGPT(Method):
 def inverse_factor(gram: Tensor, damping: float) -> Tensor:
     """Compute the upper triangular U with ``U^T U = H^-1``, H = gram + damping * mean diagonal.
 
-    Inputs that are always 0 have 1 on the diagonal, which no other column sees.
-
-    Args:
-        gram: (inputs, inputs), symmetric.
-        damping: as of :class:`SparseGPT`.
-
-    Raises:
-        ValueError: where H is not positive definite.
+    Inputs that are always 0 have 1 on the diagonal, which no other column sees. ``gram``: (inputs,
+    inputs), symmetric. ``damping``: as of :class:`SparseGPT`. Raises ValueError where H is not
+    positive definite.
     """
     damped = gram + damping * gram.diagonal().mean() * torch.eye(
         len(gram), dtype=gram.dtype, device=gram.device

@@ -12,13 +12,13 @@ from nmrun.errors import ConfigError
 from nmrun.kernels.adam import OnePass
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import Update, decoupled
-from nmrun.optim.stock import Uncompiled, stock_step
+from nmrun.optim.stock import EagerOptimizer, stock_step
 from nmrun.ranks import part_like
 
 EPS_MODES = ("inside", "outside", "floor")
 
 
-class Adam(Uncompiled, torch.optim.Adam):
+class Adam(EagerOptimizer, torch.optim.Adam):
     """``torch.optim.Adam`` (coupled weight decay) whose second moment can be frozen.
 
     Arguments, state and results are those of ``torch.optim.Adam``. After
@@ -53,7 +53,7 @@ class Adam(Uncompiled, torch.optim.Adam):
                 continue
             for p in group["params"]:
                 if p in updates and p.grad is not None:
-                    state = self._started(group, p)
+                    state = self._adam_state(group, p)
                     self._one_pass.plan(group, p, state, updates[p])
         return list(self._one_pass.pending)
 
@@ -90,7 +90,7 @@ class Adam(Uncompiled, torch.optim.Adam):
             for p in group["params"]:
                 if id(p) not in wanted or "frozen_denominator" in self.state[p]:
                     continue
-                state = self._started(group, p)
+                state = self._adam_state(group, p)
                 v = state.pop("exp_avg_sq")
                 v = state.pop("max_exp_avg_sq", v)
                 if bias_correction and (steps := float(state["step"])) > 0:
@@ -103,7 +103,7 @@ class Adam(Uncompiled, torch.optim.Adam):
                         eps if eps_mode == "outside" else eps**0.75
                     )
 
-    def _started(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    def _adam_state(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """Return the state of a parameter, made as torch makes it if there is none."""
         state = self.state[p]
         if "step" not in state:
@@ -220,11 +220,7 @@ class AdamW(Adam):
 
 def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
     """Return gradients as Adam's moments see them: with the sign and coupled weight decay.
-
-    Args:
-        group: the parameters' group of the optimizer.
-        params: parameters that have a gradient. Of a sharded one it is this process's part.
-    """
+    ``params``: parameters that have a gradient. Of a sharded one it is this process's part."""
     grads = [local(p.grad) for p in params if p.grad is not None]
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
@@ -238,18 +234,9 @@ def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
-    """Check that an optimizer's second moment can be frozen.
-
-    Args:
-        optimizer: any optimizer.
-        recipe: the name of the recipe that needs it, for the error.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ConfigError: for another optimizer than :class:`Adam`; it says what to use instead.
-    """
+    """Check that an optimizer's second moment can be frozen. ``recipe``: the name of the recipe
+    that needs it, for the error. Returns the optimizer. Raises ConfigError for another optimizer
+    than :class:`Adam`; it says what to use instead."""
     if isinstance(optimizer, Adam):
         return optimizer
     own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
@@ -264,13 +251,7 @@ def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
     A GradScaler gives its scale and its overflow flag to optimizers whose fused kernel applies
     them. A recipe edits gradients before this kernel: they must be unscaled, and a step that
-    overflows must not count.
-
-    Args:
-        optimizer: the optimizer that is about to step.
-
-    Returns:
-        Whether the gradients overflowed, so that the step is skipped.
+    overflows must not count. Returns whether the gradients overflowed, so that the step is skipped.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and bool(found_inf):

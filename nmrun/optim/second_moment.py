@@ -19,20 +19,14 @@ from nmrun.optim.adam import Adam, gradients
 def change(
     adam: Adam, params: Iterable[Tensor], logs: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Compute how far the next step would move the second moment: AutoSwitch's sample.
+    """AutoSwitch's sample: how far the next step would move the second moment, over all
+    coordinates.
 
     From the gradients as they are, ``dv = (1 - beta2) (g^2 - v)``, so no copy of v is needed.
-
-    Args:
-        adam: the optimizer.
-        params: parameters of it; those without a gradient do not count.
-        logs: compute the second and third result, which take most of the time.
-
-    Returns:
-        Over all coordinates, ``sum |dv|``, ``sum log |dv|`` where dv is not 0, the number of
-        coordinates where dv is not 0, and the number of all. The first three are 0-dimensional
-        float64 tensors on the gradients' device, without synchronisation; the second and third
-        are 0 with ``logs=False``.
+    Parameters without a gradient do not count. Returns ``sum |dv|``; ``sum log |dv|`` and the
+    number of coordinates, both where dv is not 0, and both 0 with ``logs=False``, which saves
+    most of the time; and the number of all. The first three are 0-dimensional float64 tensors on
+    the device, without synchronisation.
     """
     wanted = {id(p) for p in params}
     sizes: list[Tensor] = []
@@ -61,16 +55,8 @@ def change(
 
 
 def total(adam: Adam, params: Iterable[Tensor]) -> Tensor:
-    """Compute the sum of the second moment as the next step would leave it.
-
-    Args:
-        adam: the optimizer.
-        params: parameters of it, with their gradients as they are. Those without a gradient keep
-            their second moment.
-
-    Returns:
-        The sum over all coordinates: 0-dimensional, float64, on the parameters' device.
-    """
+    """The sum of the second moment as the next step would leave it: 0-dimensional, float64, on
+    the device. Parameters without a gradient keep theirs."""
     wanted, sums = {id(p) for p in params}, []
     for group in adam.param_groups:
         chosen = [p for p in group["params"] if id(p) in wanted]

@@ -13,34 +13,28 @@ import torch
 from nmrun.kernels.uncompiled import uncompiled
 
 
-def _uncompiled(method: Callable[..., Any]) -> Any:
+def _eager(method: Callable[..., Any]) -> Any:
     """A method of torch's optimizer without torch's own wrapper, which keeps ``torch.compile`` out
     as well, but imports it."""
     return uncompiled(getattr(method, "__wrapped__", method))
 
 
-class Uncompiled(torch.optim.Optimizer):
+class EagerOptimizer(torch.optim.Optimizer):
     """An optimizer that leaves torch's compiler alone where nothing is compiled."""
 
-    add_param_group = _uncompiled(torch.optim.Optimizer.add_param_group)
-    zero_grad = _uncompiled(torch.optim.Optimizer.zero_grad)
-    state_dict = _uncompiled(torch.optim.Optimizer.state_dict)
-    load_state_dict = _uncompiled(torch.optim.Optimizer.load_state_dict)
+    add_param_group = _eager(torch.optim.Optimizer.add_param_group)
+    zero_grad = _eager(torch.optim.Optimizer.zero_grad)
+    state_dict = _eager(torch.optim.Optimizer.state_dict)
+    load_state_dict = _eager(torch.optim.Optimizer.load_state_dict)
 
 
-class SGD(Uncompiled, torch.optim.SGD):
+class SGD(EagerOptimizer, torch.optim.SGD):
     """``torch.optim.SGD``, which does not import torch's compiler where nothing is compiled."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, as ``torch.optim.SGD.step`` does.
-
-        Args:
-            closure: computes gradients and returns the loss, or None.
-
-        Returns:
-            The closure's result, or None.
-        """
+        """Make one step, as ``torch.optim.SGD.step`` does. ``closure``: computes gradients and
+        returns the loss, or None. Returns the closure's result, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,12 +44,7 @@ class SGD(Uncompiled, torch.optim.SGD):
 
 
 def stock_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
-    """Call ``kind.step`` without hooks: a plain optimizer makes torch wrap them around it.
-
-    Args:
-        optimizer: the optimizer that steps.
-        kind: the class of torch's whose step it is.
-    """
+    """Call ``kind.step`` without hooks: a plain optimizer makes torch wrap them around it."""
     step: Any = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__

@@ -24,16 +24,8 @@ def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
     """Trace a model in training and in evaluation.
 
     A submodule that cannot be traced is one node of the graph. A copy of the model is traced.
-
-    Args:
-        model: the model.
-
-    Returns:
-        Both graphs, each with the names of the modules that cannot be traced and of all modules
-        inside them.
-
-    Raises:
-        ValueError: in one line, where the model's own ``forward`` cannot be traced.
+    Returns both graphs, each with the names of the modules that cannot be traced and of all modules
+    inside them. Raises ValueError in one line, where the model's own ``forward`` cannot be traced.
     """
     try:
         empty: dict[int, Any] = {
@@ -87,15 +79,8 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of a node's module, attribute, method or function.
-
-    Args:
-        node: a node of a graph.
-
-    Returns:
-        The name without underscores at its ends: "relu" for ``relu_``. Empty for a function outside
-        torch.
-    """
+    """The name of a node's module, attribute, method or function, without underscores at its
+    ends: "relu" for ``relu_``; empty for a function outside torch."""
     if node.target is getattr:
         return str(node.args[1])
     if node.op == "call_function":
@@ -104,7 +89,7 @@ def name_of(node: fx.Node) -> str:
     return str(node.target).strip("_") if node.op == "call_method" else str(node.target)
 
 
-def said(node: fx.Node) -> str:
+def description(node: fx.Node) -> str:
     """Name a node in a sentence of a log."""
     return (
         "the model's input"
@@ -114,15 +99,7 @@ def said(node: fx.Node) -> str:
 
 
 def is_batch_size(size: Any, x: Any) -> bool:
-    """Say whether a node is the batch size of another.
-
-    Args:
-        size: a node, or a number.
-        x: a node.
-
-    Returns:
-        Whether ``size`` is ``x.size(0)`` or ``x.shape[0]``.
-    """
+    """Whether ``size``, a node or a number, is ``x.size(0)`` or ``x.shape[0]``."""
     if not isinstance(size, fx.Node):
         return False
     shape: Any = size.args[0]
@@ -171,8 +148,8 @@ class ChannelFlow(NamedTuple):
 
     Attributes:
         key: the side of a module whose channels the value has.
-        spatial: the number of dimensions after the channels, which are dimension 1. 0: the
-            channels are the last dimension.
+        spatial: the number of dimensions after the channels, which are dimension 1. 0: the channels
+            are the last dimension.
         flat: whether the last dimension has some positions of the first channel, as many of the
             second, and so on.
     """
@@ -187,16 +164,8 @@ class ChannelFlow(NamedTuple):
 
 
 def reshaped(node: fx.Node, name: str, flow: ChannelFlow) -> ChannelFlow | None:
-    """Follow a value through flattening after the batch, or a mean over all positions.
-
-    Args:
-        node: the call.
-        name: the name of the function or method.
-        flow: the value that goes in.
-
-    Returns:
-        The value that comes out; None for any other call.
-    """
+    """Follow a value through flattening after the batch, or a mean over all positions; None for
+    any other call."""
     x, *rest = node.args or (node.kwargs.get("input"),)
     if name == "flatten":
         start = rest[0] if rest else node.kwargs.get("start_dim", 0)
@@ -208,25 +177,17 @@ def reshaped(node: fx.Node, name: str, flow: ChannelFlow) -> ChannelFlow | None:
         return flow.flattened() if flat else None
     if name == "mean" and flow.spatial:
         dims: Any = rest[0] if rest else node.kwargs.get("dim")
-        kept = rest[1] if len(rest) > 1 else node.kwargs.get("keepdim", False)
+        keepdim = rest[1] if len(rest) > 1 else node.kwargs.get("keepdim", False)
         if isinstance(dims, list | tuple) and {d % (flow.spatial + 2) for d in dims} == set(
             range(2, flow.spatial + 2)
         ):
-            return flow if kept else flow._replace(spatial=0)
+            return flow if keepdim else flow._replace(spatial=0)
     return None
 
 
 def normalised(module: Any, spatial: int) -> int:
-    """Count the entries of a norm layer's parameters, if it treats all channels alike.
-
-    Args:
-        module: any module.
-        spatial: the number of spatial dimensions of the value that goes in.
-
-    Returns:
-        The number of entries; 0 for other layers, and where groups of channels are normalised
-        together.
-    """
+    """The number of entries of a norm layer's parameters; 0 for other layers, and where groups
+    of channels are normalised together."""
     kind = type(module)
     if kind in (nn.LayerNorm, nn.RMSNorm):
         last = spatial == 0 and len(module.normalized_shape) == 1
@@ -249,7 +210,6 @@ class ChannelDim:
 
     Attributes:
         module_name, module, attribute: the module that has the tensor, and its name there.
-        dim: the dimension.
         block: the number of consecutive entries of a channel; above 1 after flattened positions.
     """
 
@@ -276,7 +236,6 @@ class Channels:
     """Channels that are reordered at all their sites together.
 
     Attributes:
-        size: the number of channels.
         fixed: why they cannot be reordered, as a clause ("they go into cat"); empty if they can.
         sites: all dimensions that run over them.
     """
@@ -291,17 +250,9 @@ def input_channels(model: nn.Module) -> dict[str, Channels]:
 
     Both ``forward`` in training and in evaluation are traced. Dimension 0 of all values is assumed
     to be the batch, and a ``BatchNorm1d`` after a linear layer to normalise its outputs. Channels
-    that go into a submodule that cannot be traced are fixed.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The channels by module name. Layers that read the same channels share the object.
-
-    Raises:
-        ValueError: in one line, where the model's own ``forward`` cannot be traced, and for a model
-            that several processes train.
+    that go into a submodule that cannot be traced are fixed. Returns the channels by module name.
+    Layers that read the same channels share the object. Raises ValueError in one line, where the
+    model's own ``forward`` cannot be traced, and for a model that several processes train.
     """
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__}")
@@ -334,12 +285,12 @@ class _Ties:
 
     def inputs(self) -> dict[str, Channels]:
         """Return the result of :func:`input_channels`, once all graphs are read."""
-        found = {
+        channels_of = {
             root: Channels(self.size[root], self.fixed.get(root, ""))
             for root in map(self._find, self.root)
         }
         for key in self.root:
-            (name, side), channels = key, found[self._find(key)]
+            (name, side), channels = key, channels_of[self._find(key)]
             for attribute in ("weight",) if side == "in" else PARAMETERS:
                 tensor = getattr(self.modules[name], attribute, None)
                 if tensor is not None:
@@ -353,7 +304,9 @@ class _Ties:
                     elif {name, site.name} & self.elsewhere:
                         reason = f"they are in {site.name}, which is used elsewhere as well"
                     channels.fixed = channels.fixed or reason
-        return {name: found[self._find((name, side))] for name, side in self.root if side == "in"}
+        return {
+            name: channels_of[self._find((name, side))] for name, side in self.root if side == "in"
+        }
 
     def read(self, graph: fx.Graph, hidden: set[str]) -> None:
         """Follow the channels through a graph. Calls of ``hidden`` modules are not in it."""
@@ -364,7 +317,9 @@ class _Ties:
             before, name = [flows[n] for n in node.all_input_nodes], name_of(node)
             first, after = before[0] if before else None, None
             before_it = next(iter(node.all_input_nodes), node)
-            origin[node] = origin[before_it] if len(before) == 1 and first is None else said(node)
+            origin[node] = (
+                origin[before_it] if len(before) == 1 and first is None else description(node)
+            )
             if node.op == "get_attr":
                 self.elsewhere.add(name)
             elif node.op == "call_module":
@@ -383,7 +338,7 @@ class _Ties:
             if after is None and not (
                 node.op in ("call_method", "call_function") and name in FACTS
             ):
-                into = f"they go into {said(node)}"
+                into = f"they go into {description(node)}"
                 self._fix(
                     before, "they are an output of the model" if node.op == "output" else into
                 )

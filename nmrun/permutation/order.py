@@ -27,12 +27,9 @@ Columns = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern al
 
 @torch.no_grad()
 def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> float:
-    """Sum the magnitudes ``|w|`` that N:M masks keep.
-
-    Args:
-        layers: matrices (rows, channels), each with its pattern.
-        order: the order of the channels; None, the default, leaves them as they are.
-    """
+    """Sum the magnitudes ``|w|`` that N:M masks keep. ``layers``: matrices (rows, channels), each
+    with its pattern. ``order``: the order of the channels; None, the default, leaves them as
+    they are."""
     total = 0.0
     for matrix, pattern in layers:
         columns = matrix if order is None else matrix[:, order]
@@ -46,16 +43,11 @@ def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) 
 
     The search is exact where there are no more than 1,000 ways to form groups of M. Else it climbs
     by greedy swaps to a local optimum, from the present order, and then ``regressions`` times from
-    the best order so far with a few random swaps. The same input gives the same order.
-
-    Args:
-        layers: matrices (rows, channels), all with the same channels, each with its pattern. The
-            last group of a pattern made ``over`` the number of channels may be short.
-        regressions: climbs from a randomly changed order.
-        seed: of the random swaps.
-
-    Returns:
-        The channel at each position: int64, on the CPU. The present order where none is better.
+    the best order so far with a few random swaps. The same input gives the same order. ``layers``:
+    matrices (rows, channels), all with the same channels, each with its pattern. The last group of
+    a pattern made ``over`` the number of channels may be short. ``regressions``: climbs from a
+    randomly changed order. Returns the channel at each position: int64, on the CPU. The present
+    order where none is better.
     """
     channels = layers[0][0].shape[1]
     start = torch.arange(channels)
@@ -65,13 +57,13 @@ def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) 
     lengths = {pattern.m for _, pattern in layers}
     m = min(lengths)
     if len(lengths) == 1 and channels % m == 0 and _ways(channels, m) <= ENUMERATED_UP_TO:
-        found = max(
+        order = max(
             (torch.tensor(order) for order in _partitions(list(range(channels)), m)),
             key=lambda o: kept_magnitude(layers, o),
         )
     else:
-        found = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
-    return found if kept_magnitude(layers, found) > kept_magnitude(layers) * (1 + 1e-9) else start
+        order = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
+    return order if kept_magnitude(layers, order) > kept_magnitude(layers) * (1 + 1e-9) else start
 
 
 def _ways(channels: int, m: int) -> int:
@@ -111,15 +103,15 @@ class _Swaps:
         self._climb()
         for _ in range(regressions):
             former = self.order.clone(), self.with_other.clone(), self.group.clone()
-            total = self._kept()
+            total = self._magnitude()
             drawn = torch.randperm(self.channels, generator=generator)[: 2 * SWAPS_AT_ONCE].tolist()
             self._swap(list(zip(drawn[::2], drawn[1::2], strict=False)))
             self._climb()
-            if self._kept() <= total:
+            if self._magnitude() <= total:
                 self.order, self.with_other, self.group = former
         return self.order.cpu()
 
-    def _kept(self) -> float:
+    def _magnitude(self) -> float:
         return float(
             sum(
                 each.diagonal()[self.order[:: p.m]].sum()
@@ -132,7 +124,7 @@ class _Swaps:
 
         Rounding could make this endless, so the number of rounds is limited.
         """
-        least = 1e-12 * self._kept()
+        least = 1e-12 * self._magnitude()
         for _ in range(2 * self.channels):
             gain = self._gain()
             pairs = []
@@ -195,13 +187,10 @@ LEAST = 1e-4  # share of what is kept; a round that gains less is the last
 def assigned_order(layers: Sequence[Columns]) -> Tensor:
     """Find an order of channels with which the masks of all layers keep more of their scores.
 
-    Args:
-        layers: scores (rows, channels), 0 or more, all of the same channels, each with its pattern.
-            The last group of a pattern made ``over`` the number of channels may be short.
-
-    Returns:
-        The channel at each position: int64, on the CPU. The present order where none is better, or
-        where a score is not finite.
+    ``layers``: scores (rows, channels), 0 or more, all of the same channels, each with its pattern.
+    The last group of a pattern made ``over`` the number of channels may be short. Returns the
+    channel at each position: int64, on the CPU. The present order where none is better, or where a
+    score is not finite.
     """
     channels = layers[0][0].shape[1]
     layers = [(scores, pattern) for scores, pattern in layers if pattern.n < pattern.m]
@@ -212,23 +201,23 @@ def assigned_order(layers: Sequence[Columns]) -> Tensor:
     block = min(channels, math.lcm(*(pattern.m for _, pattern in layers)))
     by_channel = [(scores.T.contiguous(), pattern) for scores, pattern in layers]
     sums = torch.stack([columns.sum(1).cpu() for columns, _ in by_channel]).sum(0)
-    order = _dealt(sums, block)
-    kept = 0.0
-    while (now := kept_magnitude(layers, order)) > kept * (1 + LEAST):
-        kept = now
+    order = _deal(sums, block)
+    before = 0.0
+    while (now := kept_magnitude(layers, order)) > before * (1 + LEAST):
+        before = now
         for place in range(block):
             _assign(by_channel, order, torch.arange(place, channels, block))
     return order if now > kept_magnitude(layers) * (1 + 1e-9) else present
 
 
-def _dealt(sums: Tensor, block: int) -> Tensor:
+def _deal(sums: Tensor, block: int) -> Tensor:
     """Deal channels to blocks by their sums, forwards and backwards in turn; returns the order."""
     cards, given = sums.argsort(descending=True, stable=True), 0
     order = torch.empty_like(cards)
     for place in range(block):
         places = torch.arange(place, len(order), block)
-        own = cards[given : given + len(places)]
-        order[places] = own.flip(0) if place % 2 else own
+        hand = cards[given : given + len(places)]
+        order[places] = hand.flip(0) if place % 2 else hand
         given += len(places)
     return order
 

@@ -15,16 +15,8 @@ MOST_SENTENCES = 8
 
 
 def find_channels(model: nn.Module, events: list[str]) -> dict[str, Channels]:
-    """Find the input channels of a model's layers.
-
-    Args:
-        model: the model.
-        events: sentences for a log; the reason is added where a model cannot be traced.
-
-    Returns:
-        The channels by module name, as of :func:`nmrun.permutation.channels.input_channels`; empty
-        where the model cannot be traced.
-    """
+    """The channels by module name, as of :func:`nmrun.permutation.channels.input_channels`. None
+    of a model that cannot be traced; ``events`` gets the reason."""
     try:
         return input_channels(model)
     except ValueError as error:
@@ -43,17 +35,9 @@ def permute_inputs(
 
     All tensors with these channels are reordered in place: parameters, gradients, buffers and the
     optimizer's state. The network computes the same function, up to rounding, and its next update
-    is the same one, reordered.
-
-    Args:
-        weights: the sparse weights, in a dense phase.
-        known: the channels that :func:`find_channels` found; nothing happens if it is empty.
-        optimizer: the optimizer that trains the network.
-        reordered: for every tensor that became ``tensor.index_select(dim, index)``, (name, dim,
-            index) is added to this list.
-
-    Returns:
-        Sentences for a log.
+    is the same one, reordered. ``known``: the channels that :func:`find_channels` found; nothing
+    happens if it is empty. ``reordered``: for every tensor that became ``tensor.index_select(dim,
+    index)``, (name, dim, index) is added to this list. Returns sentences for a log.
     """
     moved: list[str] = []
     left: dict[str, list[str]] = {}  # names by reason
@@ -76,20 +60,22 @@ def permute_inputs(
         if not torch.equal(order, torch.arange(channels.size)):
             moved += names
             reordered += [reorder(site, order, optimizer) for site in channels.sites]
-    said = []
+    sentences = []
     if total:
         kept = (
             f"{after / total:.2%} of their magnitude is kept, {before / total:.2%} without"
             if moved
             else "no order keeps more"
         )
-        said.append(f"input channels permuted of {', '.join(moved) or 'no layer'}: {kept}")
-    said += [
+        sentences.append(f"input channels permuted of {', '.join(moved) or 'no layer'}: {kept}")
+    sentences += [
         f"input channels not permuted of {_listed(names)}: {reason}"
         for reason, names in left.items()
     ]
-    rest = said[MOST_SENTENCES:]  # a network may have a reason for each layer
-    return said[:MOST_SENTENCES] + ([f"and {len(rest)} more sentences like these"] if rest else [])
+    rest = sentences[MOST_SENTENCES:]  # a network may have a reason for each layer
+    return sentences[:MOST_SENTENCES] + (
+        [f"and {len(rest)} more sentences like these"] if rest else []
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -101,13 +87,13 @@ def _by_channels(
 ) -> list[tuple[Channels, list[SparseWeight]]]:
     """Group sparse weights by the channels that they read; unknown channels are fixed."""
     unknown = Channels(0, "it is not known where they come from")
-    found: dict[int, tuple[Channels, list[SparseWeight]]] = {}
+    readers: dict[int, tuple[Channels, list[SparseWeight]]] = {}
     for weight in weights:
         channels = (
             known.get(weight.module_name, unknown) if weight.attribute == "weight" else unknown
         )
-        found.setdefault(id(channels), (channels, []))[1].append(weight)
-    return list(found.values())
+        readers.setdefault(id(channels), (channels, []))[1].append(weight)
+    return list(readers.values())
 
 
 def _obstacle(
@@ -140,16 +126,9 @@ def _obstacle(
 def reorder(
     site: ChannelDim, order: Tensor, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[str, int, Tensor]:
-    """Reorder channels in one of the tensors that have them, in place.
-
-    Args:
-        site: the tensor, and its dimension of channels.
-        order: the channel at each position.
-        optimizer: where its gradient and optimizer state follow; None where there is no training.
-
-    Returns:
-        Name, dimension and index: the tensor is ``tensor.index_select(dim, index)`` now.
-    """
+    """Reorder channels in one of the tensors that have them, in place. ``optimizer``: where its
+    gradient and optimizer state follow; None where there is no training. Returns name, dimension
+    and index: the tensor is ``tensor.index_select(dim, index)`` now."""
     tensor = site.tensor.detach()
     index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten().to(tensor.device)
     state = {} if optimizer is None else optimizer.state.get(site.tensor, {})

@@ -39,13 +39,9 @@ class PackedProducts(Protocol):
     dtype: torch.dtype
 
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Take over a weight.
-
-        Args:
-            weight: as the layer's products have it, (outputs, inputs) of a linear layer.
-            other: the weight of the input gradient, of the same shape, where it is another one.
-            masked: nobody needs gradients of pruned weights.
-        """
+        """Take over a weight. ``weight``: as the layer's products have it, (outputs, inputs) of a
+        linear layer. ``other``: the weight of the input gradient, of the same shape, where it is
+        another one. ``masked``: nobody needs gradients of pruned weights."""
 
     def __call__(self, *args: Any) -> Any:
         """The layer's output from input, weight, bias, with gradients for these; a linear layer also
@@ -69,7 +65,6 @@ class Layer:
     copy of the module computes as if it were not there.
 
     Attributes:
-        weight: the layer's sparse weight.
         mvue, fp8, input_mvue: see :func:`nmrun.products.simulated.linear`.
         input_weight: the weight of the input gradient, stored as the weight, or None.
         packed: what N:M products read, or None; ``uses_packed``: it is up to date.
@@ -128,10 +123,10 @@ class Layer:
 
     def keep_input_weight(self) -> Tensor:
         """The memory of :attr:`input_weight`, made where the weight is."""
-        like, own = self.weight.weight, self.input_weight
-        if own is None or own.device != like.device or own.dtype != like.dtype:
-            own = self.input_weight = torch.zeros_like(like)
-        return own
+        like, memory = self.weight.weight, self.input_weight
+        if memory is None or memory.device != like.device or memory.dtype != like.dtype:
+            memory = self.input_weight = torch.zeros_like(like)
+        return memory
 
     def prune_again(self, weight: SparseWeight) -> None:
         """Double pruning: write the projected weight, N:M along the outputs too, for the input
@@ -147,15 +142,12 @@ class Layer:
 
     def _write(self, whole: Tensor) -> None:
         masked = self.masked and not self.whole_gradients
-        own, other = self.matrix(whole), self.matrix(self.input_weight)
-        self.packed.write(own, other, masked)  # type: ignore[union-attr]
+        used, other = self.matrix(whole), self.matrix(self.input_weight)
+        self.packed.write(used, other, masked)  # type: ignore[union-attr]
 
     def up_to_date(self, whole: Tensor) -> PackedProducts | None:
-        """:attr:`packed` for a pass, None where it is not used.
-
-        Args:
-            whole: the module's weight in this pass, which FSDP has gathered.
-        """
+        """:attr:`packed` for a pass, None where it is not used. ``whole``: the module's weight in
+        this pass, which FSDP has gathered."""
         if self.packed is None or not self.uses_packed or self.is_behind():
             return None
         if self._waits:
@@ -175,13 +167,8 @@ def install(
     (Hugging Face's ``Conv1D`` is one). Left alone are the projections of ``nn.MultiheadAttention``,
     and layers with a ``forward`` of their own. Code that reads ``layer.weight`` without calling the
     layer goes past this. Works under ``torch.compile(fullgraph=True)``; gradients of gradients
-    raise.
-
-    Returns:
-        The names of the weights that are left alone.
-
-    Raises:
-        ConfigError: for an ``mvue`` that is V:N:M.
+    raise. Returns the names of the weights that are left alone. Raises ConfigError for an ``mvue``
+    that is V:N:M.
     """
     if mvue is not None and mvue.v > 1:
         raise ConfigError(f"mvue={mvue}: it takes an N:M pattern, such as 2:4")
@@ -201,12 +188,8 @@ def install(
 def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
     """Double pruning: an ``input_weight`` for every layer, N:M along the outputs as well.
 
-    Args:
-        weights: all sparse weights.
-
-    Returns:
-        The names of layers that cannot have one: grouped convolutions, outputs that M does not
-        divide, and what :func:`install` leaves alone.
+    Returns the names of layers that cannot have one: grouped convolutions, outputs that M does
+    not divide, and what :func:`install` leaves alone.
     """
     left_alone = []
     for weight in weights:
@@ -222,12 +205,8 @@ def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
 def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
     """Compute input gradients with the unbiased estimate of the weight, N:M along the outputs.
 
-    Args:
-        weights: all sparse weights.
-
-    Returns:
-        The names of layers that keep the exact one: those whose outputs M does not divide, what is
-        no linear layer, and what :func:`install` leaves alone.
+    Returns the names of layers that keep the exact one: outputs that M does not divide, what is
+    no linear layer, and what :func:`install` leaves alone.
     """
     left_alone = []
     for weight in weights:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
 from nmrun.errors import ConfigError
+from nmrun.ranges import checks
 
 if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe
@@ -59,44 +60,30 @@ def installed() -> dict[str, str]:
     """The recipes of other installed packages: name to dotted path. A name of ``RECIPES`` is not
     theirs to take.
     """
-    found = {
+    paths = {
         name: point.value.replace(":", ".")
         for name, point in registry.installed("nmrun.recipes").items()
     }
-    return {name: path for name, path in sorted(found.items()) if name not in RECIPES}
+    return {name: path for name, path in sorted(paths.items()) if name not in RECIPES}
 
 
 def find(name: str) -> type[Recipe]:
-    """The class of a recipe.
-
-    Args:
-        name: one of ``RECIPES`` or :func:`installed`, or a dotted path, also of a module in the
-            current folder.
-
-    Raises:
-        ConfigError: for an unknown name, with the nearest match, and for what is no recipe.
-    """
+    """The class of a recipe. ``name``: one of ``RECIPES`` or :func:`installed`, or a dotted path,
+    also of a module in the current folder. Raises ConfigError for an unknown name, with the
+    nearest match, and for what is no recipe."""
     from nmrun.recipes.base import Recipe
 
-    found: type[Recipe] = registry.find("recipe", name, {**RECIPES, **installed()})
-    if not (isinstance(found, type) and issubclass(found, Recipe)):
+    kind: type[Recipe] = registry.find("recipe", name, {**RECIPES, **installed()})
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
         raise ConfigError(f"recipe={name} is not a subclass of nmrun.recipes.base.Recipe")
-    return found
+    return kind
 
 
 def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
-    """Make a recipe.
-
-    Args:
-        recipe: its name, or a recipe, which stays as it is.
-        hyperparameters: of the recipe of that name; they are checked.
-
-    Raises:
-        ConfigError: for an unknown name, or a value out of its range.
-        TypeError: for an unknown hyperparameter.
-    """
+    """Make a recipe. ``recipe``: its name, or a recipe, which stays as it is. ``hyperparameters``:
+    of the recipe of that name; they are checked. Raises ConfigError for an unknown name, or a
+    value out of its range. Raises TypeError for an unknown hyperparameter."""
     from nmrun.recipes.base import Recipe, check_hyperparameters
-    from nmrun.recipes.base import hyperparameters as known_of
 
     if isinstance(recipe, Recipe):
         if hyperparameters:
@@ -106,7 +93,7 @@ def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
         made.events = []
     else:
         kind = find(recipe)
-        known = list(known_of(kind))
+        known = list(checks(kind))
         for key in hyperparameters:
             if key not in known:
                 hint, has = registry.did_you_mean(key, known), ", ".join(known) or "none"

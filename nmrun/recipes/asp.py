@@ -85,8 +85,8 @@ class ASP(Recipe):
                 weight.dense.mul_(weight["mask"])
         if self.step != self.prune_step or not self.dense_forward:
             return
-        said = permute_inputs(weights, self.channels, optimizer, self.reordered)
-        for sentence in said:
+        sentences = permute_inputs(weights, self.channels, optimizer, self.reordered)
+        for sentence in sentences:
             self.say(sentence)
         for weight in weights:
             keep_mask(weight, self.choose(weight))

@@ -42,12 +42,7 @@ class AdamDecay(PeriodicMask):
     """
 
     def update(self, weight: SparseWeight, m1: Tensor) -> Tensor:
-        """Make u of the first moment; both have the shape of the weight.
-
-        Args:
-            weight: the sparse weight.
-            m1: its first moment, which stays as it is.
-        """
+        """Make u of the first moment; both have the shape of the weight."""
         raise NotImplementedError
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:

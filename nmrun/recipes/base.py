@@ -1,14 +1,8 @@
 """What a recipe is: a rule, a clock, and at most a mask of its own.
 
 The parameter of a sparse weight holds its projection; its gradient is the gradient at the projected
-weight and reaches the dense weight unchanged (straight-through). Around each optimizer step this
-happens, in this order (``nmrun.step.hooks``)::
-
-    before_step    the recipe looks at the gradients (unscaled and clipped)
-    rule           the gradients of pruned weights are edited
-    the step       the optimizer moves the dense weights
-    after_step     the clock counts the step already; the recipe may change phase or masks
-    rule           the dense weights are projected into the parameters
+weight and reaches the dense weight unchanged (straight-through). ``nmrun.step.stepper`` says when
+each method is called around an optimizer step.
 
 A subclass is a dataclass: its fields are the hyperparameters, under the names of its paper.
 """
@@ -18,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +21,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.ranges import Check
+from nmrun.ranges import checks
 from nmrun.registry import did_you_mean
 from nmrun.rule import Rule
 from nmrun.sparsity import masks, projections
@@ -272,27 +266,10 @@ class Recipe:
         self.events.append(f"step {self.step}: {sentence}")
 
 
-def hyperparameters(kind: type[Recipe]) -> dict[str, Check | None]:
-    """The hyperparameters of a recipe by name, each with the range of its annotation, if any."""
-    import typing
-
-    hints = typing.get_type_hints(kind, include_extras=True)
-    found: dict[str, Check | None] = {}
-    for each in fields(kind):
-        if each.init:
-            extras = getattr(hints[each.name], "__metadata__", ())
-            found[each.name] = next((e for e in extras if isinstance(e, Check)), None)
-    return found
-
-
 def check_hyperparameters(recipe: Recipe) -> None:
-    """Hold a recipe's fields against their ranges.
-
-    Raises:
-        ConfigError: with one line for each that is out of range.
-    """
+    """Raise ConfigError with a line for each field out of its range."""
     problems = []
-    for key, check in hyperparameters(type(recipe)).items():
+    for key, check in checks(type(recipe)).items():
         value = getattr(recipe, key)
         given = list(value) if isinstance(value, tuple) else value
         if check is not None and not check.holds(given):
@@ -318,11 +295,8 @@ def keep_mask(weight: SparseWeight, mask: Tensor) -> None:
 
 
 def drawn_seed() -> int:
-    """Draw a seed from torch's generator, which stays where it is; replicas all get rank 0's.
-
-    Returns:
-        A whole number in [0, 2**31).
-    """
+    """A seed below 2**31 from torch's generator, which stays where it is; replicas all get rank
+    0's."""
     with torch.random.fork_rng(devices=[]):
         drawn = [int(torch.randint(2**31, ()))]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -331,10 +305,6 @@ def drawn_seed() -> int:
 
 
 def generator_of(*words: object) -> torch.Generator:
-    """Make a generator on the CPU for some words.
-
-    Args:
-        words: such as a seed, the place of a weight among all (names differ within DDP) and a
-            step; other words, other numbers.
-    """
+    """A generator on the CPU that depends on these words alone: a seed, the place of a weight
+    among all (names differ within DDP), a step."""
     return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, words)).encode()))

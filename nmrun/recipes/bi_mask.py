@@ -79,10 +79,10 @@ class BiMask(Recipe):
         if weight.outputs == 0 and projection.project_rows(used, again, pattern, order):
             return
         permuted = _rows(used, weight)[order]
-        kept = torch.empty_like(permuted)
-        keep_largest(permuted, kept, pattern, 0)
+        pruned = torch.empty_like(permuted)
+        keep_largest(permuted, pruned, pattern, 0)
         places = order.argsort()[: again.shape[weight.outputs]]
-        rows = kept.movedim(0, weight.outputs)
+        rows = pruned.movedim(0, weight.outputs)
         torch.index_select(rows, weight.outputs, places, out=again)
 
     @torch.no_grad()
@@ -93,15 +93,15 @@ class BiMask(Recipe):
             used = torch.empty_like(weight.dense)
             self.project(weight, used)
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
-            own = generator_of(self.seed, place, self.step)
+            generator = generator_of(self.seed, place, self.step)
             drawn = [
-                torch.randperm(len(order), generator=own).to(order.device)
+                torch.randperm(len(order), generator=generator).to(order.device)
                 for _ in range(self.candidates)
             ]
             groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in drawn)
             # any N of the non-zeros of a group stay
-            kept = torch.stack([g.sum(1).clamp_max(pattern.n).sum() for g in groups]).tolist()
-            order.copy_(drawn[kept.index(max(kept))])
+            entries = torch.stack([g.sum(1).clamp_max(pattern.n).sum() for g in groups]).tolist()
+            order.copy_(drawn[entries.index(max(entries))])
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "seed": self.seed}

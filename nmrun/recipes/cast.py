@@ -58,12 +58,8 @@ class PartScales(AddedParameters):
         self.parameter(weight, "scales").data.fill_(1)
 
     def chain(self, weight: SparseWeight, gradient: Tensor) -> None:
-        """From the gradient at ``scale * w`` make those of the scales and of w.
-
-        Args:
-            weight: its scales get their gradient.
-            gradient: of the weight's shape; becomes that of w, in place.
-        """
+        """From the gradient at ``scale * w`` make those of the scales and of w. ``gradient``: of
+        the weight's shape; becomes that of w, in place."""
         sides = (weight.outputs, weight.dim)
         of_entries = (gradient * weight.dense).movedim(sides, (0, 1))
         of_inputs = of_entries.reshape(*of_entries.shape[:2], -1).sum(2)

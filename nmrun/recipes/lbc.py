@@ -87,8 +87,8 @@ class LBC(MaskScores):
     def best(self, weight: SparseWeight) -> Tensor:
         """The numbers of a group's candidates from the best to the worst, (groups, C)."""
         scores = self.scores(weight).detach().masked_fill(~weight["alive"], -math.inf)
-        kept = self.of_candidates(weight, weight.dense.abs())
-        by_size = kept.argsort(dim=-1, descending=True, stable=True)
+        magnitudes = self.of_candidates(weight, weight.dense.abs())
+        by_size = magnitudes.argsort(dim=-1, descending=True, stable=True)
         again = scores.gather(-1, by_size).argsort(dim=-1, descending=True, stable=True)
         return by_size.gather(-1, again)
 

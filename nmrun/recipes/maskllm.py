@@ -64,8 +64,12 @@ class MaskLLM(MaskScores, FrozenWeights):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         def first(weight: SparseWeight, shape: tuple[int, ...]) -> Tensor:
             like = weight.dense
-            own = torch.Generator(like.device).manual_seed(self.seed + self.place[weight.name])
-            return 0.01 * torch.randn(shape, generator=own, dtype=like.dtype, device=like.device)
+            generator = torch.Generator(like.device).manual_seed(
+                self.seed + self.place[weight.name]
+            )
+            return 0.01 * torch.randn(
+                shape, generator=generator, dtype=like.dtype, device=like.device
+            )
 
         self.seed = drawn_seed()
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
@@ -143,40 +147,20 @@ def masks_file(place: str) -> Path:
 
 
 def agreement(path: Path | None, weight: SparseWeight) -> Tensor:
-    """Say how far every candidate of a group agrees with the masks to begin with.
-
-    Args:
-        path: as of :func:`masks_file`; None: the masks of the largest weights.
-        weight: the weight.
-
-    Returns:
-        How many entries both keep, less N / 2: (groups, C).
-
-    Raises:
-        ConfigError: as :func:`kept_in`.
-    """
+    """How many entries every candidate shares with the masks to begin with, less N / 2: (groups,
+    C). Those are of the largest weights, or of a file (:func:`masks_in`)."""
     if path is None:
         groups = by_group(weight.dense, weight.pattern, weight.dim)
-        kept = nm_mask(groups, weight.pattern, -1)
+        masks = nm_mask(groups, weight.pattern, -1)
     else:
-        kept = kept_in(path, weight)
+        masks = masks_in(path, weight)
     options = candidates(weight.pattern, weight.dense)
-    return kept.to(options.dtype) @ options.T - weight.pattern.n / 2
+    return masks.to(options.dtype) @ options.T - weight.pattern.n / 2
 
 
-def kept_in(path: Path, weight: SparseWeight) -> Tensor:
-    """Say which of a weight's entries are not zero in a file.
-
-    Args:
-        path: the file.
-        weight: which of its parameters, and the pattern that it should hold there.
-
-    Returns:
-        Ones and zeros by group, as :func:`nmrun.sparsity.reference.by_group` views the weight.
-
-    Raises:
-        ConfigError: where the file cannot be read, or has no such parameter that is N:M.
-    """
+def masks_in(path: Path, weight: SparseWeight) -> Tensor:
+    """Which of a weight's entries are not zero in a file: ones and zeros by group. Raises
+    ConfigError where it cannot be read, or has no such parameter that is N:M."""
     try:
         with safe_open(path, "pt") as opened:
             names = set(opened.keys())
@@ -189,39 +173,24 @@ def kept_in(path: Path, weight: SparseWeight) -> Tensor:
             f"masks={path} is of another network: {weight.name} is {shape} there and "
             f"{list(weight.dense.shape)} here"
         )
-    kept = by_group((there != 0).to(weight.dense), weight.pattern, weight.dim)
-    most = int(kept.sum(-1).max())
+    masks = by_group((there != 0).to(weight.dense), weight.pattern, weight.dim)
+    most = int(masks.sum(-1).max())
     if most > weight.pattern.n:
         raise ConfigError(
             f"masks={path}: {weight.name} is not {weight.pattern} there: it keeps {most} of a group"
         )
-    return kept
+    return masks
 
 
 def gumbel_softmax(logits: Tensor, temperature: float, seed: int) -> Tensor:
-    """Compute ``softmax((logits + noise) / temperature)`` with Gumbel noise (Jang et al. 2017).
-
-    Args:
-        logits: (..., C).
-        temperature: above 0.
-        seed: of the noise, which depends on nothing else.
-
-    Returns:
-        The probabilities, of the same shape; they sum to 1 over the last dimension.
-    """
+    """``softmax((logits + noise) / temperature)`` over the last dimension, with Gumbel noise of
+    the seed (Jang et al. 2017)."""
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
     return torch.softmax((logits + noise) / temperature, -1)
 
 
 def softmax_gradient(soft: Tensor, gradient: Tensor) -> Tensor:
-    """Carry a gradient back through a softmax over the last dimension.
-
-    Args:
-        soft: the softmax's result (..., C).
-        gradient: the gradient at that result, of the same shape.
-
-    Returns:
-        The gradient at the softmax's argument, of the same shape.
-    """
+    """The gradient at the argument of a softmax over the last dimension, from its result and the
+    gradient there."""
     return soft * (gradient - (soft * gradient).sum(-1, keepdim=True))

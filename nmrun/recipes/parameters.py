@@ -45,14 +45,10 @@ class AddedParameters(Recipe):
     ) -> None:
         """Give every weight its parameters.
 
-        Args:
-            weights: all sparse weights.
-            optimizer: gets a parameter group with them.
-            first: ``first(weight)`` makes their first values, by name.
-            options: those of the parameter group; others are the optimizer's defaults.
-
-        Raises:
-            ConfigError: where nobody can say what the optimizer would do with such a group.
+        ``optimizer``: gets a parameter group with them. ``first``: ``first(weight)`` makes their
+        first values, by name. ``options``: those of the parameter group; others are the optimizer's
+        defaults. Raises ConfigError where nobody can say what the optimizer would do with such a
+        group.
         """
         common = _common_keys(optimizer, self.name)
         self.parameters: dict[tuple[str, str], nn.Parameter] = {}
@@ -102,9 +98,7 @@ def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
 
     One without a learning rate by default reads keys of its own from each group. Such optimizers
     (nanochat's, Muon's with an Adam beside it) take missing gradients for 0 or do not expect them.
-
-    Raises:
-        ConfigError: for such an optimizer.
+    Raises ConfigError for such an optimizer.
     """
     if "lr" not in optimizer.defaults:
         raise ConfigError(
@@ -149,24 +143,13 @@ def _rows(pattern: Pattern) -> Tensor:
 
 
 def candidates(pattern: Pattern, like: Tensor) -> Tensor:
-    """Return all masks of a group.
-
-    Args:
-        pattern: the N:M pattern.
-        like: a tensor; the result has its dtype and device.
-
-    Returns:
-        Ones and zeros (C, M) with C = M over N rows, in the order of ``itertools.combinations``.
-    """
+    """All masks of a group: ones and zeros (C, M), C = M over N, in the order of
+    ``itertools.combinations``, with the dtype and device of ``like``."""
     return _rows(pattern).to(like.device, like.dtype)
 
 
 def too_many(pattern: Pattern) -> str:
-    """Say why a pattern has too many candidates.
-
-    Returns:
-        The reason, or an empty string for up to 256 candidates.
-    """
+    """Why a pattern has too many candidates: more than 256; else an empty string."""
     count = math.comb(pattern.m, pattern.n)
     return (
         f"{pattern} has {count:,} possible masks a group, more than the {MOST} that can have a score each"
@@ -247,12 +230,8 @@ class FrozenWeights(Recipe):
         return not self.dense_forward and not self.is_sparse
 
     def freeze(self, optimizer: torch.optim.Optimizer, but: Iterable[nn.Parameter] = ()) -> None:
-        """Take all gradients away, so that the optimizer passes over the parameters.
-
-        Args:
-            optimizer: of the parameters.
-            but: those that keep theirs.
-        """
+        """Take all gradients away, so that the optimizer passes over the parameters. ``but``: those
+        that keep theirs."""
         moved = {id(parameter) for parameter in but}
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         self.frozen = [p for p in owned if id(p) not in moved]
@@ -260,12 +239,9 @@ class FrozenWeights(Recipe):
             parameter.grad = None
 
     def check_frozen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check after a step that the optimizer has passed over what :meth:`freeze` took.
-
-        Raises:
-            RunError: where it took missing gradients for 0, as some Muons do: momentum and weight
-                decay then move frozen weights.
-        """
+        """Check after a step that the optimizer has passed over what :meth:`freeze` took. Raises
+        RunError where it took missing gradients for 0, as some Muons do: momentum and weight
+        decay then move frozen weights."""
         frozen, self.frozen = self.frozen, []
         if any(parameter.grad is not None for parameter in frozen):
             raise RunError(

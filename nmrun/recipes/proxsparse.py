@@ -104,16 +104,8 @@ def proximal(weight: Tensor, pattern: Pattern, dim: int, strength: float) -> Ten
 
     Algorithm 3 of the paper (EnumALM): a minimiser has the signs and the order of ``weight`` and k
     non-zeros, N to M of them; for each k the k largest magnitudes are moved in turn to their best
-    values, and the best k counts.
-
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern, M at most 8.
-        dim: the dimension that groups run along, from 0.
-        strength: the factor of the regulariser, lambda.
-
-    Returns:
-        A new tensor of the same shape.
+    values, and the best k counts. ``pattern``: the N:M pattern, M at most 8. ``strength``: the
+    factor of the regulariser, lambda. Returns a new tensor of the same shape.
     """
     groups = by_group(weight, pattern, dim)
     ordered, places = groups.abs().sort(-1, descending=True)
@@ -122,12 +114,12 @@ def proximal(weight: Tensor, pattern: Pattern, dim: int, strength: float) -> Ten
     best[pattern.n :] = 0
     lowest = magnitudes[pattern.n :].square().sum(0) / 2
     for k in range(pattern.n + 1, pattern.m + 1):
-        found = _descend(magnitudes, k, pattern.n, strength)
-        value = (found - magnitudes).square().sum(0) / 2 + strength * _products(
-            found, pattern.n + 1
+        moved_to = _descend(magnitudes, k, pattern.n, strength)
+        value = (moved_to - magnitudes).square().sum(0) / 2 + strength * _products(
+            moved_to, pattern.n + 1
         )
         better = value < lowest
-        best, lowest = torch.where(better, found, best), torch.where(better, value, lowest)
+        best, lowest = torch.where(better, moved_to, best), torch.where(better, value, lowest)
     moved = torch.zeros_like(ordered).scatter_(-1, places, best.T.view(places.shape))
     return from_groups(moved * groups.sign(), weight.shape, dim)
 
@@ -135,9 +127,9 @@ def proximal(weight: Tensor, pattern: Pattern, dim: int, strength: float) -> Ten
 def _descend(magnitudes: Tensor, k: int, n: int, strength: float) -> Tensor:
     """The k largest magnitudes (M, groups), each moved to its minimiser given the others, in turn,
     until none of its group moves; the others 0."""
-    found = torch.zeros_like(magnitudes)
+    minimiser = torch.zeros_like(magnitudes)
     left = torch.arange(magnitudes.shape[1], device=magnitudes.device)  # groups that still move
-    wanted, now = magnitudes[:k], found[:k]
+    wanted, now = magnitudes[:k], minimiser[:k]
     for _ in range(SWEEPS):
         before, now = now, now.clone()
         # the products of the members in front of i, as they were, and of those behind, as they are
@@ -150,11 +142,11 @@ def _descend(magnitudes: Tensor, k: int, n: int, strength: float) -> Tensor:
             now[i] = (wanted[i] - strength * others).clamp_min(0)
             behind = _with(behind, now[i])
         moves = ((now - before).abs() > 1e-6 * before).any(0)
-        found[:k, left] = now
+        minimiser[:k, left] = now
         left, wanted, now = left[moves], wanted[:, moves], now[:, moves]
         if not len(left):
             break
-    return found
+    return minimiser
 
 
 def _products(members: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nmrun.optim import Adam, second_moment
 from nmrun.registry import did_you_mean
-from nmrun.sparsity.distributed import summed
+from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import SparseWeight
 
 RATIO = 0.96  # of the variances, above which VarianceRatio has settled
@@ -26,14 +26,11 @@ class Switch:
 
     A rule fires when what it measures has settled and t > t_min * T, or when t > t_max * T, with T
     steps in all. On a GPU the measure is read one step late, so that no step waits for the device;
-    there a rule fires a step later than on a CPU.
+    there a rule fires a step later than on a CPU. Raises ValueError for fractions out of order.
 
     Args:
         t_min, t_max: fractions of all steps.
         total_steps: T.
-
-    Raises:
-        ValueError: for fractions out of order.
     """
 
     automatic: ClassVar[bool] = True
@@ -48,7 +45,7 @@ class Switch:
         self.window = torch.zeros(0, dtype=torch.float64)
         self.waits = True
         # the measure of the last step, on its way to the host
-        self.underway: tuple[Tensor, torch.Event | None] | None = None
+        self.pending: tuple[Tensor, torch.Event | None] | None = None
 
     # --- what a rule says -------------------------------------------------------------------------
 
@@ -73,7 +70,7 @@ class Switch:
         """Whether a measure means that phase two may begin."""
         raise NotImplementedError
 
-    def said(self) -> str:
+    def reading(self) -> str:
         """Measure and threshold in words, once there are enough samples."""
         raise NotImplementedError
 
@@ -97,21 +94,21 @@ class Switch:
     def fires(self, step: int) -> str:
         """The reason why phase two begins after this step, or an empty string."""
         if step > self.last:
-            measured = f"; {self.said()}" if self.ready else ""
+            measured = f"; {self.reading()}" if self.ready else ""
             return f"t > t_max = {self.last}{measured}"
         # from t_min on, so that the measure of step t_min is known a step later
         if self.ready and step >= self.first:
-            measure = self._known()
+            measure = self._latest()
             if measure is not None and self.has_settled(measure) and step > self.first:
                 at_once = f"t > t_min = {self.first}, " if step == self.first + 1 else ""
-                return f"{at_once}the variance has settled: {self.said()}"
+                return f"{at_once}the variance has settled: {self.reading()}"
         return ""
 
-    def _known(self) -> float | None:
+    def _latest(self) -> float | None:
         """The latest measure that can be had without waiting; None before the first."""
         if self.waits:
             return float(self.measure())
-        before, self.underway = self.underway, self._sent()
+        before, self.pending = self.pending, self._sent()
         if before is None:
             return None
         measure, event = before
@@ -132,7 +129,7 @@ class Switch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = int(state["samples"])
         self.window.copy_(state["window"])
-        self.underway = None if self.waits or not self.ready else (self.measure().cpu(), None)
+        self.pending = None if self.waits or not self.ready else (self.measure().cpu(), None)
 
 
 class Fixed(Switch):
@@ -203,11 +200,11 @@ class AutoSwitch(Switch):
         return self.samples >= (1 if self.partial else len(self.window))
 
     def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
-        said = super().prepare(beta2, eps, device)
+        events = super().prepare(beta2, eps, device)
         self.eps, self.rest, self.size = float(eps), 1 - float(beta2), self.size.to(device)
         if len(self.window) > self.last and not self.partial:
-            said.append(f"STEP switches at step {self.last + 1} (t_max)")
-        return said
+            events.append(f"STEP switches at step {self.last + 1} (t_max)")
+        return events
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         parameters = [weight.parameter for weight in weights]
@@ -215,10 +212,10 @@ class AutoSwitch(Switch):
         if not count:
             return
         *sums, _ = second_moment.change(adam, parameters, logs=self.geometric)
-        total, logs, nonzero = summed(weights, torch.stack(sums)).unbind()
+        total, logs, nonzero = global_sum(weights, torch.stack(sums)).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
-            total = summed(weights, second_moment.total(adam, parameters))
+            total = global_sum(weights, second_moment.total(adam, parameters))
             self.size = self.rest * total / count
 
     def measure(self) -> Tensor:
@@ -228,24 +225,24 @@ class AutoSwitch(Switch):
     def has_settled(self, measure: float) -> bool:
         return measure < (self.eps if self.threshold is None else self.threshold)
 
-    def said(self) -> str:
+    def reading(self) -> str:
         full, mean = min(self.samples, len(self.window)), self._mean()
-        said = f"mean change {mean:.2g} over {full} of {len(self.window)} samples, threshold "
+        text = f"mean change {mean:.2g} over {full} of {len(self.window)} samples, threshold "
         if self.threshold is None:
-            return f"{said}eps = {self.eps:.0e}"
-        return f"{said}{self.threshold:g} times {float(self.size):.2g}, that of steady gradients"
+            return f"{text}eps = {self.eps:.0e}"
+        return f"{text}{self.threshold:g} times {float(self.size):.2g}, that of steady gradients"
 
     def metrics(self) -> dict[str, float]:
         """The last sample and the window's mean so far, and the relative one where that counts."""
         if not self.samples:
             return {}
-        found = {
+        scalars = {
             "step/variance_change": float(self.window[(self.samples - 1) % len(self.window)]),
             "step/variance_change_window": self._mean(),
         }
         if self.threshold is not None and self.size:  # 0 where all gradients were
-            found["step/variance_change_relative"] = self._mean() / float(self.size)
-        return found
+            scalars["step/variance_change_relative"] = self._mean() / float(self.size)
+        return scalars
 
     def _mean(self) -> float:
         return float(self.window.sum()) / max(1, min(self.samples, len(self.window)))
@@ -260,7 +257,19 @@ class AutoSwitch(Switch):
         super().load_state_dict(state)
 
 
-class VarianceRatio(Switch):
+class NormSwitch(Switch):
+    """A rule by a norm now and D = 1 / (1 - beta2) steps ago; the window holds those between, too."""
+
+    def length(self, beta2: float) -> int:
+        return steps_of(beta2) + 1
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """The norm of step t - D, and that of step t."""
+        size = len(self.window)
+        return self.window[self.samples % size], self.window[(self.samples - 1) % size]
+
+
+class VarianceRatio(NormSwitch):
     """A switch by the norm of Adam's second moment, after 1-bit Adam (Tang et al. 2021, arXiv
     2102.02888), one of the two rules that STEP's paper compares AutoSwitch with::
 
@@ -269,24 +278,19 @@ class VarianceRatio(Switch):
     It looks at the sum over all weights alone: changes that cancel out are not seen, and a falling
     variance counts as settled. Form and constant are as they are commonly reported; the paper's own
     run of this rule could not be looked up. Clipped to t_min and t_max like AutoSwitch.
-
-    The window holds ``||v||_1`` of the steps t - D to t.
     """
 
-    def length(self, beta2: float) -> int:
-        return steps_of(beta2) + 1
-
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
-        self.keep(summed(weights, second_moment.total(adam, [w.parameter for w in weights])))
+        self.keep(global_sum(weights, second_moment.total(adam, [w.parameter for w in weights])))
 
     def measure(self) -> Tensor:
-        oldest, newest = self.samples % len(self.window), (self.samples - 1) % len(self.window)
-        return self.window[oldest] / self.window[newest]
+        before, now = self.norms()
+        return before / now
 
     def has_settled(self, measure: float) -> bool:
         return measure > RATIO
 
-    def said(self) -> str:
+    def reading(self) -> str:
         return f"ratio of variances {float(self.measure()):.3g}, threshold {RATIO}"
 
     def metrics(self) -> dict[str, float]:
@@ -294,7 +298,7 @@ class VarianceRatio(Switch):
         return {"step/variance_ratio": float(self.measure())} if self.ready else {}
 
 
-class GradientNorm(Switch):
+class GradientNorm(NormSwitch):
     """A switch by the norm of the gradient, after Accordion (Agarwal et al. 2021, arXiv 2010.16248),
     one of the two rules that STEP's paper compares AutoSwitch with::
 
@@ -304,26 +308,21 @@ class GradientNorm(Switch):
     layer, gradients added up over an epoch with those ten epochs before. Here the norm is over all
     sparse weights, of single steps, and D steps apart as in the rule by variances: STEP's own form
     could not be looked up. Clipped to t_min and t_max like AutoSwitch.
-
-    The window holds ``||g||`` of the steps t - D to t.
     """
-
-    def length(self, beta2: float) -> int:
-        return steps_of(beta2) + 1
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         squares = [w.grad.double().square().sum() for w in weights if w.grad is not None]
         if squares:
-            self.keep(summed(weights, torch.stack(squares).sum()).sqrt())
+            self.keep(global_sum(weights, torch.stack(squares).sum()).sqrt())
 
     def measure(self) -> Tensor:
-        oldest, newest = self.samples % len(self.window), (self.samples - 1) % len(self.window)
-        return (self.window[oldest] - self.window[newest]).abs() / self.window[oldest]
+        before, now = self.norms()
+        return (before - now).abs() / before
 
     def has_settled(self, measure: float) -> bool:
         return measure < CHANGE
 
-    def said(self) -> str:
+    def reading(self) -> str:
         return f"change of the gradient's norm {float(self.measure()):.3g}, threshold {CHANGE}"
 
     def metrics(self) -> dict[str, float]:
@@ -343,16 +342,9 @@ def switch_of(
     t_max: float,
     total_steps: int,
 ) -> Switch:
-    """The switch of a run.
-
-    Args:
-        rule: a name, or the fraction of all steps at which to switch.
-        window, threshold: of AutoSwitch alone.
-        t_min, t_max, total_steps: see :class:`Switch`.
-
-    Raises:
-        ValueError: for an unknown rule, and for options that it does not have.
-    """
+    """The switch of a run. ``rule``: a name, or the fraction of all steps at which to switch.
+    ``t_min``, ``t_max``, ``total_steps``: see :class:`Switch`. Raises ValueError for an unknown
+    rule, and for options that it does not have."""
     if rule in OF_AUTOSWITCH:
         geometric, partial = rule == "auto_geometric", window == "partial"
         return AutoSwitch(geometric, partial, threshold, t_min, t_max, total_steps)

@@ -52,42 +52,32 @@ def check_nm(
         chosen = select(
             model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims
         )[0]
-        weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
+        weights = [(c.name, c.parameter, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
-    for name, weight, along, own in weights:
-        groups, _, d = grouped(weight, own, along, pad)
+    for name, weight, along, ratio in weights:
+        groups, _, d = grouped(weight, ratio, along, pad)
         count = (groups != 0).sum(d)
-        if bool((count > own.n).any()):
-            first = (count > own.n).nonzero()[0].tolist()
-            start = first[d - 1] * own.m
-            end = min(start + own.m, weight.shape[d - 1])
+        if bool((count > ratio.n).any()):
+            first = (count > ratio.n).nonzero()[0].tolist()
+            start = first[d - 1] * ratio.m
+            end = min(start + ratio.m, weight.shape[d - 1])
             at = ", ".join(
                 f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
             )
             raise ValueError(
-                f"{name} is not {own}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
+                f"{name} is not {ratio}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
             )
-        if not holds(groups, own, d):
+        if not holds(groups, ratio, d):
             raise ValueError(
-                f"{name} is not {own}: {own.v} outputs have non-zeros in more than {COLUMNS} of {own.m} columns"
+                f"{name} is not {ratio}: {ratio.v} outputs have non-zeros in more than {COLUMNS} of {ratio.m} columns"
             )
     return [name for name, *_ in weights]
 
 
 def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[str, Any]:
-    """Count the non-zeros of one layer's weight, for a report.
-
-    Args:
-        name: the weight's name.
-        weight: the whole weight.
-        pattern: its pattern.
-        dim: the dimension that groups run along.
-
-    Returns:
-        Plain data: ``name``, ``shape``, ``pattern`` (text), ``dim``, ``numel``, ``nonzeros``, and
-        ``holds``: whether the weight holds the pattern.
-    """
+    """One layer's weight for a report: ``name``, ``shape``, ``pattern`` (text), ``dim``,
+    ``numel``, ``nonzeros``, and ``holds``: whether it holds the pattern."""
     return {
         "name": name,
         "shape": list(weight.shape),
@@ -104,15 +94,10 @@ def weights_report(
 ) -> dict[str, Any]:
     """Describe the weights of a network, for a report.
 
-    Args:
-        pattern: N:M, where no override names another.
-        layers: of each sparse weight, as of :func:`layer_report`.
-        left_dense: the other parameters.
-
-    Returns:
-        Plain data: ``pattern``, ``dense`` without sparse weights; ``density``, the share of
-        non-zeros in the sparse weights; ``layers``; ``left_dense``, each with ``name``, ``shape``
-        and ``reason``.
+    ``pattern``: N:M, where no override names another. ``layers``: of each sparse weight, as of
+    :func:`layer_report`. Returns plain data: ``pattern``, ``dense`` without sparse weights;
+    ``density``, the share of non-zeros in the sparse weights; ``layers``; ``left_dense``, each with
+    ``name``, ``shape`` and ``reason``.
     """
     numel = sum(layer["numel"] for layer in layers)
     return {

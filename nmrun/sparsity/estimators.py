@@ -16,19 +16,9 @@ def inclusion_probabilities(x: Tensor, pattern: str | Pattern, dim: int) -> Tens
 
     The probabilities are ``min(1, c |x|)``, with c such that each group sums to N. This choice has
     the smallest variance. Entries whose share would exceed 1 get 1, and the others are scaled anew,
-    until nothing changes (N rounds at most).
-
-    Args:
-        x: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-
-    Returns:
-        The probabilities: shape of x, float64. In a group with N non-zeros or fewer they are 1
-        where x is not 0, and 0 elsewhere.
-
-    Raises:
-        ValueError: where M does not divide the size of ``dim``.
+    until nothing changes (N rounds at most). Returns the probabilities: shape of x, float64. In a
+    group with N non-zeros or fewer they are 1 where x is not 0, and 0 elsewhere. Raises ValueError
+    where M does not divide the size of ``dim``.
     """
     groups, pattern, d = grouped(x, pattern, dim)
     size = groups.abs().double()

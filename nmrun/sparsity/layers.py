@@ -14,6 +14,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from nmrun.patterns import Pattern
+
 EMBEDDING = "an embedding"
 COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parametrization)"
 UNKNOWN_LAYER = "not a weight of a known layer (dims={...} names its input dimension)"
@@ -28,7 +30,6 @@ class Axes:
 
     Attributes:
         dim: the dimension that a product sums over. Groups run along it.
-        outputs: the dimension of the outputs.
         parts: how many equal parts of ``dim`` have sums of their own.
     """
 
@@ -38,32 +39,19 @@ class Axes:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs).
-
-    Args:
-        module: any module.
-    """
+    """Whether a module is Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs)."""
     return hasattr(module, "nf") and any(c.__name__ == "Conv1D" for c in type(module).__mro__)
 
 
 def forward_class(module: nn.Module) -> type:
     """Return the class whose ``forward`` a module has; a subclass may compute something else.
-
-    Args:
-        module: a module without a ``forward`` of its own.
-    """
+    ``module``: a module without a ``forward`` of its own."""
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
 def axes(module: nn.Module) -> dict[str, Axes]:
-    """Find the weights that a known layer multiplies its input with.
-
-    Args:
-        module: any module; its submodules do not count.
-
-    Returns:
-        The axes of each weight by its attribute; empty for a module that is not known.
-    """
+    """The axes of the weights that a known layer multiplies its input with, by attribute.
+    Submodules do not count; a module that is not known has none."""
     if isinstance(module, nn.MultiheadAttention):
         return dict.fromkeys(ATTENTION, Axes(1, 0))
     if isinstance(module, _ConvTransposeNd):  # (in, out / groups, kernel...)
@@ -86,10 +74,6 @@ def axes_along(dim: int, ndim: int) -> Axes:
 
     In a matrix, or in a stack of matrices (E, ., .), the outputs are the other dimension of the
     matrix. In any other weight they are the first dimension besides ``dim``.
-
-    Args:
-        dim: the dimension that groups run along, from 0.
-        ndim: the number of dimensions.
     """
     if ndim == 3 and dim > 0:
         return Axes(dim, 3 - dim)
@@ -97,16 +81,8 @@ def axes_along(dim: int, ndim: int) -> Axes:
 
 
 def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
-    """Say why a parameter cannot be sparse, whatever its size.
-
-    Args:
-        module: the module that has the parameter.
-        attribute: the parameter's name in this module.
-        named: whether the user named the input dimension.
-
-    Returns:
-        The reason, or an empty string.
-    """
+    """Why a parameter cannot be sparse, whatever its size, or an empty string. ``named``: the
+    user named the input dimension."""
     parameter = module._parameters[attribute]
     assert parameter is not None
     known = axes(module)
@@ -117,7 +93,7 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
         return EMBEDDING
     if isinstance(module, ParametrizationList) or (attribute not in known and computed):
         return COMPUTED
-    if kind := _foreign(parameter):
+    if kind := _foreign_kind(parameter):
         return f"quantised or of another kind ({kind})"
     if named or attribute in known:
         return ""
@@ -131,7 +107,7 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
-def _foreign(parameter: nn.Parameter) -> str:
+def _foreign_kind(parameter: nn.Parameter) -> str:
     """Name the dtype or class of a tensor that holds no ordinary numbers; empty for any other."""
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         return str(parameter.dtype)
@@ -198,18 +174,16 @@ ADAPTER = re.compile(r"lora_.*|ia3_.*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class NamedParameter:
-    """One name of a parameter of two dimensions or more.
+class Candidate:
+    """A parameter of two dimensions or more under one of its names, which may become sparse.
 
     Attributes:
         module_name: the whole name of the module that has the parameter.
-        module: this module.
-        attribute: the parameter's name in the module.
-        parameter: the parameter.
         axes: what its dimensions mean; None where nobody knows.
         obstacle: why it cannot be sparse, whatever the options; empty if it can.
         adapter: whether it belongs to an adapter (LoRA, IA3).
         names: all names of the parameter, this one among them.
+        pattern: what it is to hold, where it was selected.
     """
 
     module_name: str
@@ -220,6 +194,7 @@ class NamedParameter:
     obstacle: str = ""
     adapter: bool = False
     names: tuple[str, ...] = ()
+    pattern: Pattern | None = None
 
     @property
     def name(self) -> str:
@@ -238,51 +213,52 @@ class NamedParameter:
         return () if lazy else tuple(self.parameter.shape)
 
     @property
+    def dim(self) -> int:
+        """The dimension that a product sums over, of known axes. Groups run along it."""
+        assert self.axes is not None
+        return self.axes.dim
+
+    @property
+    def outputs(self) -> int:
+        """The dimension of the outputs, of known axes."""
+        assert self.axes is not None
+        return self.axes.outputs
+
+    @property
     def may_be_sparse(self) -> bool:
         """Whether its axes are known and nothing stands against it."""
         return self.axes is not None and not self.obstacle
 
 
-def named_parameters(model: nn.Module) -> list[NamedParameter]:
-    """List the names of all parameters with two dimensions or more.
-
-    Args:
-        model: the model.
-
-    Returns:
-        One entry for each name, in the order of the modules, without axes and obstacles.
-    """
-    found = [
-        NamedParameter(module_name, module, attribute, parameter)
+def named_parameters(model: nn.Module) -> list[Candidate]:
+    """All parameters with two dimensions or more: an entry for each name, in the order of the
+    modules, without axes and obstacles."""
+    parameters = [
+        Candidate(module_name, module, attribute, parameter)
         for module_name, module in model.named_modules(remove_duplicate=False)
         for attribute, parameter in module._parameters.items()
         if parameter is not None and _is_matrix(parameter)
     ]
     names: dict[int, list[str]] = {}
-    for each in found:
+    for each in parameters:
         names.setdefault(id(each.parameter), []).append(each.name)
-    return [replace(each, names=tuple(names[id(each.parameter)])) for each in found]
+    return [replace(each, names=tuple(names[id(each.parameter)])) for each in parameters]
 
 
 def with_axes(
     model: nn.Module,
-    found: Sequence[NamedParameter],
-    named_dim: Callable[[NamedParameter], int | None],
-) -> list[NamedParameter]:
+    parameters: Sequence[Candidate],
+    named_dim: Callable[[Candidate], int | None],
+) -> list[Candidate]:
     """Find the axes of named parameters, and the obstacles.
 
-    Args:
-        model: the model.
-        found: its named parameters.
-        named_dim: returns the input dimension that the user named for a parameter, or None.
-
-    Returns:
-        The same entries in the same order, completed. Names of one parameter that differ in their
-        axes, or of which one has an obstacle, are obstacles to each other.
+    ``named_dim``: returns the input dimension that the user named for a parameter, or None. Returns
+    the same entries in the same order, completed. Names of one parameter that differ in their axes,
+    or of which one has an obstacle, are obstacles to each other.
     """
     prefixes = _adapters(model)
-    known = [_completed(each, named_dim(each), prefixes) for each in found]
-    same: dict[int, list[NamedParameter]] = {}
+    known = [_complete(each, named_dim(each), prefixes) for each in parameters]
+    same: dict[int, list[Candidate]] = {}
     for each in known:
         same.setdefault(id(each.parameter), []).append(each)
     return [replace(p, obstacle=p.obstacle or _tie(p, same[id(p.parameter)])) for p in known]
@@ -292,23 +268,23 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, UninitializedParameter) or parameter.dim() >= 2
 
 
-def _completed(found: NamedParameter, dim: int | None, prefixes: Sequence[str]) -> NamedParameter:
-    meaning = axes(found.module).get(found.attribute)
+def _complete(entry: Candidate, dim: int | None, prefixes: Sequence[str]) -> Candidate:
+    meaning = axes(entry.module).get(entry.attribute)
     if dim is not None:
-        meaning = axes_along(dim, len(found.shape))
-    reason = obstacle(found.module, found.attribute, named=dim is not None)
-    adapter = any(ADAPTER.fullmatch(part) for part in found.name.split("."))
-    adapter = adapter or f"{found.name}.".startswith(tuple(prefixes))
-    return replace(found, axes=meaning, obstacle=reason, adapter=adapter)
+        meaning = axes_along(dim, len(entry.shape))
+    reason = obstacle(entry.module, entry.attribute, named=dim is not None)
+    adapter = any(ADAPTER.fullmatch(part) for part in entry.name.split("."))
+    adapter = adapter or f"{entry.name}.".startswith(tuple(prefixes))
+    return replace(entry, axes=meaning, obstacle=reason, adapter=adapter)
 
 
-def _tie(found: NamedParameter, same: Sequence[NamedParameter]) -> str:
+def _tie(entry: Candidate, same: Sequence[Candidate]) -> str:
     """Say which other name of a parameter keeps it dense, or nothing."""
-    others = [p for p in same if p.name != found.name]
+    others = [p for p in same if p.name != entry.name]
     for other in sorted(others, key=lambda p: p.obstacle != EMBEDDING):
         if other.obstacle:
             return f"tied to {other.name}"
-        if other.axes != found.axes:
+        if other.axes != entry.axes:
             return f"tied to {other.name}, which sums over another dimension"
     return ""
 

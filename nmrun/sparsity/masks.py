@@ -51,7 +51,7 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     if weight.dim() and has_memory(weight):
-        stored, order = _stored(weight)
+        stored, order = _memory_order(weight)
         mask = torch.empty_like(stored, dtype=torch.bool)
         if projection.mask(stored, mask, pattern, order.index(dim)):
             return mask.permute(_inverse(order))
@@ -77,7 +77,7 @@ def hard_threshold(
         ValueError: as :func:`nm_mask`.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
-    projected = _projected(weight, pattern, dim, soft=False)
+    projected = _kernel_projection(weight, pattern, dim, soft=False)
     return reference.hard_threshold(weight, pattern, dim) if projected is None else projected
 
 
@@ -106,7 +106,7 @@ def soft_threshold(
         ValueError: as :func:`nm_mask`.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
-    projected = None if gamma else _projected(weight, pattern, dim, soft=True)
+    projected = None if gamma else _kernel_projection(weight, pattern, dim, soft=True)
     return reference.soft_threshold(weight, pattern, dim, gamma) if projected is None else projected
 
 
@@ -140,11 +140,11 @@ def soft_threshold_scale(
         ValueError: as :func:`nm_mask`.
     """
     shrunk = soft_threshold(weight, pattern, dim, pad, gamma).double()
-    own = weight.detach().double()
+    dense = weight.detach().double()
     if fit == "l1":
-        over, under = own.abs().sum(), shrunk.abs().sum()
+        over, under = dense.abs().sum(), shrunk.abs().sum()
     else:
-        over, under = (own * shrunk).sum(), shrunk.square().sum()
+        over, under = (dense * shrunk).sum(), shrunk.square().sum()
     return torch.where(under > 0, over / under, 1.0).to(weight.dtype)
 
 
@@ -159,17 +159,17 @@ def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[
     return (pattern.over(weight.shape[dim]) if pad else pattern), dim
 
 
-def _projected(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -> Tensor | None:
+def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -> Tensor | None:
     """The projection by a kernel, None where there is none for this weight."""
     if not weight.dim() or not has_memory(weight):
         return None
-    stored, order = _stored(weight)
+    stored, order = _memory_order(weight)
     out = torch.empty_like(stored)
     done = projection.project(stored, out, pattern, order.index(dim), soft)
     return out.permute(_inverse(order)) if done else None
 
 
-def _stored(weight: Tensor) -> tuple[Tensor, list[int]]:
+def _memory_order(weight: Tensor) -> tuple[Tensor, list[int]]:
     """The weight with its dimensions as they lie in memory, contiguous (a copy if it has gaps), and
     which of its dimensions these are.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmrun.kernels import cpu_split
 from nmrun.kernels.layout import has_memory, local
-from nmrun.sparsity.distributed import summed
+from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
 PIECE = 1 << 18  # entries: a megabyte of float32
@@ -34,30 +34,19 @@ class Masks(Protocol):
 
 @torch.no_grad()
 def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
-    """Return the mask of a weight as it is now, real or virtual (see above).
-
-    Args:
-        weight: the sparse weight.
-        recipe: its recipe.
-
-    Returns:
-        The mask: bool, shape of ``weight.dense``, True = kept.
-    """
+    """The mask of a weight as it is now, real or virtual (see above): bool, shape of
+    ``weight.dense``."""
     if recipe.is_sparse:
         return weight.weight.bool()  # several times as fast as != 0
-    kept = torch.empty_like(weight.dense)
-    recipe.would_keep(weight, kept)
-    return kept.bool()
+    projection = torch.empty_like(weight.dense)
+    recipe.would_keep(weight, projection)
+    return projection.bool()
 
 
 class MaskMetrics:
     """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
 
     Each weight keeps the run's first mask, packed, in ``nmrun_first_mask``.
-
-    Args:
-        recipe: the recipe.
-        weights: the sparse weights.
     """
 
     def __init__(self, recipe: Masks, weights: Sequence[SparseWeight]) -> None:
@@ -71,14 +60,7 @@ class MaskMetrics:
                 weight[FIRST_MASK] = pack(weight.whole(mask_of(weight, self.recipe)))
 
     def first(self, weight: SparseWeight) -> Tensor:
-        """Return the run's first mask of a weight.
-
-        Args:
-            weight: a weight after :meth:`begin` or :meth:`before`.
-
-        Returns:
-            The mask: bool, shape of ``weight.dense``, True = kept.
-        """
+        """The run's first mask of a weight, after :meth:`begin` or :meth:`before`."""
         return weight.part(unpack(weight[FIRST_MASK], weight.shape))
 
     def before(self) -> None:
@@ -88,12 +70,8 @@ class MaskMetrics:
 
     def reorder(self, name: str, dim: int, index: Tensor) -> None:
         """Reorder the kept masks of a weight that became ``weight.index_select(dim, index)``.
-
-        Args:
-            name: the name of a parameter; one that is not sparse is passed over.
-            dim: the dimension that was reordered.
-            index: the new order, int64.
-        """
+        ``name``: the name of a parameter; one that is not sparse is passed over. ``index``: the
+        new order, int64."""
         for i, weight in enumerate(self.weights):
             if weight.name == name and FIRST_MASK in weight:
                 weight[FIRST_MASK] = pack(self.first(weight).index_select(dim, index))
@@ -103,9 +81,6 @@ class MaskMetrics:
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         """Measure the step that was made since :meth:`before`.
-
-        Args:
-            optimizer: the optimizer that made the step.
 
         Returns:
             Over all sparse weights together: ``sparsity/flip_rate``, the share of mask entries that
@@ -127,7 +102,7 @@ class MaskMetrics:
                 torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split])
             )
         self._before = []
-        flips, moved, count, kept, pruned, *noise = summed(
+        flips, moved, count, kept, pruned, *noise = global_sum(
             self.weights, torch.stack(sums).sum(0)
         ).tolist()
         numel = sum(w.shape.numel() for w in self.weights)
@@ -147,26 +122,19 @@ class MaskMetrics:
 
 @torch.no_grad()
 def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
-    """Measure each sparse weight by itself.
-
-    Args:
-        weights: the sparse weights.
-        recipe: their recipe.
-
-    Returns:
-        ``layer/<name>/density``, the share of non-zeros in the forward weight, and
-        ``layer/<name>/kept_energy``, as in :meth:`MaskMetrics.after`.
-    """
+    """Measure each sparse weight by itself. Returns ``layer/<name>/density``, the share of
+    non-zeros in the forward weight, and ``layer/<name>/kept_energy``, as in
+    :meth:`MaskMetrics.after`."""
     rows = []
     for weight in weights:
         nonzeros = torch.count_nonzero(weight.weight.bool()).double()
         rows.append(torch.stack([nonzeros, *energies(weight.dense, mask_of(weight, recipe))]))
-    sums = summed(weights, torch.stack(rows)).tolist() if rows else []
-    found = {}
+    sums = global_sum(weights, torch.stack(rows)).tolist() if rows else []
+    measured = {}
     for weight, (nonzeros, kept, pruned) in zip(weights, sums, strict=True):
-        found[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
-        found[f"layer/{weight.name}/kept_energy"] = _ratio(kept, kept + pruned)
-    return found
+        measured[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
+        measured[f"layer/{weight.name}/kept_energy"] = _ratio(kept, kept + pruned)
+    return measured
 
 
 def gradient_variance(
@@ -175,15 +143,9 @@ def gradient_variance(
     """Estimate the variance of each gradient coordinate over the last steps by Adam's ``v - m^2``.
 
     Both moments are bias-corrected. They contain coupled weight decay, if Adam has any. They
-    average over different spans, so single values can be below 0.
-
-    Args:
-        params: parameters of the optimizer.
-        optimizer: any optimizer.
-
-    Returns:
-        A tensor for each parameter, of its shape. None where a parameter has not both moments:
-        another optimizer than Adam, no step yet, or STEP's frozen second moment.
+    average over different spans, so single values can be below 0. Returns a tensor for each
+    parameter, of its shape. None where a parameter has not both moments: another optimizer than
+    Adam, no step yet, or STEP's frozen second moment.
     """
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     variances = []
@@ -199,14 +161,8 @@ def gradient_variance(
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Pack a mask into bits: bit i of the bytes has the i-th eighth of the mask's entries.
-
-    Args:
-        mask: bool, of any shape.
-
-    Returns:
-        uint8, one dimension, an eighth of the entries long (rounded up).
-    """
+    """A mask in bits: uint8, an eighth of its entries long (rounded up). Bit i of the bytes has
+    the i-th eighth of the entries."""
     bits = torch.nn.functional.pad(mask.flatten().view(torch.uint8), (0, -mask.numel() % 8)).view(
         8, -1
     )
@@ -214,15 +170,7 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo :func:`pack`.
-
-    Args:
-        packed: the bytes.
-        shape: the shape of the mask.
-
-    Returns:
-        The mask: bool, of this shape.
-    """
+    """Undo :func:`pack`: a mask of this shape."""
     bits = (packed >> _SHIFTS.to(packed.device)).bitwise_and_(1)
     return bits.flatten()[: math.prod(shape)].view(*shape).view(torch.bool)
 

@@ -23,13 +23,8 @@ def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) ->
     """Apply the gradient's part of a rule to a gradient, in place.
 
     Without a mask in the rule, an entry counts as pruned where the projection changed the dense
-    weight. An entry whose dense weight is 0 then counts as kept.
-
-    Args:
-        grad: the gradient at the projected weight; all tensors have the weight's shape.
-        dense: the dense weight.
-        projected: the weight that the forward pass used.
-        rule: the rule of this step.
+    weight. An entry whose dense weight is 0 then counts as kept. ``grad``: the gradient at the
+    projected weight; all tensors have the weight's shape.
     """
     if rule.pruned_gradient_decay:
         # (1 - m) * w is dense minus projected, exactly
@@ -39,26 +34,17 @@ def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) ->
     if rule.mask is not None and rule.pruned_gradient_factor == 0:
         grad.mul_(rule.mask)  # on a CPU four times faster than masked_fill_
         return
-    kept = (projected == dense) if rule.mask is None else rule.mask
+    mask = (projected == dense) if rule.mask is None else rule.mask
     # lerp gives exactly 1 or the factor; torch.where takes four times as long on a CPU
     factor = grad.new_full((), rule.pruned_gradient_factor)
-    grad.mul_(torch.lerp(factor, grad.new_ones(()), kept.to(grad.dtype)))
+    grad.mul_(torch.lerp(factor, grad.new_ones(()), mask.to(grad.dtype)))
 
 
 @torch.no_grad()
 def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) -> None:
-    """Write the projection of a dense weight, by the forward part of a rule.
-
-    Args:
-        dense: the dense weight.
-        out: the result, of the same shape and dtype.
-        pattern: the N:M pattern; the rule's own pattern is not read.
-        dim: the dimension that groups run along.
-        rule: the rule of this step.
-
-    Raises:
-        ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
-    """
+    """Write the projection of a dense weight, by the forward part of a rule. ``pattern``: the N:M
+    pattern; the rule's own pattern is not read. Raises ValueError where M does not divide the
+    size of ``dim`` (see :mod:`nmrun.sparsity.masks`)."""
     factor, scale = rule.pruned_weight_factor, rule.soft_threshold_scale
     if scale is not None:
         gamma = rule.soft_threshold_gamma
@@ -76,17 +62,8 @@ def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) 
 
 
 def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
-    """Write ``m * w``, where the mask m keeps the N largest magnitudes of every M.
-
-    Args:
-        dense: the dense weight w.
-        out: the result, of the same shape and dtype.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-
-    Raises:
-        ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
-    """
+    """Write ``m * w``, where the mask m keeps the N largest magnitudes of every M. Raises
+    ValueError where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`)."""
     if not projection.project(dense, out, pattern, dim):
         out.copy_(reference.hard_threshold(dense, pattern, dim))
 
@@ -103,14 +80,8 @@ class WeightBatch:
 
     def project(self, weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> list[SparseWeight]:
         """Project the weights whose rule keeps the N largest and that Triton's kernel can project.
-
-        Args:
-            weights: sparse weights with a dense weight.
-            rules: the rule of each weight.
-
-        Returns:
-            The weights that were not projected.
-        """
+        ``weights``: sparse weights with a dense weight. Returns the weights that were not
+        projected."""
         rest: list[SparseWeight] = []
         members: list[Any] = []  # (weight, its dense tensor, its projected tensor)
         for weight, rule in zip(weights, rules, strict=True):

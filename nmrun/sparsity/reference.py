@@ -16,18 +16,10 @@ def grouped(
 ) -> tuple[Tensor, Pattern, int]:
     """View a weight with ``dim`` split into (groups, M).
 
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-        pad: let the last group be short. The view is then of a copy that zeros fill up.
-
-    Returns:
-        The view, without gradient; the pattern; and the dimension of the view that runs over the
-        members of a group.
-
-    Raises:
-        ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
+    ``pad``: let the last group be short. The view is then of a copy that zeros fill up. Returns the
+    view, without gradient; the pattern; and the dimension of the view that runs over the members of
+    a group. Raises ValueError where M does not divide the size of ``dim`` and the last group may
+    not be short.
     """
     pattern = Pattern.parse(pattern)
     dim = dim % weight.dim() if weight.dim() else 0
@@ -37,16 +29,8 @@ def grouped(
 
 
 def ungrouped(groups: Tensor, size: int, d: int) -> Tensor:
-    """Undo :func:`grouped`.
-
-    Args:
-        groups: a tensor (..., groups, M, ...).
-        size: the size of the weight's dimension.
-        d: the dimension of ``groups`` that runs over the members of a group.
-
-    Returns:
-        The tensor with one dimension of ``size`` again, without what filled up a short last group.
-    """
+    """Undo :func:`grouped`: one dimension of ``size`` again, without what filled up a short last
+    group. ``d`` runs over the members of a group."""
     whole = groups.flatten(d - 1, d)
     return whole if whole.shape[d - 1] == size else whole.narrow(d - 1, 0, size).contiguous()
 
@@ -54,33 +38,16 @@ def ungrouped(groups: Tensor, size: int, d: int) -> Tensor:
 def by_group(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
     """View a weight by group.
 
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along, from 0.
-
-    Returns:
-        A view (..., M) whose last dimension runs over the members of a group. A copy where the last
-        group is short: zeros fill that group up.
-
-    Raises:
-        ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
+    Returns a view (..., M) whose last dimension runs over the members of a group. A copy where the
+    last group is short: zeros fill that group up. Raises ValueError where M does not divide the
+    size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
     """
     groups, _, d = grouped(weight, pattern, dim)
     return groups.movedim(d, -1)
 
 
 def from_groups(groups: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Undo :func:`by_group`.
-
-    Args:
-        groups: a tensor (..., M).
-        shape: the shape of the whole weight.
-        dim: the dimension that groups run along, from 0.
-
-    Returns:
-        The tensor of this shape, without what filled up a short last group.
-    """
+    """Undo :func:`by_group`: a tensor of this shape, without what filled up a short last group."""
     return ungrouped(groups.movedim(-1, dim + 1), shape[dim], dim + 1)
 
 
@@ -90,11 +57,7 @@ def _sizes(groups: Tensor) -> Tensor:
 
 
 def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """:func:`nmrun.sparsity.nm_mask`, in torch.
-
-    Args:
-        weight, pattern, dim: as there.
-    """
+    """:func:`nmrun.sparsity.nm_mask`, in torch."""
     groups, pattern, d = grouped(weight, pattern, dim)
     size = _sizes(groups)
     if pattern.v > 1:
@@ -109,16 +72,9 @@ def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
 def in_blocks(groups: Tensor, pattern: Pattern, d: int) -> Tensor:
     """View groups with the outputs split into (blocks, V), as the first two dimensions.
 
-    Args:
-        groups: a tensor (..., groups, M, ...) of :func:`grouped`.
-        pattern: a V:N:M pattern.
-        d: the dimension of ``groups`` that runs over the members of a group.
-
-    Returns:
-        The view; the members of a group then lie along the last dimension.
-
-    Raises:
-        ValueError: where V does not divide the number of outputs.
+    ``groups``: a tensor (..., groups, M, ...) of :func:`grouped`. ``d``: the dimension of
+    ``groups`` that runs over the members of a group. Returns the view; the members of a group then
+    lie along the last dimension. Raises ValueError where V does not divide the number of outputs.
     """
     outputs = 0 if d > 1 else 2
     rows = groups.movedim((outputs, d), (0, -1))
@@ -135,18 +91,14 @@ def _shared_columns(size: Tensor, pattern: Pattern, d: int) -> Tensor:
     """
     blocks = in_blocks(size, pattern, d)
     total = blocks.double().sum(1, keepdim=True)
-    kept = total.argsort(dim=-1, descending=True, stable=True)[..., :COLUMNS]
-    columns = torch.zeros_like(total, dtype=torch.bool).scatter_(-1, kept, True)
+    places = total.argsort(dim=-1, descending=True, stable=True)[..., :COLUMNS]
+    columns = torch.zeros_like(total, dtype=torch.bool).scatter_(-1, places, True)
     whole = columns.expand_as(blocks).flatten(0, 1)
     return whole.movedim((0, -1), (0 if d > 1 else 2, d))
 
 
 def holds(groups: Tensor, pattern: Pattern, d: int) -> bool:
-    """Say whether a weight holds a pattern.
-
-    Args:
-        groups, pattern, d: as of :func:`grouped`.
-    """
+    """Say whether a weight holds a pattern. ``groups``, ``pattern``, ``d``: as of :func:`grouped`."""
     filled = groups != 0
     if bool((filled.sum(d) > pattern.n).any()):
         return False
@@ -161,11 +113,7 @@ def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
 
 
 def soft_threshold(weight: Tensor, pattern: Pattern, dim: int, gamma: float = 0.0) -> Tensor:
-    """:func:`nmrun.sparsity.soft_threshold`, in torch.
-
-    Args:
-        weight, pattern, dim, gamma: as there.
-    """
+    """:func:`nmrun.sparsity.soft_threshold`, in torch."""
     if pattern.v > 1:
         raise ValueError(f"there is no soft threshold for V:N:M patterns such as {pattern}")
     groups, pattern, d = grouped(weight, pattern, dim)

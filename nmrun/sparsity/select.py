@@ -7,47 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.sparsity.layers import NamedParameter, axes, is_embedding, named_parameters, with_axes
+from nmrun.sparsity.layers import Candidate as Candidate
+from nmrun.sparsity.layers import axes, is_embedding, named_parameters, with_axes
 
 Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, pattern) -> reason
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A weight that multiplies an input.
-
-    Attributes:
-        module_name: the whole name of the module that has the weight.
-        module: this module.
-        attribute: the weight's name in the module.
-        dim: the dimension that a product sums over. Groups run along it.
-        pattern: the N:M pattern of a chosen weight; None of others.
-        outputs: the dimension of the outputs.
-    """
-
-    module_name: str
-    module: nn.Module
-    attribute: str
-    dim: int
-    pattern: Pattern | None = None
-    outputs: int = 0
-
-    @property
-    def name(self) -> str:
-        """The whole name."""
-        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
-
-    @property
-    def tensor(self) -> Tensor:
-        """The weight."""
-        return getattr(self.module, self.attribute)
 
 
 @dataclass(frozen=True)
@@ -55,7 +25,6 @@ class LeftDense:
     """A parameter of two dimensions or more that is not sparse, with the reason.
 
     Attributes:
-        name: its whole name.
         shape: its shape; empty before a lazy module knows it.
         reason: why it is dense, as a clause for a report.
     """
@@ -83,23 +52,14 @@ def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Itera
 
     Linear layers, convolutions, attention projections, recurrent and bilinear layers and the
     experts of a mixture have such weights. A weight that is computed (weight_norm and the like) is
-    left out.
-
-    Args:
-        model: the model.
-        dims: as in :func:`select`.
-
-    Yields:
-        The weights in the order of ``named_parameters``, each once.
-
-    Raises:
-        ConfigError: for a mistake in ``dims``.
+    left out. ``dims``: as in :func:`select`. Yields the weights in the order of
+    ``named_parameters``, each once. Raises ConfigError for a mistake in ``dims``.
     """
     seen: set[int] = set()
-    for found in Options(model, dims=dims).parameters:
-        if found.may_be_sparse and id(found.parameter) not in seen:
-            seen.add(id(found.parameter))
-            yield _candidate(found)
+    for entry in Options(model, dims=dims).parameters:
+        if entry.may_be_sparse and id(entry.parameter) not in seen:
+            seen.add(id(entry.parameter))
+            yield entry
 
 
 def select(
@@ -126,8 +86,8 @@ def select(
             the first layer and the heads.
         owned: ids of the parameters that an optimizer updates; others stay dense. None, the
             default, does not ask whether a parameter is trained.
-        overrides: another pattern, or ``"dense"``, by expressions for module names. The first
-            that matches counts, and more than ``exclude``.
+        overrides: another pattern, or ``"dense"``, by expressions for module names. The first that
+            matches counts, and more than ``exclude``.
         refuses: a recipe's own check, ``refuses(shape, outputs, pattern)``, with the dimension of
             the outputs; returns the reason against a weight, or an empty string.
         pad: let the last group of a weight be short (see :meth:`Pattern.over`).
@@ -149,58 +109,52 @@ def select(
     fits: dict[
         str, str
     ] = {}  # by override: why its first weight does not hold it; empty where one does
-    for found in options.parameters:
-        own = options.pattern(found, pattern)
-        if (first := seen.get(id(found.parameter))) is not None:
+    for entry in options.parameters:
+        ratio = options.pattern(entry, pattern)
+        if (first := seen.get(id(entry.parameter))) is not None:
             if not first:
                 continue
-            reason = options.reason(found) or f"tied to {first}"
+            reason = options.reason(entry) or f"tied to {first}"
         else:
-            reason = options.reason(found) or _untrained(found, owned)
-            if (text := options.override(found)) and not reason:
-                unfit = _unfit(found, own, pad)
-                fits[text] = unfit and fits.get(text, f"{found.name} with {own}: {unfit}")
-            reason = reason or _unfit(found, own, pad) or _refused(found, own, refuses)
-            seen[id(found.parameter)] = found.name if reason else ""
+            reason = options.reason(entry) or _training_obstacle(entry, owned)
+            if (text := options.override(entry)) and not reason:
+                unfit = _size_obstacle(entry, ratio, pad)
+                fits[text] = unfit and fits.get(text, f"{entry.name} with {ratio}: {unfit}")
+            reason = (
+                reason
+                or _size_obstacle(entry, ratio, pad)
+                or _recipe_obstacle(entry, ratio, refuses)
+            )
+            seen[id(entry.parameter)] = entry.name if reason else ""
         if reason:
-            dense.append(LeftDense(found.name, found.shape, reason))
+            dense.append(LeftDense(entry.name, entry.shape, reason))
         else:
-            sparse.append(_candidate(found, own, pad))
+            own = ratio.over(entry.shape[entry.dim]) if pad else ratio
+            sparse.append(replace(entry, pattern=own))
     if wrong := [f"overrides: {text!r} fits no layer: {why}" for text, why in fits.items() if why]:
         raise ConfigError(wrong)
     return sparse, dense
 
 
-def _candidate(
-    found: NamedParameter, pattern: Pattern | None = None, pad: bool = False
-) -> Candidate:
-    assert found.axes is not None
-    dim = found.axes.dim
-    if pattern is not None and pad:
-        pattern = pattern.over(found.shape[dim])
-    name, module, attribute = found.module_name, found.module, found.attribute
-    return Candidate(name, module, attribute, dim, pattern, found.axes.outputs)
-
-
-def _untrained(found: NamedParameter, owned: Collection[int] | None) -> str:
+def _training_obstacle(entry: Candidate, owned: Collection[int] | None) -> str:
     """Say why the optimizer does not train a parameter, or nothing."""
-    if owned is None or (found.parameter.requires_grad and id(found.parameter) in owned):
+    if owned is None or (entry.parameter.requires_grad and id(entry.parameter) in owned):
         return ""
-    return "not in the optimizer" if found.parameter.requires_grad else "frozen"
+    return "not in the optimizer" if entry.parameter.requires_grad else "frozen"
 
 
-def _unfit(found: NamedParameter, pattern: Pattern, pad: bool) -> str:
+def _size_obstacle(entry: Candidate, pattern: Pattern, pad: bool) -> str:
     """Say why a weight of this size cannot hold the pattern, or nothing."""
-    assert found.axes is not None
-    dim, outputs = found.axes.dim, found.axes.outputs
+    assert entry.axes is not None
+    dim, outputs = entry.dim, entry.outputs
     if pattern.v > 1 and outputs != (1 if dim == 0 else 0):
         return f"{pattern} is for matrices and convolutions, whose outputs lie along one dimension"
-    if found.shape[outputs] % pattern.v:
-        return f"{found.shape[outputs]} outputs are not a multiple of {pattern.v}"
-    inputs = found.shape[dim] // found.axes.parts
+    if entry.shape[outputs] % pattern.v:
+        return f"{entry.shape[outputs]} outputs are not a multiple of {pattern.v}"
+    inputs = entry.shape[dim] // entry.axes.parts
     if inputs % pattern.m == 0:
         return ""
-    if found.axes.parts > 1:
+    if entry.axes.parts > 1:
         return f"{inputs} inputs of one group are not a multiple of {pattern.m}"
     reason = f"{inputs} inputs are not a multiple of {pattern.m}"
     if inputs <= pattern.n:
@@ -208,9 +162,8 @@ def _unfit(found: NamedParameter, pattern: Pattern, pad: bool) -> str:
     return "" if pad else f"{reason} (the option pad allows that)"
 
 
-def _refused(found: NamedParameter, pattern: Pattern, refuses: Refuses | None) -> str:
-    assert found.axes is not None
-    return refuses(found.parameter.shape, found.axes.outputs, pattern) if refuses else ""
+def _recipe_obstacle(entry: Candidate, pattern: Pattern, refuses: Refuses | None) -> str:
+    return refuses(entry.parameter.shape, entry.outputs, pattern) if refuses else ""
 
 
 AUTO = "auto"  # in exclude: the first layer and the heads
@@ -221,17 +174,14 @@ Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches c
 
 
 class Options:
-    """The options of a selection, checked together.
+    """The options of a selection, checked together. Raises ConfigError with all mistakes in the
+    options.
 
     Args:
-        model: the model.
         include, exclude, overrides, dims: as in :func:`nmrun.sparsity.select.select`.
 
     Attributes:
         parameters: the parameters of two dimensions or more, under all their names.
-
-    Raises:
-        ConfigError: with all mistakes in the options.
     """
 
     def __init__(
@@ -243,11 +193,11 @@ class Options:
         dims: Mapping[str, int] | None = None,
     ) -> None:
         self._problems: list[str] = []
-        found = named_parameters(model)
-        named = self._dims(found, dims or {})
+        parameters = named_parameters(model)
+        named = self._dims(parameters, dims or {})
         if self._problems:  # the axes cannot be told by wrong dimensions
             named = []
-        self.parameters = with_axes(model, found, lambda each: _first(named, each.names))
+        self.parameters = with_axes(model, parameters, lambda each: _first(named, each.names))
         unwanted = _several(exclude)
         self._include = None if include is None else self._modules("include", _several(include))
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
@@ -256,29 +206,19 @@ class Options:
             raise ConfigError(self._problems)
         self._ends = _ends(model, self.parameters) if AUTO in unwanted else {}
 
-    def pattern(self, parameter: NamedParameter, default: Pattern) -> Pattern:
-        """Return the pattern of a parameter.
-
-        Args:
-            parameter: the parameter.
-            default: the pattern where no override matches.
-        """
+    def pattern(self, parameter: Candidate, default: Pattern) -> Pattern:
+        """Return the pattern of a parameter."""
         return _first(self._overrides, parameter.module_names) or default
 
-    def override(self, parameter: NamedParameter) -> str | None:
+    def override(self, parameter: Candidate) -> str | None:
         """Return the expression of the override that gives a parameter its pattern, if one does."""
-        texts = [(expression, expression.pattern) for expression, own in self._overrides if own]
+        texts = [
+            (expression, expression.pattern) for expression, pattern in self._overrides if pattern
+        ]
         return _first(texts, parameter.module_names)
 
-    def reason(self, parameter: NamedParameter) -> str:
-        """Say why a parameter stays dense by the options, or cannot be sparse.
-
-        Args:
-            parameter: the parameter.
-
-        Returns:
-            The reason, or an empty string.
-        """
+    def reason(self, parameter: Candidate) -> str:
+        """Why a parameter stays dense by the options, or cannot be sparse; or an empty string."""
         modules, problem = parameter.module_names, parameter.obstacle
         wanted = self._include is not None and _match(self._include, modules)
         if parameter.adapter and not wanted:
@@ -314,28 +254,28 @@ class Options:
 
     def _patterns(self, overrides: Mapping[str, str | Pattern]) -> Choices[Pattern | None]:
         """Read the overrides; None stands for dense."""
-        found: Choices[Pattern | None] = []
+        choices: Choices[Pattern | None] = []
         for text, ratio in overrides.items():
             try:
-                own = None if ratio == "dense" else Pattern.parse(ratio)
+                pattern = None if ratio == "dense" else Pattern.parse(ratio)
             except PatternError as error:
                 self._problems.append(f"overrides: {text!r}: {error}")
                 continue
-            found += [(expression, own) for expression in self._modules("overrides", [text])]
-        return found
+            choices += [(expression, pattern) for expression in self._modules("overrides", [text])]
+        return choices
 
-    def _dims(self, found: Sequence[NamedParameter], dims: Mapping[str, int]) -> Choices[int]:
+    def _dims(self, parameters: Sequence[Candidate], dims: Mapping[str, int]) -> Choices[int]:
         """Read the dimensions; note those that some parameter does not have."""
         named: Choices[int] = []
         for text, dim in dims.items():
             if (expression := self._compiled("dims", text)) is None:
                 continue
             named.append((expression, dim))
-            matches = [each for each in found if _match([expression], each.names)]
+            matches = [each for each in parameters if _match([expression], each.names)]
             if not matches:
                 self._problems.append(
                     f"dims: {text!r} matches no parameter of two dimensions or more; "
-                    f"there are {_some(each.name for each in found)}"
+                    f"there are {_some(each.name for each in parameters)}"
                 )
             wrong = [p for p in matches if p.shape and dim not in range(len(p.shape))]
             for first in wrong[:1]:
@@ -353,14 +293,14 @@ class Options:
             return None
 
 
-def _ends(model: nn.Module, found: Sequence[NamedParameter]) -> dict[str, str]:
+def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
     """Name the weights of the first layer and the heads, with the reason."""
-    adapters = {each.module_name for each in found if each.adapter}
+    adapters = {each.module_name for each in parameters if each.adapter}
     layers = [n for n, module in model.named_modules() if axes(module) and n not in adapters]
     last, first = heads(model, layers), first_layer(model)
     both = () if first is None else (first, f"{first}_reverse")  # the two directions of an RNN
-    ends = {each.name: HEAD for each in found if each.module_name in last}
-    return ends | {each.name: FIRST for each in found if each.name in both}
+    ends = {each.name: HEAD for each in parameters if each.module_name in last}
+    return ends | {each.name: FIRST for each in parameters if each.name in both}
 
 
 def _several(texts: str | Sequence[str]) -> list[str]:
@@ -396,15 +336,9 @@ ANYWHERE = re.compile(
 
 
 def first_layer(model: nn.Module) -> str | None:
-    """Name the parameter that multiplies the model's input.
-
-    Args:
-        model: a model whose modules are registered in the order of use.
-
-    Returns:
-        The parameter's whole name (of a bidirectional layer, the forward direction's). None where
-        an embedding comes first, or where the model has no known layer.
-    """
+    """The parameter that multiplies the model's input, of modules in the order of use; of a
+    bidirectional layer the forward direction's. None where an embedding comes first, or without
+    a known layer."""
     for name, module in model.named_modules():
         if is_embedding(module):
             return None
@@ -416,29 +350,22 @@ def first_layer(model: nn.Module) -> str | None:
 
 
 def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
-    """Name the layers whose output is the model's.
+    """Those of ``layers`` whose output is the model's.
 
     A model may name its heads (``get_classifier`` of timm, ``get_output_embeddings`` of Hugging
     Face). Layers with a usual name (``fc``, ``classifier``, ``lm_head`` and the like) are heads
     too. Without either, the last layer is the head if it is linear.
-
-    Args:
-        model: the model.
-        layers: the names of the modules that have a weight, in the order of the modules.
-
-    Returns:
-        Some of ``layers``.
     """
     core, prefix = _unwrapped(model)
-    found = {n for n in layers if ANYWHERE.fullmatch(n.rpartition(".")[2])}
+    ends = {n for n in layers if ANYWHERE.fullmatch(n.rpartition(".")[2])}
     names = {id(m): n for n, m in model.named_modules()}
     branches = [names[id(m)] for m in _declared(core) if id(m) in names]
     branches += [f"{prefix}{n}" for n in _named(core)]
     for branch in branches:
         inside = [n for n in layers if n == branch or n.startswith(f"{branch}.")]
-        found.update(inside[-1:])
-    if found or not layers or _headless(core):
-        return found
+        ends.update(inside[-1:])
+    if ends or not layers or _headless(core):
+        return ends
     last = model.get_submodule(layers[-1])
     linear = isinstance(last, nn.Linear) or type(last).__name__ == "Conv1D"
     return {layers[-1]} if linear else set()

@@ -30,15 +30,8 @@ TOLERANCE = 1e-12  # of gains, where a block's largest is 1: the optimum up to r
 
 @cache
 def block_patterns(n: int, m: int) -> Tensor:
-    """List all 0/1 matrices whose rows and columns each sum to n. Feasible for m up to 4.
-
-    Args:
-        n: ones of a row.
-        m: rows and columns.
-
-    Returns:
-        (count, m, m), float64; 90 of them for 2:4.
-    """
+    """All 0/1 matrices whose rows and columns each sum to n: (count, m, m), float64; 90 of them
+    for 2:4. Feasible for m up to 4."""
     rows = [row for row in itertools.product((0, 1), repeat=m) if sum(row) == n]
     blocks = [
         b
@@ -88,7 +81,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
         chosen = candidates[(blocks @ candidates.T).argmax(1)]
     elif n == 1:
-        chosen = torch.stack([_assigned(block) for block in blocks.unflatten(1, (m, m)).cpu()])
+        chosen = torch.stack([_assignment(block) for block in blocks.unflatten(1, (m, m)).cpu()])
         chosen = chosen.to(weight.device)
     else:
         chosen = best_masks(blocks.unflatten(1, (m, m)), n)
@@ -100,7 +93,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     )
 
 
-def _assigned(block: Tensor) -> Tensor:
+def _assignment(block: Tensor) -> Tensor:
     """The best mask of one block (M, M) with one in each row and column."""
     from scipy.optimize import linear_sum_assignment
 
@@ -110,16 +103,8 @@ def _assigned(block: Tensor) -> Tensor:
 
 
 def best_masks(blocks: Tensor, n: int) -> Tensor:
-    """Find the mask of every block that has N in each row and column and keeps the largest sum.
-
-    Args:
-        blocks: (count, M, M), 0 or more, float64.
-        n: below M.
-
-    Returns:
-        The masks: bool, shape of ``blocks``, each the optimum up to rounding; the same bits on
-        every call.
-    """
+    """The masks of blocks (count, M, M), float64, that have N in each row and column and keep
+    the largest sum, up to rounding; the same bits on every call. n is below M."""
     large = torch.finfo(blocks.dtype).max
     finite = blocks.nan_to_num(large, large)  # NaN and infinity are kept first
     most = finite.amax((1, 2), keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
@@ -142,13 +127,7 @@ def dykstra(gains: Tensor, n: int) -> Tensor:
     """Approach the solution of the regularised problem: TSENOR's algorithm 1, with logarithms.
 
     Projected onto rows that sum to N, columns that do, and entries of 1 at most, in turn.
-
-    Args:
-        gains: (count, M, M), from 0 to 1.
-        n: the sums.
-
-    Returns:
-        The logarithm of the plan, shape of ``gains``.
+    ``gains``: (count, M, M), from 0 to 1. Returns the logarithm of the plan, shape of ``gains``.
     """
     plan, correction = gains * SHARPNESS, torch.zeros_like(gains)
     for _ in range(STEPS):
@@ -162,8 +141,8 @@ def dykstra(gains: Tensor, n: int) -> Tensor:
 
 def _top(plan: Tensor, n: int, dim: int) -> Tensor:
     """The N largest along a dimension, as a mask."""
-    kept = plan.topk(n, dim).indices
-    return torch.zeros_like(plan, dtype=torch.bool).scatter_(dim, kept, True)
+    places = plan.topk(n, dim).indices
+    return torch.zeros_like(plan, dtype=torch.bool).scatter_(dim, places, True)
 
 
 def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
@@ -177,29 +156,29 @@ def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
     """
     size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
     while len(todo):
-        kept = masks[todo]
-        rows, columns = n - kept.sum(2), n - kept.sum(1)
+        mask = masks[todo]
+        rows, columns = n - mask.sum(2), n - mask.sum(1)
         lacks = rows.sum(1) > 0
-        todo, kept, rows, columns = todo[lacks], kept[lacks], rows[lacks], columns[lacks]
+        todo, mask, rows, columns = todo[lacks], mask[lacks], rows[lacks], columns[lacks]
         if not len(todo):
             break
         each, gain = torch.arange(len(todo), device=masks.device), gains[todo]
-        free = (rows > 0).unsqueeze(2) & (columns > 0).unsqueeze(1) & ~kept
+        free = (rows > 0).unsqueeze(2) & (columns > 0).unsqueeze(1) & ~mask
         added = torch.where(free, gain, -1.0).flatten(1).max(1)
         row, column = added.indices // size, added.indices % size
         moves = added.values < 0
         row = torch.where(moves, rows.argmax(1), row)
         column = torch.where(moves, columns.argmax(1), column)
-        can = kept & ~kept[each, row].unsqueeze(1) & ~kept[each, :, column].unsqueeze(2)
+        can = mask & ~mask[each, row].unsqueeze(1) & ~mask[each, :, column].unsqueeze(2)
         more = gain[each, row].unsqueeze(1) + gain[each, :, column].unsqueeze(2) - gain
         place = torch.where(can, more, -torch.inf).flatten(1).argmax(1)
         other_row, other_column = place // size, place % size
-        kept[each[~moves], row[~moves], column[~moves]] = True
+        mask[each[~moves], row[~moves], column[~moves]] = True
         each, row, column = each[moves], row[moves], column[moves]
         other_row, other_column = other_row[moves], other_column[moves]
-        kept[each, other_row, other_column] = False
-        kept[each, row, other_column] = kept[each, other_row, column] = True
-        masks[todo] = kept
+        mask[each, other_row, other_column] = False
+        mask[each, row, other_column] = mask[each, other_row, column] = True
+        masks[todo] = mask
     return masks
 
 
@@ -212,9 +191,9 @@ def _improve(masks: Tensor, gains: Tensor) -> None:
     """
     size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
     while len(todo):
-        kept, gain = masks[todo], gains[todo]
-        out = torch.where(kept, gain, torch.inf).unsqueeze(2)
-        into = torch.where(kept, torch.inf, -gain).unsqueeze(1)
+        mask, gain = masks[todo], gains[todo]
+        out = torch.where(mask, gain, torch.inf).unsqueeze(2)
+        into = torch.where(mask, torch.inf, -gain).unsqueeze(1)
         length, column = (out + into).min(3)
         reached = torch.zeros_like(gain[:, 0])
         before = torch.zeros_like(reached, dtype=torch.long)
@@ -228,7 +207,7 @@ def _improve(masks: Tensor, gains: Tensor) -> None:
             if not bool(changed.any()):
                 return
         gains_more = changed.any(1)
-        todo, kept = todo[gains_more], kept[gains_more]
+        todo, mask = todo[gains_more], mask[gains_more]
         column, before = column[gains_more], before[gains_more]
         each = torch.arange(len(todo), device=masks.device)
         at = changed[gains_more].int().argmax(1)
@@ -238,8 +217,8 @@ def _improve(masks: Tensor, gains: Tensor) -> None:
         while len(index):
             source = before[index, at]
             moved = column[index, source, at]
-            kept[index, source, moved] = False
-            kept[index, at, moved] = True
+            mask[index, source, moved] = False
+            mask[index, at, moved] = True
             on = source != first
             index, at, first = index[on], source[on], first[on]
-        masks[todo] = kept
+        masks[todo] = mask

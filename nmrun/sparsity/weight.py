@@ -1,11 +1,9 @@
 """One sparse weight: the parameter is its projection, the optimizer's state has the dense weight.
 
-Outside a step the parameter is the projected weight, at one address. In a step the parameter points
-at the dense weight (:meth:`SparseWeight.show_dense`), so that any optimizer moves the dense weight.
-After the step it points at the projected weight's memory again
-(:meth:`SparseWeight.show_projected`), which then gets the new projection. Three kinds of parameters
-keep their memory, and values are copied instead: a sharded parameter, a parameter that shares its
-storage, and a parameter whose step is captured by a CUDA graph.
+Outside a step the parameter is the projected weight, at one address. In a step it points at the
+dense weight (:meth:`SparseWeight.show_dense`), so that any optimizer moves that one. A parameter
+that is sharded, shares its storage or is captured by a CUDA graph keeps its memory: values are
+copied.
 
 The dense weight and the recipe's tensors lie in ``optimizer.state[parameter]`` under names that
 begin with ``nmrun_``. In a step they are removed from there, since an optimizer initialises its
@@ -40,11 +38,9 @@ class SparseWeight:
         module_name, module, attribute: the module that has the parameter, and its name there.
         parameter: the ``nn.Parameter``; in sparse phases it is the projected weight.
         pattern, dim: the N:M pattern, and the dimension that groups run along.
-        outputs: the dimension of the outputs.
         dependents: functions that are called with this weight after each projection.
         layer: how the layer's products are computed (``nmrun.products.layer``), None for torch's.
         copies: whether the parameter keeps its memory in a step.
-        version: the parameter's version when nmrun last wrote it.
     """
 
     def __init__(
@@ -111,29 +107,20 @@ class SparseWeight:
         return key in self._tensors
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return a tensor that the recipe keeps for this weight.
-
-        Raises:
-            KeyError: where there is none of this name.
-        """
+        """Return a tensor that the recipe keeps for this weight. Raises KeyError where there is
+        none of this name."""
         return local(self._tensors[key])
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Keep a tensor for this weight; the optimizer's state dict saves it.
-
-        Args:
-            key: its name, without ``nmrun_``.
-            value: the tensor. If it has the shape of :attr:`dense`, it is sharded like the weight.
-        """
+        """Keep a tensor for this weight; the optimizer's state dict saves it. ``key``: its name,
+        without ``nmrun_``. ``value``: the tensor. If it has the shape of :attr:`dense`, it is
+        sharded like the weight."""
         alike = self.is_sharded and value.shape == self.dense.shape
         self._tensors[key] = self.as_shard(value) if alike else value
 
     def with_dense(self, dense: Tensor) -> SparseWeight:
-        """Return this weight with another dense weight, such as an average.
-
-        Args:
-            dense: the other dense weight. All other tensors are shared.
-        """
+        """Return this weight with another dense weight, such as an average. ``dense``: the other
+        dense weight. All other tensors are shared."""
         other = copy.copy(self)
         other._tensors = {**self._tensors, "dense": dense}
         other.dependents = []
@@ -141,13 +128,8 @@ class SparseWeight:
 
     def whole(self, part: Tensor) -> Tensor:
         """Gather a tensor from all processes that have a part of it. All of them must call.
-
-        Args:
-            part: this process's part, of the shape of :attr:`dense`.
-
-        Returns:
-            The whole tensor, of :attr:`shape`; ``part`` itself where the weight is not sharded.
-        """
+        ``part``: this process's part, of the shape of :attr:`dense`. Returns the whole tensor,
+        of :attr:`shape`; ``part`` itself where the weight is not sharded."""
         if not self.is_sharded:
             return part
         plain = part.view(torch.uint8) if part.dtype == torch.bool else part
@@ -155,11 +137,8 @@ class SparseWeight:
         return full.view(part.dtype)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this process's part of a whole tensor: the inverse of :meth:`whole`.
-
-        Args:
-            whole: a tensor of :attr:`shape`, the same on all processes.
-        """
+        """Return this process's part of a whole tensor: the inverse of :meth:`whole`. ``whole``: a
+        tensor of :attr:`shape`, the same on all processes."""
         return local(part_like(whole, self.parameter))
 
     def as_shard(self, part: Tensor) -> Any:
@@ -237,12 +216,9 @@ class SparseWeight:
     ) -> None:
         """Move this weight's tensors out of the optimizer's state.
 
-        The tensors in the state replace those of before, since ``load_state_dict`` may have
-        written them. It casts what it loads, so dtypes and devices are set right here.
-
-        Args:
-            optimizer: the optimizer that steps the parameter.
-            dtypes: the saved :attr:`dtypes`, for a weight that has no such tensors yet.
+        The tensors in the state replace those of before, since ``load_state_dict`` may have written
+        them. It casts what it loads, so dtypes and devices are set right here. ``dtypes``: the
+        saved :attr:`dtypes`, for a weight that has no such tensors yet.
         """
         state = optimizer.state.get(self.parameter)
         if not state:
@@ -263,13 +239,9 @@ class SparseWeight:
         """Keep a tensor that was saved, on the parameter's device.
 
         The dense weight gets the parameter's dtype, and a tensor that replaces another gets the
-        dtype of that one.
-
-        Args:
-            key: its name, without ``nmrun_``.
-            value: the tensor, whole or sharded like the weight.
-            kind: the dtype of a new tensor, such as ``"bool"``. None, the default: that of
-                ``value``.
+        dtype of that one. ``key``: its name, without ``nmrun_``. ``value``: the tensor, whole or
+        sharded like the weight. ``kind``: the dtype of a new tensor, such as ``"bool"``. None, the
+        default: that of ``value``.
         """
         dtype: torch.dtype = getattr(torch, kind) if kind else value.dtype
         if key in self._tensors:
@@ -280,11 +252,7 @@ class SparseWeight:
         self._tensors[key] = part_like(value, self.parameter).to(self.parameter.device, dtype)
 
     def put_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put this weight's tensors into the optimizer's state, so that its state dict saves them.
-
-        Args:
-            optimizer: the optimizer that steps the parameter.
-        """
+        """Put this weight's tensors into the optimizer's state, so that its state dict saves them."""
         if self._tensors:
             state = optimizer.state[self.parameter]
             for key, value in self._tensors.items():

@@ -54,13 +54,13 @@ class SparseActivations:
         dense_end: float = 0.0,
     ) -> None:
         self.pattern = None if pattern is None else Pattern.parse(pattern)
-        found = _chosen(model, include)
-        if self.pattern is not None and not found:
+        modules = _chosen_modules(model, include)
+        if self.pattern is not None and not modules:
             raise ConfigError(
                 f"{self.pattern} activations are those of squared ReLUs, and this model has none: "
                 "model.activation=relu2 of nmrun's GPTs, vision transformers and text encoder"
             )
-        self.modules = list(found)
+        self.modules = list(modules)
         self.sparse_steps = _sparse_steps(total_steps, dense_start, dense_end)
         self.ends_sparse = self.sparse_at((total_steps or 1) - 1)
         self.at(0)
@@ -68,7 +68,7 @@ class SparseActivations:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._hooks = [
             module.register_forward_hook(functools.partial(self._output, name))
-            for name, module in found.items()
+            for name, module in modules.items()
         ]
 
     def at(self, step: int) -> None:
@@ -131,7 +131,7 @@ class SparseActivations:
     def _output(self, name: str, module: nn.Module, inputs: Any, activations: Tensor) -> Tensor:
         """The forward hook of a module."""
         if self.pattern is None:
-            kept = activations
+            pruned = activations
         else:
             if activations.shape[-1] % self.pattern.m:
                 raise ConfigError(
@@ -139,10 +139,10 @@ class SparseActivations:
                     f"which {self.pattern.m} does not divide"
                 )
             needed = self.sparse or self._sums is not None
-            kept = keep_largest(activations, self.pattern) if needed else activations
+            pruned = keep_largest(activations, self.pattern) if needed else activations
         if self._sums is not None:
-            self._sums += _sums(activations.detach(), kept.detach())
-        return kept if self.sparse else activations
+            self._sums += _sums(activations.detach(), pruned.detach())
+        return pruned if self.sparse else activations
 
 
 def _sums(activations: Tensor, kept: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _sums(activations: Tensor, kept: Tensor) -> Tensor:
     return torch.stack([number, zeros.double(), *squares])
 
 
-def _chosen(model: nn.Module, include: str | Sequence[str] | None) -> dict[str, nn.Module]:
+def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     if include is None:
         return {
@@ -240,19 +240,11 @@ def keep_largest(activations: Tensor, pattern: Pattern) -> Tensor:
 
     Of a V:N:M pattern, every block of V consecutive tokens and M features first keeps the four
     features with the largest sum of magnitudes; the last block is filled up with tokens of zeros.
-    Ties keep the lower index, and a NaN is kept.
-
-    Args:
-        activations: (..., features), features a multiple of M; tokens are all other dimensions, in
-            their order.
-        pattern: the pattern.
-
-    Returns:
-        The kept activations and 0 elsewhere, of the same shape and dtype. The gradient passes
-        where they are not 0; it is autograd's, and torch.compile sees a single operator.
-
-    Raises:
-        ValueError: where M does not divide the features.
+    Ties keep the lower index, and a NaN is kept. ``activations``: (..., features), features a
+    multiple of M; tokens are all other dimensions, in their order. Returns the kept activations and
+    0 elsewhere, of the same shape and dtype. The gradient passes where they are not 0; it is
+    autograd's, and torch.compile sees a single operator. Raises ValueError where M does not divide
+    the features.
     """
     kept: Tensor = torch.ops.nmrun.keep_largest(activations, pattern.n, pattern.m, pattern.v)
     return kept

@@ -16,26 +16,19 @@ from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense
-from nmrun.sparsity.weight import LIVE, SparseWeight
-from nmrun.step.hooks import Steps
-from nmrun.step.resume import KEY, WRAPPED
+from nmrun.sparsity.weight import SparseWeight
+from nmrun.step.resume import WRAPPED
+from nmrun.step.stepper import Stepper
 
 
-class Handle(Steps):
-    """What :func:`nmrun.sparsify` returns. The base class :class:`Steps` does the steps.
-
-    Args:
-        optimizer: as in :class:`Steps`.
-        recipe: as in :class:`Steps`.
-        sparse: as in :class:`Steps`.
-        left_dense: the weights that are not sparse, each with the reason.
-        model: the model that they are of.
-        fsdp_modules: the modules of the model that ``fully_shard`` manages.
+class Handle:
+    """What :func:`nmrun.sparsify` returns: what a loop asks of its sparse training.
 
     Attributes:
-        finished: after :meth:`finalize`, what :attr:`sparse` was.
+        model, optimizer, recipe: those of the training; the recipe has its clock.
         left_dense: the weights that are not sparse, each with the reason.
-        model: the model that they are of.
+        finished: after :meth:`finalize`, what :attr:`sparse` was.
+        stepper: carries out the recipe around each step.
         by_onednn: the layers without a sparse weight that :func:`nmrun.accelerate` gave to oneDNN.
     """
 
@@ -48,10 +41,16 @@ class Handle(Steps):
         model: nn.Module,
         fsdp_modules: Sequence[Any] = (),
     ) -> None:
-        self.left_dense, self.model, self._fsdp_modules = left_dense, model, fsdp_modules
+        self.model, self.optimizer, self.recipe = model, optimizer, recipe
+        self.left_dense, self._fsdp_modules = left_dense, fsdp_modules
         self.by_onednn: list[nn.Module] = []
         self.finished: list[SparseWeight] = []
-        super().__init__(optimizer, recipe, sparse)
+        self.stepper = Stepper(optimizer, recipe, sparse)
+
+    @property
+    def sparse(self) -> list[SparseWeight]:
+        """The sparse weights; none after :meth:`finalize`."""
+        return self.stepper.sparse
 
     # --- what a loop reads -----------------------------------------------------------------------
 
@@ -72,9 +71,18 @@ class Handle(Steps):
         return bool(self.sparse) and (self.recipe.is_sparse or self.recipe.evaluates_final)
 
     @property
+    def measure_flips(self) -> bool:
+        """Set True before ``optimizer.step()`` to measure this step's mask changes."""
+        return self.stepper.measure_flips
+
+    @measure_flips.setter
+    def measure_flips(self, measure: bool) -> None:
+        self.stepper.measure_flips = measure
+
+    @property
     def flip_rate(self) -> float | None:
         """The share of mask entries that changed in the last step; None if not measured."""
-        return self._measured.get("sparsity/flip_rate")
+        return self.stepper.measured.get("sparsity/flip_rate")
 
     def metrics(self) -> dict[str, float]:
         """Return scalars for a log, by name.
@@ -83,7 +91,18 @@ class Handle(Steps):
             The recipe's own scalars, and the measurements of the last step, if it was measured
             (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`).
         """
-        return {**self._measured, **self.recipe.metrics()} if self.sparse else {}
+        return {**self.stepper.measured, **self.recipe.metrics()} if self.sparse else {}
+
+    def pop_events(self) -> list[str]:
+        """Return and clear the recipe's events since the last call, each one a sentence.
+
+        Python's logger ``nmrun`` has each of them too, at level INFO.
+        """
+        return self.stepper.pop_events()
+
+    def refresh(self) -> None:
+        """Write the projections of the dense weights into the parameters, as after every step."""
+        self.stepper.refresh()
 
     @torch.no_grad()
     def final_weight(self, weight: SparseWeight) -> Tensor:
@@ -122,8 +141,8 @@ class Handle(Steps):
         """
         self._reshard()
         # layers would compute with copies of the projected weights, packed or pruned again
-        own = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
-        for products in own:
+        layers = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
+        for products in layers:
             products.active = False
         for weight in self.sparse:
             weight.show_dense()
@@ -135,7 +154,7 @@ class Handle(Steps):
             after = [weight.parameter._version for weight in self.sparse]
             for weight in self.sparse:
                 weight.show_projected()
-            for products in own:
+            for products in layers:
                 products.active = True
             if before != after:
                 self.refresh()
@@ -207,7 +226,7 @@ class Handle(Steps):
             weight by its name, not copied.
         """
         return {
-            "nmrun": self._resume.settings(),
+            "nmrun": self.stepper.resume.settings(),
             "weights": {w.name: w.saved() for w in self.sparse},
         }
 
@@ -221,12 +240,12 @@ class Handle(Steps):
             ConfigError: for the state of another recipe, ratio or choice of weights, or of another
                 version of what is saved.
         """
-        self._resume.check(state.get("nmrun") or {})
+        self.stepper.resume.check(state.get("nmrun") or {})
         for weight in self.sparse:
             weight.clear()
             for key, value in state["weights"][weight.name].items():
                 weight.restore(key, value.clone())
-        self._resume.restore(state["nmrun"])
+        self.stepper.resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
         """Make room for the tensors in files of ``torch.distributed.checkpoint``, before a load.
@@ -242,7 +261,7 @@ class Handle(Steps):
         Args:
             metadata: the metadata of the files.
         """
-        self._resume.make_room(metadata)
+        self.stepper.resume.make_room(metadata)
 
     @torch.no_grad()
     def finalize(self, model: Average | None = None) -> None:
@@ -266,9 +285,11 @@ class Handle(Steps):
             return
         self._reshard()
         if self.sparse:
-            self._recover()
+            self.stepper.recover()
             dense = self.recipe.dense_forward
-            moved = (w.name for w in self.sparse if not dense and w.moved() and self._differs(w))
+            moved = (
+                w.name for w in self.sparse if not dense and w.moved() and self.stepper.differs(w)
+            )
             check_finished(self.recipe, self.sparse, next(moved, ""))
             self.finished = self.sparse
         for weight in self.sparse:
@@ -283,7 +304,7 @@ class Handle(Steps):
         or what was loaded into them since the last step.
         """
         self._reshard()
-        self._recover()
+        self.stepper.recover()
         for weight in self.sparse:
             if weight.moved():
                 weight.forget_dense()
@@ -291,17 +312,8 @@ class Handle(Steps):
         self._leave()
 
     def _leave(self) -> None:
-        for weight in self.sparse:
-            weight.pop_state(self.optimizer)
-            layer.uninstall(weight)
-            LIVE.pop(id(weight.parameter), None)
+        self.stepper.leave()
         layer.restore_forward(self.by_onednn)
-        if self.sparse:
-            self.recipe.detach(self.optimizer)
-        for hook in self._hooks:
-            hook.remove()
-        self.optimizer.param_groups[0].pop(KEY, None)
-        self.sparse, self._hooks = [], []
 
     @contextlib.contextmanager
     def projected(self, model: Average) -> Iterator[None]:
@@ -343,15 +355,9 @@ Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters
 def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
     """Check that the weights can stay as they are.
 
-    Args:
-        recipe: the recipe, with its clock.
-        weights: the sparse weights.
-        differs: the name of a weight that is not the projection of its dense weight, or an empty
-            string.
-
-    Raises:
-        RunError: with the reason: a parameter was replaced, the optimizer never stepped, training
-            ended in a dense phase, or a weight was changed or does not hold its pattern.
+    ``differs``: the name of a weight that is not the projection of its dense weight, or an empty
+    string. Raises RunError with the reason: a parameter was replaced, the optimizer never stepped,
+    training ended in a dense phase, or a weight was changed or does not hold its pattern.
     """
     replaced = [w for w in weights if _is_replaced(w)]
     if replaced:
@@ -389,19 +395,9 @@ def _is_replaced(weight: SparseWeight) -> bool:
 
 
 def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """Find parameters in a copy of the model, also inside wrappers (EMA, DDP, compiled).
-
-    Args:
-        average: the copy, or the list of its parameters.
-        model: the model that was made sparse.
-        names: the names of the parameters there.
-
-    Returns:
-        The copy's parameters.
-
-    Raises:
-        ConfigError: where the copy has no such parameter.
-    """
+    """The parameters of these names in a copy of the model, also inside wrappers (EMA, DDP,
+    compiled). ``average``: the copy, or the list of its parameters. Raises ConfigError where it
+    has no such parameter."""
     parameters: dict[str, Tensor]
     if isinstance(average, nn.Module):
         parameters = {_plain(name): p for name, p in average.named_parameters()}

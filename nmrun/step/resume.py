@@ -16,9 +16,9 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
-from nmrun.optim.stock import Uncompiled
+from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.distributed import summed
+from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import PREFIX, SparseWeight
 
 KEY = "nmrun"
@@ -33,9 +33,6 @@ class Resume:
     After ``load_state_dict``, it gives the recipe and the weights what was loaded.
 
     Args:
-        optimizer: the optimizer that steps the weights.
-        recipe: the recipe, with its clock.
-        weights: the sparse weights.
         refresh: a function that writes the projections of the dense weights into the parameters.
     """
 
@@ -58,10 +55,7 @@ class Resume:
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says.
-
-        Args:
-            metadata: of ``torch.distributed.checkpoint``'s files.
-        """
+        ``metadata``: of ``torch.distributed.checkpoint``'s files."""
         plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
         for key, saved in metadata.state_dict_metadata.items():
             own, _, last = key.rpartition(".")
@@ -84,11 +78,8 @@ class Resume:
                     state[key] = torch.zeros(saved.size, dtype=kind, device=like.device)
 
     def hooks(self) -> list[Any]:
-        """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``.
-
-        Returns:
-            The handles that remove the hooks.
-        """
+        """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``. Returns the
+        handles that remove the hooks."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
             self.optimizer.register_state_dict_post_hook(
@@ -98,10 +89,10 @@ class Resume:
                 lambda _, state: self._before_loading(state)
             ),
             self.optimizer.register_load_state_dict_post_hook(lambda _: self._after_loading()),
-            *self._own_loading(),
+            *self._custom_loading(),
         ]
 
-    def _own_loading(self) -> list[Any]:
+    def _custom_loading(self) -> list[Any]:
         """Follow a ``load_state_dict`` of the optimizer's own, which may call no hooks, as
         bitsandbytes' does not.
         """
@@ -158,15 +149,9 @@ class Resume:
                 state_dict["state"].setdefault(number, {})
 
     def check(self, settings: dict[str, Any] | None) -> None:
-        """Check that saved settings fit this recipe and these weights.
-
-        Args:
-            settings: as of :meth:`settings`; None, from a training without nmrun, fits.
-
-        Raises:
-            ConfigError: for another recipe, ratio or choice of weights, or another version of what
-                is saved.
-        """
+        """Check that saved settings fit this recipe and these weights. ``settings``: as of
+        :meth:`settings`; None, from a training without nmrun, fits. Raises ConfigError for
+        another recipe, ratio or choice of weights, or another version of what is saved."""
         if settings is None:
             return
         own = self.settings()
@@ -228,10 +213,7 @@ class Resume:
 
     def restore(self, settings: dict[str, Any]) -> None:
         """Set the recipe's clock, project the weights, and put their tensors into the state.
-
-        Args:
-            settings: as of :meth:`settings`. The weights have their tensors already.
-        """
+        ``settings``: as of :meth:`settings`. The weights have their tensors already."""
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         for weight in self.weights:
@@ -239,23 +221,16 @@ class Resume:
 
 
 def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> None:
-    """Check that a ``state_dict`` of the optimizer's own has what :class:`Resume` adds.
-
-    Args:
-        optimizer: the optimizer, whose hooks are there already.
-        weights: the sparse weights.
-
-    Raises:
-        ConfigError: where it has not.
-    """
-    if type(optimizer).state_dict in (torch.optim.Optimizer.state_dict, Uncompiled.state_dict):
+    """Check that a ``state_dict`` of the optimizer's own has what :class:`Resume` adds. Raises
+    ConfigError where it has not."""
+    if type(optimizer).state_dict in (torch.optim.Optimizer.state_dict, EagerOptimizer.state_dict):
         return
     saved = optimizer.state_dict()
     wanted = any(weight.saved() for weight in weights)
-    kept = any(
+    has_tensors = any(
         str(key).startswith(PREFIX) for own in saved.get("state", {}).values() for key in own
     )
-    if not saved_settings(saved.get("param_groups") or ()) or (wanted and not kept):
+    if not saved_settings(saved.get("param_groups") or ()) or (wanted and not has_tensors):
         raise ConfigError(
             f"{type(optimizer).__name__} leaves the dense weights out of its state dict, and a "
             "resume would lose them: use its base optimizer alone"
@@ -263,27 +238,15 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
 
 
 def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Find the settings that were saved with an optimizer.
-
-    Args:
-        groups: the parameter groups of an optimizer, or of its state dict.
-
-    Returns:
-        The settings as of :meth:`Resume.settings`, or None where there are none.
-    """
-    found = groups[0].get(KEY) if groups else None
-    return found if isinstance(found, dict) else None
+    """The settings (:meth:`Resume.settings`) in the parameter groups of an optimizer or of its
+    state dict; None without."""
+    settings = groups[0].get(KEY) if groups else None
+    return settings if isinstance(settings, dict) else None
 
 
 def dtypes_of(settings: dict[str, Any]) -> dict[str, str]:
-    """Read the dtypes of the saved tensors whose dtype is not their parameter's.
-
-    Args:
-        settings: as of :meth:`Resume.settings`.
-
-    Returns:
-        The name of a dtype, such as ``bool``, by the name of the tensor.
-    """
+    """The dtypes of the saved tensors whose dtype is not their parameter's, such as ``bool``, by
+    name."""
     return dict(entry.split("=") for entry in settings["dtypes"].split())
 
 
@@ -295,18 +258,11 @@ def _as_text(weights: Sequence[SparseWeight]) -> str:
 
 @torch.no_grad()
 def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> bool:
-    """Say whether the coming step only initialises the optimizer's state.
+    """Whether the coming step only initialises the optimizer's state: it has none yet, all learning
+    rates are 0, and all gradients are 0 on all ranks.
 
-    torch.distributed.checkpoint makes such a step before it saves or loads, with learning rate 0
-    and gradients of 0. A recipe must not count it.
-
-    Args:
-        optimizer: the optimizer that is about to step.
-        weights: the sparse weights.
-
-    Returns:
-        Whether the optimizer has no state yet, all its learning rates are 0, and all gradients are
-        0 on all ranks.
+    torch.distributed.checkpoint makes such a step before it saves or loads. A recipe must not
+    count it.
     """
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(lr is None or getattr(lr, "is_cuda", False) or float(lr) != 0 for lr in rates):
@@ -318,4 +274,4 @@ def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     if not grads:
         return False
     moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
-    return not summed(weights, moves)
+    return not global_sum(weights, moves)

@@ -14,8 +14,9 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.distributed import check_shards
-from nmrun.sparsity.select import Candidate, LeftDense, by_reason, candidates, select
+from nmrun.sparsity.layers import Candidate
+from nmrun.sparsity.processes import check_shards
+from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
 from nmrun.step.resume import Resume, check_saved, dtypes_of, saved_settings
@@ -118,8 +119,8 @@ def sparsify(
     _refuse_second(model, optimizer)
     _refuse_masked(model)
     if rule.name == "dense":
-        found = candidates(model, dims)
-        left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in found]
+        weights = candidates(model, dims)
+        left = [LeftDense(c.name, c.shape, "recipe dense") for c in weights]
         return Handle(optimizer, rule, [], left, model)
     if input_gradient == "transposable":
         rule.make_transposable()
@@ -171,18 +172,11 @@ def sparsify(
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside the wrappers of training frameworks.
+    """The torch optimizer inside the wrappers of accelerate, Lightning or fairseq.
 
-    Args:
-        optimizer: a torch optimizer, or a wrapper of accelerate, Lightning or fairseq.
-
-    Returns:
-        The torch optimizer.
-
-    Raises:
-        ConfigError: for an object that is no torch optimizer, and for optimizers that evaluate
-            gradients several times a step, do not save the state of all parameters, or move
-            weights elsewhere than in a step.
+    Raises ConfigError for what is no torch optimizer, and for optimizers that evaluate gradients
+    several times a step, do not save the state of all parameters, or move weights elsewhere than
+    in a step.
     """
     while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
         inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)

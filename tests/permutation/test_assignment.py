@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.permutation import order as assignment
+from nmrun.permutation import order as orders
 from nmrun.permutation.order import assigned_order, best_order, kept_magnitude
 
 
@@ -43,7 +43,7 @@ def kept(layers: list[tuple[Tensor, Pattern]], order: list[int]) -> float:
 )
 def test_no_exchange_at_one_place_of_the_groups_keeps_more(parts, channels, monkeypatch):
     """Of all ways to hand the channels at one place of every block out again, by brute force."""
-    monkeypatch.setattr(assignment, "LEAST", 0.0)
+    monkeypatch.setattr(orders, "LEAST", 0.0)
     block = {"2:4 3:8": 8, "2:3 1:4": 12, "3:8": 8}.get(" ".join(p for _, p in parts), 4)
     for seed in range(3):
         layers = [
@@ -61,16 +61,6 @@ def test_no_exchange_at_one_place_of_the_groups_keeps_more(parts, channels, monk
                 for position, channel in zip(places, exchanged, strict=True):
                     other[position] = channel
                 assert kept(layers, other) <= best * (1 + 1e-9)
-
-
-def test_channels_are_dealt_forwards_and_backwards():
-    """By hand: sums 9 to 1, three blocks of three; and the last of three blocks short."""
-    sums = torch.tensor([1.0, 9, 2, 8, 3, 7, 4, 6, 5])
-    by_size = [1, 3, 5, 7, 8, 6, 4, 2, 0]  # channels, the largest sum first
-    rows = [by_size[0:3], by_size[3:6][::-1], by_size[6:9]]
-    assert assignment._dealt(sums, 3).tolist() == [rows[r][b] for b in range(3) for r in range(3)]
-    short = assignment._dealt(sums[:7], 3).tolist()
-    assert short == [1, 4, 2, 3, 6, 0, 5]  # sums 9 3 2 | 8 4 1 | 7
 
 
 def test_it_keeps_about_what_the_search_by_swaps_keeps():

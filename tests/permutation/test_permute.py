@@ -636,7 +636,7 @@ def test_masks_that_are_remembered_follow() -> None:
         if name in masks:
             masks[name] = masks[name].index_select(dim, index)
 
-    handle.followers.append(follow)
+    handle.stepper.followers.append(follow)
     handle.measure_flips = True
     diagnostics.before()
     model(x).sum().backward()

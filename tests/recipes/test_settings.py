@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nmrun import recipes
-from nmrun.recipes.base import hyperparameters
+from nmrun.ranges import checks
 
 # of the papers or their code (docs/recipes says which); MaskLLM's dense start is ours
 PAPERS: dict[str, dict[str, Any]] = {
@@ -36,4 +36,4 @@ def test_defaults_are_those_of_the_papers(name: str) -> None:
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_recipe_shows_its_hyperparameters_alone(name: str) -> None:
     shown = repr(recipes.build(name, {}))
-    assert re.findall(r"(\w+)=", shown) == list(hyperparameters(recipes.find(name)))
+    assert re.findall(r"(\w+)=", shown) == list(checks(recipes.find(name)))

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import nmrun
 from nmrun.errors import ConfigError, RunError
 from nmrun.sparsity import check_nm, hard_threshold, soft_threshold
-from nmrun.step import hooks as handles
+from nmrun.step import stepper as steppers
 from nmrun.step.handle import Handle
 
 MAKERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,7 +87,7 @@ def test_values_that_are_written_from_outside_are_the_new_dense_weight(
 ) -> None:
     """By the next step at the latest; what ``.data`` hides is found when all weights are compared."""
     if "data" in change:
-        monkeypatch.setattr(handles, "COMPARED_EVERY", 1)
+        monkeypatch.setattr(steppers, "COMPARED_EVERY", 1)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4")

@@ -111,7 +111,7 @@ def test_a_weight_that_is_zero_is_in_no_mask() -> None:
 
 def test_the_first_masks_are_those_of_the_beginning_and_are_saved() -> None:
     _, optimizer, handle = start("ste")
-    handle.mask_metrics.begin()
+    handle.stepper.mask_metrics.begin()
     move(handle, optimizer, SECOND, measure=False)
     assert handle.flip_rate is None
     assert handle.metrics() == {}
@@ -121,7 +121,7 @@ def test_the_first_masks_are_those_of_the_beginning_and_are_saved() -> None:
         other_handle.sparse[0].dense.copy_(torch.tensor(SECOND))
         other_handle.refresh()
     # a resumed process begins too, from whatever it was built with
-    other_handle.mask_metrics.begin()
+    other_handle.stepper.mask_metrics.begin()
     other_handle.load_state_dict(handle.state_dict())
     assert move(other_handle, other_optimizer, SECOND)["sparsity/sad_since_first"] == 2 / 8
 
@@ -154,7 +154,7 @@ def test_nothing_is_measured_in_dense_training() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = nmrun.sparsify(model, optimizer, "dense", "2:4")
-    handle.mask_metrics.begin()
+    handle.stepper.mask_metrics.begin()
     handle.measure_flips = True
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()

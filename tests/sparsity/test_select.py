@@ -89,7 +89,7 @@ def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
     assert {c.name: c.dim for c in found} == {f"layer.{name}": dim for name, dim in wanted.items()}
     for candidate in found:
         assert (
-            candidate.tensor
+            candidate.parameter
             is dict(module.named_parameters())[candidate.name.removeprefix("layer.")]
         )
 
@@ -108,10 +108,10 @@ def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor)
     """
     (candidate,) = candidates(module)
     with torch.no_grad():
-        candidate.tensor.select(candidate.dim, 3).zero_()
+        candidate.parameter.select(candidate.dim, 3).zero_()
     before = module(x)
     changed = x.clone()
-    changed[:, 3 :: candidate.tensor.shape[candidate.dim]] += 1.0
+    changed[:, 3 :: candidate.parameter.shape[candidate.dim]] += 1.0
     torch.testing.assert_close(module(changed), before)
     changed[:, 2] += 1.0
     assert not torch.allclose(module(changed), before)
@@ -127,7 +127,7 @@ def test_a_slice_of_the_outputs_makes_one_output(kind: str) -> None:
         per_group = getattr(module, "groups", 1) if "transposed" in kind else 1
         bias = getattr(module, candidate.attribute.replace("weight", "bias"), None)
         if isinstance(bias, Tensor):
-            assert candidate.tensor.shape[candidate.outputs] * per_group == len(bias)
+            assert candidate.parameter.shape[candidate.outputs] * per_group == len(bias)
         assert candidate.outputs != candidate.dim
 
 
@@ -136,7 +136,7 @@ def test_recurrent_matrices_sum_over_inputs_and_states(kind: str) -> None:
     module, x, state = getattr(nn, kind)(8, 12), torch.randn(1, 8), torch.randn(1, 12)
     for candidate in candidates(module):
         with torch.no_grad():
-            candidate.tensor.select(candidate.dim, 3).zero_()
+            candidate.parameter.select(candidate.dim, 3).zero_()
 
     def others(x: Tensor, hidden: Tensor) -> Tensor:
         """One step's output but for unit 3, which a GRU blends with its old state."""
@@ -153,7 +153,7 @@ def test_bilinear_sums_over_its_second_input() -> None:
     module, x, y = nn.Bilinear(8, 12, 4), torch.randn(2, 8), torch.randn(2, 12)
     (candidate,) = candidates(module)
     with torch.no_grad():
-        candidate.tensor.select(candidate.dim, 11).zero_()
+        candidate.parameter.select(candidate.dim, 11).zero_()
     before = module(x, y)
     y[:, 11] += 1.0
     torch.testing.assert_close(module(x, y), before)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from nmrun import Pattern
 from nmrun.errors import ConfigError
 from nmrun.sparsity import check_nm, hard_threshold
-from nmrun.sparsity.select import Candidate, candidates, select
+from nmrun.sparsity.layers import Candidate
+from nmrun.sparsity.select import candidates, select
 
 UNKNOWN = "not a weight of a known layer (dims={...} names its input dimension)"
 UNTOLD = "which dimension is summed over cannot be told; say so by dims={...}"
@@ -51,7 +52,7 @@ def by_hand(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tensor, gate:
     def product(name: str, expert: int, x: Tensor) -> Tensor:
         c: Candidate = found[name]
         letters = {0: "e", c.dim: "i", c.outputs: "o"}
-        weight = torch.einsum(f"{letters[0]}{letters[1]}{letters[2]}->eoi", c.tensor)[expert]
+        weight = torch.einsum(f"{letters[0]}{letters[1]}{letters[2]}->eoi", c.parameter)[expert]
         bias = getattr(experts, f"{name}_bias", None)
         return torch.einsum("oi,i->o", weight, x) + (0.0 if bias is None else bias[expert])
 

@@ -229,11 +229,11 @@ def test_a_model_of_a_library(name: str) -> None:
     assert [c.name for c in sparse] == [n for n in order if n not in listed]  # nothing is left out
     assert all(d.reason for d in dense)
     total = sum(p.numel() for p in model.parameters())
-    assert sum(c.tensor.numel() for c in sparse) / total == pytest.approx(case.share, abs=0.001)
+    assert sum(c.parameter.numel() for c in sparse) / total == pytest.approx(case.share, abs=0.001)
     auto = select(model, Pattern(2, 4), exclude="auto")[1]
     assert [d.name for d in auto if "exclude=auto" in d.reason] == case.ends
 
     with Spy(model) as spy:  # gradients are on, so that attention takes no fused path
         model(**case.inputs())
     assert {c.name: spy.summed.get(c.name) for c in sparse} == {c.name: {c.dim} for c in sparse}
-    assert all(c.outputs != c.dim and c.tensor.dim() > max(c.outputs, c.dim) for c in sparse)
+    assert all(c.outputs != c.dim and c.parameter.dim() > max(c.outputs, c.dim) for c in sparse)

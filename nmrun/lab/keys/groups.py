@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from nmrun.ranges import (
-    ACCELERATION,
+from nmrun.lab.keys.ranges import (
     ACTIVATIONS,
     BETAS,
     BUDGET,
@@ -20,16 +19,19 @@ from nmrun.ranges import (
     COMPILE,
     DECAYED,
     EVALUATIONS,
-    FLAG,
-    FRACTION,
-    INPUT_GRADIENTS,
     LOGGERS,
-    OPTIONAL_TEXT,
     PATTERN,
     RATIOS,
     SEED,
     SEEDS,
     TAGS,
+)
+from nmrun.ranges import (
+    ACCELERATION,
+    FLAG,
+    FRACTION,
+    INPUT_GRADIENTS,
+    OPTIONAL_TEXT,
     TEXT,
     number,
     one_of,

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.lab.keys.datasets import IMAGES
 from nmrun.lab.keys.groups import Named
-from nmrun.ranges import EXPRESSIONS, TEXT, WIDTHS, Check, one_of, whole
+from nmrun.lab.keys.ranges import EXPRESSIONS, WIDTHS
+from nmrun.ranges import TEXT, Check, one_of, whole
 
 ARGUMENTS = Check(
     "null or keyword arguments such as {drop_path_rate: 0.1}",

@@ -38,7 +38,7 @@ class Diagnostics:
         self.load_state_dict(None)
         self._dense: Weights = {}
         self._used: Weights = {}
-        handle.followers.append(self._reorder)
+        handle.stepper.followers.append(self._reorder)
 
     def before(self) -> None:
         """Training is about to take a step from these weights."""

@@ -166,7 +166,7 @@ def kept_shares(
     layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
         layers.setdefault(c.module_name, []).append(
-            by_group(c.tensor, Pattern(1, m), c.dim).reshape(-1, m)
+            by_group(c.parameter, Pattern(1, m), c.dim).reshape(-1, m)
         )
     found = {}
     for name, weights in layers.items():

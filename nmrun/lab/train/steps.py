@@ -70,7 +70,7 @@ class TrainingSteps:
         self.step = self.updates = self.logged_step = self.items = 0
         self.losses: list[Tensor] = []
         self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
-        self.handle.mask_metrics.begin()
+        self.handle.stepper.mask_metrics.begin()
 
     def train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
         """Make one step.

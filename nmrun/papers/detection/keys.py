@@ -8,9 +8,13 @@ from typing import Annotated, ClassVar
 
 from nmrun.lab.keys.datasets import SHARE, Dataset, Seeded
 from nmrun.lab.keys.models import Model
-from nmrun.ranges import FLAG, LEVELS, PATH, one_of, whole
+from nmrun.ranges import FLAG, PATH, Check, one_of, whole
 
 INSTANCES = "images with instances"
+LEVELS = Check(
+    "a list of five whole numbers, 1 or more",
+    lambda value: isinstance(value, list) and len(value) == 5 and all(map(whole(1).holds, value)),
+)
 
 
 @dataclass(frozen=True)

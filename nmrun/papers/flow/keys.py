@@ -9,9 +9,20 @@ from typing import Annotated, ClassVar
 from nmrun.lab.keys.datasets import SHARE, Dataset, Fractions, Seeded
 from nmrun.lab.keys.groups import Group
 from nmrun.lab.keys.models import Model
-from nmrun.ranges import FLAG, OPTIONAL_TEXT, SIDES, one_of, whole
+from nmrun.ranges import FLAG, OPTIONAL_TEXT, Check, one_of, whole
 
 FRAMES = "pairs of frames with optical flow"
+SIDES = Check(
+    "null or height and width, multiples of 8 such as [368,496]",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(whole(8).holds(side) and side % 8 == 0 for side in value)
+        )
+    ),
+)
 
 
 @dataclass(frozen=True)

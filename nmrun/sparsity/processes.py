@@ -30,13 +30,8 @@ def agree_over_ranks(recipe: RecipeClock, weights: Sequence[SparseWeight]) -> bo
     Ranks that called ``sparsify`` before DDP synchronised their models have equal projected weights
     but different dense weights, masks and scales. Ranks with different seeds have different scores.
     A weight whose projected and dense values both differ is not replicated and stays as it is.
-
-    Args:
-        recipe: the recipe; where a tensor was replaced, it goes on from rank 0's clock and seed.
-        weights: the sparse weights.
-
-    Returns:
-        Whether a tensor was replaced.
+    ``recipe``: the recipe; where a tensor was replaced, it goes on from rank 0's clock and seed.
+    Returns whether a tensor was replaced.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
@@ -76,14 +71,10 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
     """Refuse sharded weights whose masks a process cannot choose from its own part.
 
-    Args:
-        weights: the sparse weights.
-        across: who looks across the rows of a weight, if anybody does. V:N:M masks do anyway.
-
-    Raises:
-        ConfigError: for a part of a weight that is looked at across rows; for a weight that is
-            sharded along the dimension of its groups, or whose placement is neither replicated nor
-            a plain shard; where weights differ in their device mesh or placements.
+    ``across``: who looks across the rows of a weight, if anybody does. V:N:M masks do anyway.
+    Raises ConfigError for a part of a weight that is looked at across rows; for a weight that is
+    sharded along the dimension of its groups, or whose placement is neither replicated nor a plain
+    shard; where weights differ in their device mesh or placements.
     """
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:
@@ -111,16 +102,10 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
             )
 
 
-def summed(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
-    """Add up the sums of all processes, in place.
-
-    Args:
-        weights: the sparse weights.
-        sums: sums over this process's parts of the weights.
-
-    Returns:
-        ``sums``, now over the whole weights; unchanged where the weights are not sharded.
-    """
+def global_sum(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
+    """Add up the sums of all processes, in place. ``sums``: sums over this process's parts of the
+    weights. Returns ``sums``, now over the whole weights; unchanged where the weights are not
+    sharded."""
     if weights and weights[0].is_sharded:
         like: Any = weights[0].parameter
         for dim, placement in enumerate(like.placements):

@@ -28,12 +28,13 @@ from nmrun.errors import RunError
 from nmrun.kernels.operands import Update
 from nmrun.kernels.uncompiled import uncompiled
 from nmrun.optim import Adam, skipped_by_loss_scaling
+from nmrun.products import layer
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.distributed import agree_over_ranks
 from nmrun.sparsity.metrics import MaskMetrics
+from nmrun.sparsity.processes import agree_over_ranks
 from nmrun.sparsity.projections import WeightBatch
 from nmrun.sparsity.weight import LIVE, SparseWeight
-from nmrun.step.resume import Resume, makes_state
+from nmrun.step.resume import KEY, Resume, makes_state
 
 COMPARED_EVERY = 500  # steps between comparisons that find writes through ``.data``
 WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
@@ -41,23 +42,16 @@ WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
 HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-class Steps:
+class Stepper:
     """Carries out a recipe around the steps of an optimizer.
 
-    Args:
-        optimizer: the optimizer that steps the weights.
-        recipe: the recipe, attached to the weights.
-        sparse: the sparse weights.
-
     Attributes:
-        optimizer: the optimizer that steps the weights.
-        recipe: the recipe, with its clock.
-        sparse: the sparse weights.
-        measure_flips: set True before ``optimizer.step()`` to measure this step's mask changes;
-            False by default.
-        mask_metrics: measures them (:class:`nmrun.sparsity.metrics.MaskMetrics`).
-        followers: functions that are called with (parameter name, dim, index) when channel
-            permutation made a parameter ``p.index_select(dim, index)``.
+        sparse: the sparse weights, whose recipe is attached; empty after :meth:`leave`.
+        measure_flips: whether the next step's mask changes are measured.
+        measured: what was measured in the last step, by name.
+        mask_metrics: what measures them.
+        followers: are called with (parameter name, dim, index) when channel permutation made a
+            parameter ``p.index_select(dim, index)``.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class Steps:
         self.mask_metrics = MaskMetrics(recipe, sparse)
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self.optimizer = optimizer
-        self._measured: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
         self._open = 0  # steps that have begun and not ended: two where one calls another
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
         self._written = 0  # steps in a row before which others wrote the weights
@@ -82,16 +76,16 @@ class Steps:
         self._batch = WeightBatch()
         self._compared = False  # whether the ranks' dense weights were compared
         self._hooks: list[Any] = []
-        self._resume = Resume(optimizer, recipe, sparse, self.refresh)
+        self.resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
         for weight in sparse:
             LIVE[id(weight.parameter)] = weight.parameter
             weight.copies = captured or not _owns_its_storage(weight.parameter)
         if sparse:
             self._hooks = [
-                optimizer.register_step_pre_hook(_marked(self._before_step)),
-                optimizer.register_step_post_hook(_marked(self._after_step)),
-                *self._resume.hooks(),
+                optimizer.register_step_pre_hook(_hook(self._before_step)),
+                optimizer.register_step_post_hook(_hook(self._after_step)),
+                *self.resume.hooks(),
             ]
         self.refresh()
         self._log_events()
@@ -108,7 +102,7 @@ class Steps:
         self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
         if self._skipped:
             return answer
-        self._recover()
+        self.recover()
         for weight in self.sparse:
             weight.pop_state(optimizer)
         if not self._compared:
@@ -128,7 +122,7 @@ class Steps:
                     weight.show_dense()
         return answer
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After a step that failed half-way, let the parameters be the projected weights again."""
         if any(weight.shows_dense for weight in self.sparse):
             for weight in self.sparse:
@@ -176,16 +170,13 @@ class Steps:
                 follow(name, dim, index)
         getattr(self.recipe, "reordered", []).clear()
         self.refresh()
-        self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
+        self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         for weight in self.sparse:
             weight.put_state(optimizer)
         self._log_events()
 
     def pop_events(self) -> list[str]:
-        """Return and clear the recipe's events since the last call, each one a sentence.
-
-        Python's logger ``nmrun`` has each of them too, at level INFO.
-        """
+        """The recipe's events since the last call, which are forgotten here."""
         events, self.recipe.events[:], self._told = list(self.recipe.events), [], 0
         return events
 
@@ -195,11 +186,7 @@ class Steps:
         self._told = len(self.recipe.events)
 
     def warn(self, sentence: str) -> None:
-        """Note an event that nobody plans, and warn of it.
-
-        Args:
-            sentence: what happened.
-        """
+        """Note an event that nobody plans, and warn of it."""
         self.recipe.say(sentence)
         warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
@@ -244,11 +231,8 @@ class Steps:
 
     @torch.no_grad()
     def _notice_changes(self) -> None:
-        """Make weights that were written from outside the new dense weights, with an event.
-
-        Raises:
-            RunError: where that happens step after step: nothing is left of the dense weights then.
-        """
+        """Make weights that were written from outside the new dense weights, with an event. Raises
+        RunError where that happens step after step: nothing is left of the dense weights then."""
         if self.recipe.dense_forward:
             return
         thorough = self._written or self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
@@ -257,7 +241,7 @@ class Steps:
             dense = weight.dense
             if dense.dtype != weight.weight.dtype or dense.device != weight.weight.device:
                 weight.restore("dense", dense)  # the model was moved or cast
-            if (weight.moved() or thorough) and self._differs(weight):
+            if (weight.moved() or thorough) and self.differs(weight):
                 changed.append(weight)
         self._written = self._written + 1 if changed else 0
         if not changed:
@@ -274,32 +258,39 @@ class Steps:
         for weight in changed:
             weight.begin_sparse()
             self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
-        said = f"{which}: the new values are the dense weights"
+        sentence = f"{which}: the new values are the dense weights"
         if self._has_warned or self.recipe.step == 0:  # before the first step they are loaded
-            self.recipe.say(said)
+            self.recipe.say(sentence)
         else:
             self._has_warned = True
-            self.warn(said)
+            self.warn(sentence)
 
-    def _differs(self, weight: SparseWeight) -> bool:
+    def differs(self, weight: SparseWeight) -> bool:
         """Say whether the parameter is not the projection of the dense weight."""
         expected = torch.empty_like(weight.dense)
         self.recipe.project(weight, expected)
         return not torch.equal(expected, weight.weight)
 
+    def leave(self) -> None:
+        """Take hooks and tensors out of the optimizer; the parameters stay as they are."""
+        for weight in self.sparse:
+            weight.pop_state(self.optimizer)
+            layer.uninstall(weight)
+            LIVE.pop(id(weight.parameter), None)
+        if self.sparse:
+            self.recipe.detach(self.optimizer)
+        for hook in self._hooks:
+            hook.remove()
+        self.optimizer.param_groups[0].pop(KEY, None)
+        self.sparse, self._hooks = [], []
+
 
 def closure_first(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate the closure of a step now, since gradients are edited before the step.
-
-    Args:
-        args: the arguments of ``step``, the optimizer first.
-        kwargs: its arguments by name.
-
-    Returns:
-        The arguments with a closure that returns the loss; None where there was no closure.
-    """
+    """Evaluate the closure of a step now, since gradients are edited before the step. ``args``: the
+    arguments of ``step``, the optimizer first. Returns the arguments with a closure that returns
+    the loss; None where there was no closure."""
     closure = kwargs.get("closure")
     if closure is None:
         closure = next((a for a in args[1:] if callable(a)), None)
@@ -312,7 +303,7 @@ def closure_first(
     return (args[0], lambda: loss, *others), rest
 
 
-def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _hook(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of a hook, and mark it as nmrun's: see ``attach._refuse_second``."""
     run = uncompiled(hook)
     run.nmrun = True  # type: ignore[attr-defined]
@@ -326,12 +317,12 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     such a step.
     """
     frame: FrameType | None = sys._getframe()
-    found = 0
+    depth = 0
     while frame is not None:
         if frame.f_code is HOOKED and frame.f_locals["args"][0] is optimizer:
-            found += 1
+            depth += 1
         frame = frame.f_back
-    return found > 1
+    return depth > 1
 
 
 def _owns_its_storage(parameter: Tensor) -> bool:

@@ -1,0 +1,161 @@
+"""Which values the keys of a config take, beside those of ``nmrun.ranges``."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import FRACTION, TEXT, Check, seconds, steps, whole
+
+
+def _is_expressions(value: Any) -> bool:
+    try:
+        return value is None or all(
+            re.compile(item) for item in ([value] if isinstance(value, str) else value)
+        )
+    except (re.error, TypeError):
+        return False
+
+
+def _is_pattern(value: Any, blocks: bool = False) -> bool:
+    try:
+        return value is None or Pattern.parse(value).v == 1 or blocks
+    except PatternError:
+        return False
+
+
+def _is_ratios(value: Any) -> bool:
+    try:
+        return value is None or all(
+            re.compile(str(k)) and (v == "dense" or Pattern.parse(v)) for k, v in value.items()
+        )
+    except (re.error, AttributeError, ValueError, TypeError):
+        return False
+
+
+def _is_budget(value: Any) -> bool:
+    if value in (None, "flops:dense"):
+        return True
+    try:
+        unit, _, amount = value.partition(":")
+        return unit in ("flops", "seconds") and 0 < float(amount) < math.inf
+    except (AttributeError, ValueError):
+        return False
+
+
+def _plain_budget(value: str | None) -> str | None:
+    if value is None or value == "flops:dense":
+        return value
+    unit, _, amount = value.partition(":")
+    return f"{unit}:{float(amount)!r}"
+
+
+COMPILE = Check(
+    "true, false, reduce-overhead (CUDA graphs) or max-autotune",
+    lambda value: isinstance(value, bool) or value in ("reduce-overhead", "max-autotune"),
+)
+
+
+LOGGERS = Check(
+    "a list of tensorboard and mlflow",
+    lambda value: isinstance(value, list) and set(map(str, value)) <= {"tensorboard", "mlflow"},
+)
+
+
+TAGS = Check(
+    "a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.holds, value))
+)
+
+
+EXPRESSIONS = Check(
+    "a regular expression or a list of them",
+    _is_expressions,
+    lambda value: [value] if isinstance(value, str) else value,
+)
+
+
+RATIOS = Check(
+    "null or regular expressions with a ratio (in YAML in quotes) or dense for each, as in "
+    "'sparsity.overrides={inner.1: 1:8, head: dense}'",
+    _is_ratios,
+    lambda value: (
+        (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()})
+        or None
+    ),
+)
+
+
+DECAYED = Check(
+    "all, matrices, or null for what is usual with the model",
+    lambda value: value in (None, "all", "matrices"),
+    options=("all", "matrices"),
+)
+
+
+BETAS = Check(
+    "two numbers from 0 to below 1",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(FRACTION.holds, value)),
+    lambda value: [float(item) for item in value],
+)
+
+
+PATTERN = Check(
+    "an N:M pattern such as 2:4 (in quotes where it is YAML), or null",
+    _is_pattern,
+    lambda value: None if value is None else str(Pattern.parse(value)),
+)
+
+
+ACTIVATIONS = Check(
+    "an N:M or V:N:M pattern such as 2:4 or 64:2:8 (in quotes where it is YAML), or null",
+    lambda value: _is_pattern(value, blocks=True),
+    lambda value: None if value is None else str(Pattern.parse(value)),
+)
+
+
+BUDGET = Check(
+    "flops:dense, flops:<number above 0> such as flops:1e12, seconds:<number above 0> such as "
+    "seconds:600, or null",
+    _is_budget,
+    _plain_budget,
+)
+
+
+CHECKPOINTS = Check(
+    "a time above 0 such as 30s, 10min or 2h, or a whole number of epochs, 1 or more",
+    lambda value: whole(1).holds(value) or bool(seconds(value)),
+)
+
+
+EVALUATIONS = Check(
+    "a whole number of epochs, 1 or more, or of steps such as 200steps",
+    lambda value: whole(1).holds(value) or steps(value) is not None,
+)
+
+
+WIDTHS = Check(
+    "a list of at least two whole numbers, 1 or more",
+    lambda value: isinstance(value, list) and len(value) >= 2 and all(map(whole(1).holds, value)),
+)
+
+
+SEED = Check(
+    "a whole number, 0 or more, below 2^63",
+    lambda value: type(value) is int and 0 <= value < 2**63,
+)
+
+
+SEEDS = Check(
+    "null or a list of different whole numbers, 0 or more, such as [0,1,2]",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, list)
+            and bool(value)
+            and all(map(SEED.holds, value))
+            and len(set(value)) == len(value)
+        )
+    ),
+)
