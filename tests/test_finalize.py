@@ -50,9 +50,13 @@ REASONS: list[tuple[str, Callable[[Start], None], str]] = [
         "training ended in a dense phase of step, after step 3 of total_steps=10",
     ),
     ("asp", dense_phase, "training ended in a dense phase of asp, after step 3 of total_steps=10"),
-    ("sr_ste", other_optimizer, r"0\.weight was changed without the optimizer that was given"),
-    ("sr_ste", replaced, r"2\.weight is another parameter now"),
-    ("sr_ste", assigned, r"0\.weight is another parameter now"),
+    (
+        "sr_ste",
+        other_optimizer,
+        r"0\.weight was changed, but not by the optimizer that sparsify got",
+    ),
+    ("sr_ste", replaced, r"2\.weight is no longer the parameter that was made sparse"),
+    ("sr_ste", assigned, r"0\.weight is no longer the parameter that was made sparse"),
     ("mdgf_linear", dense_phase, r"0\.weight is not 2:4 after step 3"),
     ("lbc", dense_phase, r"weight is not 2:4 after step 3"),
     ("sdgf_stepwise", dense_phase, r"0\.weight is not 2:4 after step 3"),
@@ -222,7 +226,10 @@ def test_what_is_no_average_is_told() -> None:
     made, _, shadows = averaged("sr_ste")
     for wrong, message in (
         (Shadows(shadows), "Shadows is neither a copy of the model nor a list"),
-        (shadows[1:], "this list of 5 tensors has not the shapes of the model's 6 parameters"),
+        (
+            shadows[1:],
+            "this list of 5 tensors does not have the shapes of the model's 6 parameters",
+        ),
         (nn.Linear(3, 3), r"this model has no parameter 0\.weight"),
     ):
         with pytest.raises(ConfigError, match=message) as e:

@@ -88,8 +88,8 @@ class NMCallback(TrainerCallback):
             if empty:
                 self.handle.abandon()
                 raise ConfigError(
-                    f"{resumed} has no state of the optimizer (save_only_model), which has the "
-                    "dense weights and the recipe's clock: begin a new training with its model"
+                    f"{resumed} has no state of the optimizer (save_only_model), so no dense weights "
+                    "and no clock of the recipe: begin a new training with its model"
                 )
             self.handle.stepper.warn(
                 f"{resumed} was saved without nmrun: the recipe begins here, with the first of "
@@ -110,7 +110,7 @@ class NMCallback(TrainerCallback):
         step = self.handle.recipe.step
         if step == self._step and any(weight.moved() for weight in self.handle.sparse):
             raise RunError(
-                "another optimizer than the Trainer's of on_train_begin moves the weights: give "
+                "another optimizer than the Trainer's first one moves the weights: give "
                 "it to the Trainer by optimizers=(optimizer, scheduler)"
             )
         if self.handle.is_sparse and not self._was_sparse:

@@ -62,8 +62,8 @@ class Training:
         """
         if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
             raise ConfigError(
-                f"{self._name} adds a parameter group, for which a LambdaLR that was made before has "
-                "no function: use another schedule, such as CosineAnnealingLR, or a loop of your own"
+                f"{self._name} adds a parameter group, for which an older LambdaLR has no function: "
+                "use another schedule, such as CosineAnnealingLR, or a loop of your own"
             )
         last = self.handle
         if last is not None and last.sparse and last.model is model:

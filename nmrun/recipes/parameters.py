@@ -102,8 +102,8 @@ def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
     """
     if "lr" not in optimizer.defaults:
         raise ConfigError(
-            f"{recipe} freezes weights or adds parameters, and {type(optimizer).__name__} has no "
-            "learning rate of its own but what each of its groups says: use one such as AdamW or SGD"
+            f"{recipe} freezes weights or adds parameters, and {type(optimizer).__name__} has a "
+            "learning rate for each of its groups only: use one such as AdamW or SGD"
         )
 
 

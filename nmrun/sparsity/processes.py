@@ -80,8 +80,8 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
     for weight in sharded:
         if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
             raise ConfigError(
-                f"{who} looks across the rows of a weight, and of {weight.name} this process has a "
-                "part only (FSDP): replicate the model (DDP)"
+                f"{who} looks across the rows of a weight, and this process has only a part of "
+                f"{weight.name} (FSDP): replicate the model (DDP)"
             )
         placements = _placements(weight)
         if any(p.is_shard(weight.dim) for p in placements):

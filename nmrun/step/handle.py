@@ -362,7 +362,7 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
     replaced = [w for w in weights if _is_replaced(w)]
     if replaced:
         raise RunError(
-            f"{replaced[0].name} is another parameter now than the one that was made sparse "
+            f"{replaced[0].name} is no longer the parameter that was made sparse "
             "(load_state_dict(assign=True), to_empty or fully_shard after sparsify?): make the "
             "optimizer and call sparsify after that"
         )
@@ -375,12 +375,12 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
         raise RunError(
             f"training ended in a dense phase of {recipe.name}, after step {recipe.step} of "
             f"total_steps={recipe.total_steps}: the weights are not {recipe.pattern}. Train on, or "
-            "give sparsify the number of steps that are made"
+            "give sparsify the number of steps that you make"
         )
     if differs:
         raise RunError(
-            f"{differs} was changed without the optimizer that was given to sparsify: step with "
-            "that one, or call handle.refresh() to return to its weights"
+            f"{differs} was changed, but not by the optimizer that sparsify got: step with that one, "
+            "or call handle.refresh() to return to its weights"
         )
     for weight in weights:
         if not recipe.ends_dense and not weight.holds():
@@ -405,8 +405,8 @@ def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> li
         parameters = _by_position(list(average), model)
     else:
         raise ConfigError(
-            f"{type(average).__name__} is neither a copy of the model nor a list of its parameters "
-            "(an EMA has one of the two, as module or shadow_params): give that"
+            f"{type(average).__name__} is neither a copy of the model nor a list of its parameters: "
+            "give the one that an EMA has, its module or shadow_params"
         )
     for name in map(_plain, names):
         if name not in parameters:
@@ -429,6 +429,6 @@ def _by_position(average: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
         if [tuple(p.shape) for _, p in named] == [tuple(p.shape) for p in average]:
             return {_plain(name): p for (name, _), p in zip(named, average, strict=True)}
     raise ConfigError(
-        f"this list of {len(average)} tensors has not the shapes of the model's {len(every)} "
-        "parameters: it takes them all, in the order of model.parameters()"
+        f"this list of {len(average)} tensors does not have the shapes of the model's {len(every)} "
+        "parameters: give them all, in the order of model.parameters()"
     )

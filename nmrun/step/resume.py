@@ -205,9 +205,9 @@ class Resume:
                 weight.restore(key.removeprefix(PREFIX), value.clone())
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
-                    f"the loaded state has no dense weight of {weight.name}: what it was loaded "
-                    "into by torch.distributed.checkpoint was still in its dense phase (call "
-                    "handle.make_room before), or was broadcast_from_rank0 (load it everywhere)"
+                    f"the loaded state has no dense weight of {weight.name}. With "
+                    "torch.distributed.checkpoint, call handle.make_room before it loads; with "
+                    "broadcast_from_rank0, load the state in every process"
                 )
         self.restore(settings)
 

@@ -199,13 +199,13 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     if name == "ZeroRedundancyOptimizer":
         raise ConfigError(
             "ZeroRedundancyOptimizer leaves the dense weights out of its state dict, and a resume "
-            "would lose them: use fully_shard (FSDP2), which shards the optimizer's state as well"
+            "would lose them: use fully_shard (FSDP2)"
         )
     inside = _optimizers_in(optimizer)
     if inside and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise ConfigError(
-            f"{name} has the optimizers that step inside ({inside}), and saves their states by "
-            f"itself: give sparsify each of those, which makes a handle each"
+            f"{name} contains the optimizers that step ({inside}), and saves their states by itself: "
+            "call sparsify once for each of them"
         )
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
         raise ConfigError(
@@ -214,8 +214,8 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         )
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
         raise ConfigError(
-            f"{name} exchanges the weights between train() and eval(), and an exchange would be "
-            "taken for new weights: use an optimizer with a schedule"
+            f"{name} exchanges the weights between train() and eval(), which nmrun would take for new "
+            "weights: use an optimizer with a schedule"
         )
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(

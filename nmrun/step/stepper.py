@@ -161,8 +161,8 @@ class Stepper:
         self.recipe.step += 1
         if self.recipe.step - 1 == self.recipe.total_steps:
             self.warn(
-                f"this is one more than total_steps={self.recipe.total_steps}, which the recipe "
-                "has laid out its run by: give sparsify the number of steps that are made"
+                f"this is one step more than total_steps={self.recipe.total_steps}, by which the recipe "
+                "planned its run: give sparsify the number of steps that you make"
             )
         self.recipe.after_step(self.sparse, optimizer)
         for name, dim, index in getattr(self.recipe, "reordered", ()):
@@ -250,10 +250,9 @@ class Stepper:
         which = f"{changed[0].name}{more} changed outside the optimizer"
         if self._written > WRITTEN_AT_MOST:
             raise RunError(
-                f"step {self.recipe.step}: {which} before each of {self._written} steps, and the "
-                "dense weights are lost each time: give sparsify the optimizer that moves the "
-                "weights (one that steps in the backward pass is another one), and write weights "
-                "inside handle.dense_weights()"
+                f"step {self.recipe.step}: {which} before each of {self._written} steps, and each time "
+                "the dense weights are lost. Give sparsify the optimizer that moves the weights (it "
+                "may not step in the backward pass). Write weights inside handle.dense_weights()"
             )
         for weight in changed:
             weight.begin_sparse()

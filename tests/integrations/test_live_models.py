@@ -96,7 +96,7 @@ def test_a_norm_put_on_later_is_an_error(norm: Callable[[nn.Module], nn.Module])
     model, optimizer, handle = start("sr_ste")
     norm(model[0])
     train(model, optimizer, range(2))
-    with pytest.raises(RunError, match="another parameter now"):
+    with pytest.raises(RunError, match="no longer the parameter that was made sparse"):
         handle.finalize()
 
 

@@ -298,7 +298,9 @@ def test_a_weight_that_is_replaced_later_is_an_error_and_not_silence(norm: str) 
     train(model, optimizer, 2)
     NORMS[norm](model[0])
     train(model, optimizer, 2)
-    with pytest.raises(RunError, match=r"0\.weight is another parameter now"):
+    with pytest.raises(
+        RunError, match=r"0\.weight is no longer the parameter that was made sparse"
+    ):
         handle.finalize()
 
 
@@ -307,5 +309,7 @@ def test_loading_by_assignment_is_an_error_and_not_silence() -> None:
     optimizer, handle = start(model)
     train(model, optimizer, 1)
     model.load_state_dict(mlp(3).state_dict(), assign=True)
-    with pytest.raises(RunError, match=r"0\.weight is another parameter now.*assign=True"):
+    with pytest.raises(
+        RunError, match=r"0\.weight is no longer the parameter that was made sparse.*assign=True"
+    ):
         handle.finalize()

@@ -53,8 +53,8 @@ def build(vocabulary: int, context: int, pretrained: str) -> CausalLM:
     model = CausalLM(fetch_whole("AutoModelForCausalLM", pretrained))
     if looks_ahead(model):
         raise ConfigError(
-            f"model.pretrained={pretrained}: its logits change with the tokens that follow, as those "
-            "of an encoder: it is no causal language model"
+            f"model.pretrained={pretrained}: its logits depend on later tokens, as an encoder's "
+            "do: it is no causal language model"
         )
     return model
 

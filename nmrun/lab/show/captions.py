@@ -134,7 +134,7 @@ def method(table: Table) -> str:
     if table.baseline:
         gaps = list(table.differences.values())
         sentences.append(
-            "Differences are over the seeds that both have; each interval is Student's, by itself, "
+            "Differences are over the seeds that both have. Each interval is Student's, not corrected, "
             "with a spread of at least one step of the metric"
         )
         sentences += ["No interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
@@ -214,7 +214,7 @@ def smallest(table: Table, ends: bool = True) -> str:
 def _least(table: Table, tests: int) -> list[str]:
     if not (difference := smallest(table)):
         return []
-    by = "" if table.test == "t" else " (reckoned for the t-test)"
+    by = "" if table.test == "t" else " (computed for the t-test)"
     counts = {gap.n for gap in table.differences.values() if gap.least is not None}
     more = (
         []
@@ -222,8 +222,8 @@ def _least(table: Table, tests: int) -> list[str]:
         else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
     )
     return [
-        "The smallest difference that these seeds would have shown at that level with a probability "
-        f"of 0.8 is{by}, median (and range) over the cells, {'; '.join([difference, *more])}"
+        f"At that level these seeds show a difference of {difference} four times in five{by}, "
+        f"{'; '.join(['median (and range) over the cells', *more])}"
     ]
 
 
@@ -250,7 +250,7 @@ def over_all_cells(
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
     first = (
-        f"Difference to {baseline} in {metrics} over all cells together, better is positive, in standard deviations "
+        f"Difference to {baseline} in {metrics} over all cells together (positive is better), in standard deviations "
         "of a run over its seeds, with 95 % intervals" + " (number of cells)" * bool(apart)
     )
     notes = []
@@ -276,7 +276,7 @@ def _without(rows: Sequence[Overall]) -> list[str]:
     notes += ["no interval for fewer than two"] if fewest < 2 else []
     if not all(map(overall.weighed, every)):
         notes.append(
-            "no interval and no test where a column has no row but the two compared: the deviations have to be of other runs"
+            "no interval and no test where a column has only the two rows compared: deviations must be of other runs"
         )
     return notes
 

@@ -62,8 +62,8 @@ def table(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--experiment",
         metavar="NAMES",
-        help="the runs, rows, columns and published figures of these experiments (by commas, or all); the words that are no options "
-        "are overrides then, the same as for the sweep; several as HTML are one page with all figures",
+        help="the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are overrides, "
+        "as for the sweep. Several as HTML are one page with all figures",
     )
     parser.add_argument(
         "--scale", default="small", help="of the experiments: smoke, small (default) or paper"
@@ -230,7 +230,7 @@ def report(argv: Sequence[str]) -> int:
     """
     parser = _parser(
         "report",
-        "Write all that there is to know of the runs below PATH into one HTML file that needs no other.",
+        "Write one HTML file about the runs below PATH: tables, pictures, failures, configurations.",
     )
     parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
     _comparison(parser, "default dense, where it is there")

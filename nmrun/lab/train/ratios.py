@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     """Print the ratios and the command; returns the exit status."""
     parser = Parser(
         prog="nmrun ratios",
-        description="Propose layer-wise ratios for the model of a finished run: those that keep most of the squared "
-        "weights of all that fit a budget.",
+        description="Propose a ratio for each layer of a finished run's model. Of all choices within the budget it takes the "
+        "one that keeps most of the squared weights.",
     )
     parser.add_argument(
         "run",
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         "--cost",
         choices=("weights", "flops", "time"),
         default="weights",
-        help="what the budget is of: the kept weights, the FLOPs of their products, or the time of the three products of "
-        "a training step, measured on this machine at the run's batch (default weights)",
+        help="of the budget: weights (those kept; default), flops (of their products), or time (of the three products of a "
+        "training step, measured on this machine at the run's batch)",
     )
     consent.option(parser)
     options = parser.parse_args(argv)

@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         prog="nmrun tune",
-        description="Give every recipe of a sweep the same number of trials, over the learning rate and the recipe's own "
-        "hyperparameters, by the validation split; then run the seeds with what was found, and print the table.",
+        description="Tune every recipe of a sweep with the same number of trials, by the validation split. Then run the seeds with the "
+        "best settings, and print the table. Trials vary the learning rate and the recipe's own hyperparameters.",
     )
     parser.add_argument("name", help="of the comparison; its folder is OUTPUT_DIR/.tune/NAME")
     parser.add_argument("words", nargs="+", help="a sweep, as after nmrun -m, with its seeds")

@@ -214,8 +214,8 @@ def quoting(word: str) -> str:
         if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
             return f"; write it as {shlex.quote(meant)}"
     return (
-        f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', the whole of it in quotes; "
-        "in a name put a backslash before each of ( ) [ ] { } : = and the comma, and leave out ^ and quotes"
+        f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', all of it in quotes; "
+        "in a name write a backslash before ( ) [ ] { } : = and the comma, and no ^ or quotes"
     )
 
 

@@ -423,7 +423,7 @@ def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) ->
     for seed in range(2):
         write("sr_ste", "1:8", seed, 0.9 + seed / 100)
     _, said, _ = table("--baseline", "sr_ste", "--overall")
-    assert "no row but the two compared" in said
+    assert "only the two rows compared" in said
     write("step", "2:4", 0, 0.9)
     assert "no interval for fewer than two" in table("--baseline", "sr_ste", "--overall")[1]
 

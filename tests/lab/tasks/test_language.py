@@ -301,7 +301,7 @@ def test_words_by_the_training_text_with_an_end_to_each_line():
 def test_a_word_that_nothing_stands_for():
     with pytest.raises(
         ConfigError,
-        match=r"^line 2 of the val text has the word 'bird', which the training text has not[^\n]*$",
+        match=r"^line 2 of the val text has the word 'bird'; the training text has neither it nor <unk>[^\n]*$",
     ):
         corpus.encode({"train": b"the cat\n", "val": b"the\ncat bird", "test": b""}, "word")
 

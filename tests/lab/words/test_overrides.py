@@ -45,7 +45,7 @@ REFUSED = {  # a line whose meaning is plain, and the word that it should have b
     "'sparsity.overrides={^layer3.*$: 1:8}'": "sparsity.overrides={layer3.*: 1:8}",
     "'sparsity.overrides={layer3.*: 1:8'": "sparsity.overrides={layer3.*: 1:8}",
 }
-PLEA = "the whole of it in quotes"
+PLEA = "all of it in quotes"
 GENERAL = {  # what cannot be guessed, or can be read and means nothing
     "'sparsity.overrides={layer[^3].*: 1:8}'": PLEA,
     "'sparsity.overrides={layer3=1:8}'": PLEA,

@@ -150,7 +150,7 @@ def _words(texts: Mapping[str, str]) -> Encoded:
                 number = known.get(word, known.get(UNKNOWN))
                 if number is None:
                     raise ConfigError(
-                        f"line {line} of the {name} text has the word {word!r}, which the training text has not, nor has it {UNKNOWN} for such"
+                        f"line {line} of the {name} text has the word {word!r}; the training text has neither it nor {UNKNOWN}"
                     )
                 arrays[name].append(number)
     return {
