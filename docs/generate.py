@@ -63,11 +63,23 @@ def pages() -> dict[Path, str]:
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"^`recipe=(\w+)`", text, re.M)
         if names and "## Hyperparameters\n" in text:
-            lines = _keys([recipes[name] for name in names])
+            mine = [recipes[name] for name in names]
+            lines = _keys(mine)
             before, _, after = text.partition("## Hyperparameters\n")
             rest = after[after.index("\n## ") :] if "\n## " in after else ""
+            head, _, rest_of_before = before.partition("## When to use\n\n")
+            _, _, below = rest_of_before.partition("\n\n")
+            before = f"{head}## When to use\n\n{_uses(mine)}\n\n{below}"
             written[path] = f"{before}## Hyperparameters\n\n" + "\n".join(lines) + "\n" + rest
     return written
+
+
+def _uses(options: list[Option]) -> str:
+    """When to use the recipes of a page: the first paragraph of that section."""
+    uses = {option.name: _cell(option.use.removeprefix("When to use: ")) for option in options}
+    if len(uses) == 1:
+        return _upper(*uses.values())
+    return "\n".join(f"- `{name}`: {use}" for name, use in uses.items())
 
 
 def _index() -> str:

@@ -5,8 +5,9 @@ training. Here one run holds both: the first ``prune_at`` of the steps are dense
 training with the fixed mask, so that all recipes get the same number of steps. The optimizer keeps
 its state, and the learning rate its schedule (on the command line ``schedule.cycles=2`` begins it
 anew). ``prune_at=0`` prunes at once, for a model that comes trained. Pruned weights are 0 after
-every step, as in apex. When to use: fine-tuning a trained network. Cost: one mask byte a weight,
-one pass for the masked copy, one for the gradient, one for the zeros.
+every step, as in apex.
+
+Cost: one mask byte a weight, one pass for the masked copy, one for the gradient, one for the zeros.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class ASP(Recipe):
     """One pruning by magnitude, half-way.
+
+    When to use: fine-tuning a trained network at 2:4, as the simplest recipe. Not at 1:16.
 
     Args:
         prune_at: the fraction of all steps that is trained densely first.

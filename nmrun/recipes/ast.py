@@ -9,8 +9,9 @@ The forward pass uses ``m * w`` with straight-through gradients; the mask is cho
     u = m1 + l * (1 - m) * w
 
 The paper's teacher, the dense network, is ``trainer.distill``. Not here: its masks by Wanda's scores,
-and its low-rank weights beside the sparse ones (SLoRB), new parameters of the network. When to use:
-retraining a trained network. Cost: a mask byte a weight; some ten passes over the sparse weights.
+and its low-rank weights beside the sparse ones (SLoRB), new parameters of the network.
+
+Cost: a mask byte a weight; some ten passes over the sparse weights.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class AdamDecay(PeriodicMask):
 @dataclass
 class AST(AdamDecay):
     """Retraining with annealed SR-STE.
+
+    When to use: retraining a trained language model for a tenth of its training, with a dense
+    teacher. Tune ``decay`` together with the learning rate.
 
     Args:
         decay: the paper's lambda at the end of its rise.

@@ -281,7 +281,10 @@ def check_hyperparameters(recipe: Recipe) -> None:
 
 @dataclass
 class Dense(Recipe):
-    """No weight is made sparse; ``nmrun.sparsify`` returns a handle that does nothing."""
+    """No weight is made sparse; ``nmrun.sparsify`` returns a handle that does nothing.
+
+    When to use: as the row that every table is compared with.
+    """
 
     name: ClassVar[str] = "dense"
 

@@ -5,8 +5,9 @@ Forward and weight gradient are SR-STE's. The input gradient ``dX = dZ W`` sums 
 there the forward weight is pruned once more, to N:M along the outputs. Which outputs share a group
 is free: every ``interval`` steps the best of ``candidates`` random permutations is taken, the one
 that loses fewest entries; between, the mask alone follows the weight. 100 and 100 are the paper's;
-its code draws 10 unless told otherwise, and counts forward passes. When to use: if the backward
-pass has to be sparse too. Cost: SR-STE's, and a mask a step.
+its code draws 10 unless told otherwise, and counts forward passes.
+
+Cost: SR-STE's, and a mask a step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class BiMask(Recipe):
     """SR-STE with a second mask for the input gradient.
+
+    When to use: training whose backward product has to be sparse too. It was compared on the
+    digits alone.
 
     Args:
         decay: SR-STE's lambda.

@@ -9,8 +9,9 @@ more and more towards zero. With Adam's first moment m1, a = t / T and the step 
     u = (1 - a) * m1 + a * decay * sign(w)   for pruned weights,   m1 for kept ones
 
 In the end pruned weights become 0 and scales are merged. The paper's teacher, the dense network, is
-``trainer.distill``. When to use: retraining a trained network. Cost: a mask byte a weight; some
-fifteen passes over the sparse weights.
+``trainer.distill``.
+
+Cost: a mask byte a weight; some fifteen passes over the sparse weights.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class PartScales(AddedParameters):
 @dataclass
 class CAST(PartScales, AdamDecay):
     """Retraining that draws the dense weights to the pattern.
+
+    When to use: retraining a trained language model from its dense weights, with a dense
+    teacher.
 
     Args:
         decay: the paper's lambda, 4e-7 for Llama-2 7B there; of the order of the gradients.

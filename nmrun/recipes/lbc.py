@@ -6,9 +6,9 @@ members of g * w``, the weights receive ``m * g``. Between the fractions ``t_i``
 run the number of candidates falls from C to 1, by the cube of the time left (of equal scores, as of
 dead inputs, those stay that keep more of |w|: the paper leaves it open, its code takes what topk
 finds first); from then on the mask is fixed. The scores are parameters of the optimizer, in a
-parameter group of their own with its defaults. When to use: small patterns, since C / M scores a
-weight are stored (1.5 at 2:4, 1 at 1:M). Cost: one matrix product of (weights / M, M) by (M, C) a
-step until ``t_f``, then a fixed mask.
+parameter group of their own with its defaults.
+
+Cost: one matrix product of (weights / M, M) by (M, C) a step until ``t_f``, then a fixed mask.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class LBC(MaskScores):
     """Learning the best combination.
+
+    When to use: small patterns, since C / M scores a weight are stored (1.5 at 2:4, 1 at 1:M).
+    It was compared on the digits alone.
 
     Args:
         t_i: the fraction of all steps at which candidates begin to be dropped.

@@ -9,8 +9,9 @@ definition is carried over here. The forward pass uses the dense weights on the 
 N:M groups. In the end the masks alone count: the N largest of the moved weights are kept, with the
 values that all weights had before. The paper's other regulariser, which draws weights to those
 values, is not here. What is not sparse stays as it was; the authors' code moves it and takes the old
-values in the end. When to use: a trained network and little data. Cost: a copy of the weights, and an
-iteration over every group after each step.
+values in the end.
+
+Cost: a copy of the weights, and an iteration over every group after each step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ SWEEPS = 100  # the authors' limit, rarely needed
 @dataclass
 class ProxSparse(FrozenWeights):
     """Masks by proximal steps; the weights stay those of before.
+
+    When to use: a trained network whose weights should stay, and little data. SparseGPT was
+    better at 4:8 and 1:4.
 
     Args:
         strength: the paper's lambda; its scripts have 0.2 to 25, by network.

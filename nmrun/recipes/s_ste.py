@@ -3,11 +3,10 @@
 After Hu et al. 2024. The forward pass uses ``beta * S(w)``: S shrinks every magnitude by the
 group's (N+1)-th largest one, which makes the sparse weight a continuous function of the dense one.
 beta is fitted to the initial weights by least squares and never changed; it restores the lost norm.
-The gradient of ``beta * S(w)`` reaches w unchanged: neither multiplied by beta nor masked. When to
-use: pre-training at 2:4. Beyond half sparsity (1:4, 1:16) beta is large and depends on the initial
-distribution; the paper does not go there. Cost: STE's. The hyperparameters are the paper's
-ablations, which its defaults won. The paper's FP8 and gradient estimators are options of
-``nmrun.sparsify``, not of this recipe.
+The gradient of ``beta * S(w)`` reaches w unchanged: neither multiplied by beta nor masked.
+
+Cost: STE's. The hyperparameters are the paper's ablations, which its defaults won. The paper's FP8
+and gradient estimators are options of ``nmrun.sparsify``, not of this recipe.
 """
 
 from __future__ import annotations
@@ -29,6 +28,9 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class SSTE(Recipe):
     """The soft threshold; its scale is kept with each weight.
+
+    When to use: a language model from scratch, and where nothing but the learning rate can be
+    tuned. Not in fine-tuning at 1:16.
 
     Args:
         gamma: where the threshold lies between the (N+1)-th largest magnitude (0) and the N-th (1)

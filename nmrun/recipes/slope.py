@@ -7,9 +7,9 @@ is pruned once more, to N:M along the outputs, by magnitude after every step. So
 have an N:M operand or result and no mask is searched for in training. Not here: the paper's low-rank
 adapters of the last 1 % of the steps, ``W x + L (R x)``. They are new parameters of the network, and
 a recipe of nmrun adds none: the result stays a plain N:M network. (Adapters that merge into one are
-``nmrun.recipes.sqft``.) The paper's figures without adapters (rank 0) are those to compare with. When
-to use: long pre-training where the cost of a step counts. Cost: STE's without the mask search, and a
-second mask a step.
+``nmrun.recipes.sqft``.) The paper's figures without adapters (rank 0) are those to compare with.
+
+Cost: STE's without the mask search, and a second mask a step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class SLoPe(Recipe):
     """A static mask with double pruning, without adapters.
+
+    When to use: long pre-training where the cost of a step counts: no mask is searched for.
 
     Args:
         mask: the ``largest`` initial weights, as in the authors' code, or ``random`` ones, drawn anew

@@ -7,7 +7,8 @@ moment and nothing has to be merged in the end. A convolution's inputs are its c
 kernel position. The adapters' gradients follow from g, that of the weight: with ``g' = (alpha / rank)
 * m * g``, B has ``g' A^T`` and A has ``B^T g'``. B begins as 0 and A uniform, drawn anew for
 each seed. What is not sparse trains as ever. Not here: the paper's search for ranks, and
-quantisation. When to use: fine-tuning of a network that comes pruned.
+quantisation.
+
 Cost: w0 and a mask byte a weight; no moments of the optimizer but those of the adapters.
 """
 
@@ -30,6 +31,8 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class SQFT(AddedParameters):
     """Masked low-rank adapters over weights that stay.
+
+    When to use: fine-tuning a pruned network by few trained numbers.
 
     Args:
         rank: of the adapters.

@@ -2,8 +2,9 @@
 
 Forward ``m * w`` with m the N largest magnitudes of M; the gradient reaches every dense weight,
 also the pruned ones, unchanged (Bengio et al. 2013; the baseline of Zhou et al. 2021, arXiv
-2102.04010). When to use: as the reference for what SR-STE's decay or STEP's frozen preconditioner
-adds. Cost: one projection a step, one dense copy of the sparse weights.
+2102.04010).
+
+Cost: one projection a step, one dense copy of the sparse weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class STE(Recipe):
-    """The hard mask, anew at every step; no hyperparameters."""
+    """The hard mask, anew at every step; no hyperparameters.
+
+    When to use: as the reference for what a decay or a dense start adds. It has nothing to tune
+    but the learning rate.
+    """
 
     name: ClassVar[str] = "ste"
     masks_are_largest: ClassVar[bool] = True
@@ -53,6 +58,8 @@ class PeriodicMask(Recipe):
 @dataclass
 class PeriodicSTE(PeriodicMask):
     """STE with a mask that stays for a while.
+
+    When to use: reinforcement learning, and where masks that change at every step disturb.
 
     That is the row-wise N:M training of reinforcement learning (RNM-TD3, Vrce et al. 2026, arXiv
     2602.14578): a gradient for the kept weights only.

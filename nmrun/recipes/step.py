@@ -4,8 +4,9 @@ Phase one is ordinary dense Adam. At the switch its second moment v is frozen. P
 mask with STE, divides by the frozen preconditioner, and leaves all other parameters on live Adam.
 The switch is found by a rule (:mod:`nmrun.recipes.switch`; the paper's is AutoSwitch, algorithm 2)
 or fixed beforehand.
-When to use: Adam, in runs far longer than AutoSwitch's window. Cost: phase one is dense plus one pass over the sparse weights for
-the rule's sample; phase two is STE's, and v needs no update.
+
+Cost: phase one is dense plus one pass over the sparse weights for the rule's sample; phase two is
+STE's, and v needs no update.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ WIDEST = 10_000_000  # steps in AutoSwitch's window, 8 bytes each
 @dataclass
 class STEP(Recipe):
     """Masks learned from a frozen preconditioner.
+
+    When to use: Adam, in runs far longer than the window of its switch, 1,000 steps. Whether it
+    beats SR-STE there is not decided.
 
     Args:
         switch: ``auto`` or ``auto_geometric`` (:mod:`nmrun.recipes.switch`), ``variance_ratio``

@@ -5,8 +5,9 @@ Every M x M block of a weight keeps N in each row and each column, so that the f
 the one for the input's gradient both have an N:M operand. The mask stays for ``interval`` steps;
 the gradient becomes ``g + decay * (1 - m) * w`` once per optimizer step. The paper ends with a
 sixth of the training dense (``dense_end=0.1667``), and then its network is dense too: by default 0
-here, so that every recipe's result is N:M. When to use: pre-training where both products should be
-fast. Cost: the mask search every ``interval`` steps (exact: all 90 patterns for 2:4, an assignment
+here, so that every recipe's result is N:M.
+
+Cost: the mask search every ``interval`` steps (exact: all 90 patterns for 2:4, an assignment
 problem a block for 1:M, a linear programme a block beyond), else SR-STE's.
 """
 
@@ -29,6 +30,9 @@ from nmrun.sparsity.weight import SparseWeight
 @dataclass
 class TSRSTE(PeriodicMask):
     """SR-STE with transposable masks that stay for a while.
+
+    When to use: pre-training where the forward and the backward product should both be fast. It
+    was compared on the digits alone.
 
     Args:
         decay: lambda_W; the authors' scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT).

@@ -54,7 +54,8 @@ class Option:
         name: its name.
         about: what it is, in a line.
         keys: its keys.
-        more: of a recipe: its paper, what it does, when to use it and what it costs.
+        more: of a recipe: its paper, what it does and what it costs.
+        use: of a recipe: when to use it.
     """
 
     group: str
@@ -62,6 +63,7 @@ class Option:
     about: str
     keys: tuple[Key, ...]
     more: str = ""
+    use: str = ""
 
 
 def options(group: str, config_dir: str | None = None) -> list[Option]:
@@ -92,8 +94,9 @@ def _of_class(group: str, name: str, kind: type) -> Option:
 
 def _recipe(name: str, path: str) -> Option:
     of_class, of_module = recipe_fields.docstrings(path)
-    about = of_class.partition("\n\n")[0]
-    return Option("recipe", name, about, _keys("recipe", recipe_fields.fields(path)), of_module)
+    about, use = of_class.split("\n\n")[:2]
+    keys = _keys("recipe", recipe_fields.fields(path))
+    return Option("recipe", name, about, keys, of_module, use)
 
 
 def _own(group: str, file: Path) -> Option:
@@ -211,12 +214,14 @@ def _hint(topic: str) -> str:
 def _list(among: Iterable[Option]) -> Iterator[str]:
     """A group's options, a paragraph each."""
     for option in among:
-        yield from _wrapped(f"{option.group}={option.name}: {option.about}", "", "    ")
+        yield from _wrapped(
+            f"{option.group}={option.name}: {option.about} {option.use}", "", "    "
+        )
 
 
 def _option(option: Option) -> Iterator[str]:
     yield option.group + (f"={option.name}" if option.name else "")
-    for paragraph in re.split(r"\n\n", option.more or option.about):
+    for paragraph in filter(None, (option.use, *(option.more or option.about).split("\n\n"))):
         if re.search(r"^(?:    |- )", paragraph, re.M):  # a formula or a list stays as it is
             yield from textwrap.indent(_plain(paragraph), "  ").splitlines()
         else:
