@@ -150,5 +150,5 @@ def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def pointer(row, field, DTYPE: tl.constexpr):
-    """A pointer from a table; ``triton_launches.Table`` sees to it that 16 divides it."""
+    """A pointer from a table; ``triton_launches.LaunchTable`` sees to it that 16 divides it."""
     return tl.multiple_of(tl.load(row + field).to(tl.pointer_type(DTYPE)), 16)

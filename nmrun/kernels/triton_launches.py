@@ -60,7 +60,7 @@ def applies(
     )
 
 
-class Table:
+class LaunchTable:
     """Sizes and addresses of weights that share a launch, on their device; written anew only when a
     tensor has moved.
 
@@ -106,7 +106,7 @@ class Launch(NamedTuple):
     """Weights, by their indices, that one launch can take."""
 
     members: list[int]
-    table: Table
+    table: LaunchTable
     constants: dict[str, Any]
 
 
@@ -139,7 +139,7 @@ def launches(
     made = []
     for members in kinds.values():
         constants = found[members[0]][1]
-        table = Table(
+        table = LaunchTable(
             [found[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
         )
         made.append(Launch(members, table, constants))
