@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra import compose
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError
@@ -19,7 +18,7 @@ from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words import sweep as record
-from nmrun.lab.words.composition import composing, jobs_of
+from nmrun.lab.words.composition import jobs_of
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.sweep import recorded
 
@@ -53,9 +52,8 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         SystemExit: likewise after another signal.
     """
     typed, config_dir = words.asked(overrides, settings, multirun=False)
-    (one,), _ = jobs.checked(typed, multirun=False, config_dir=config_dir)
-    with composing(config_dir):
-        job = compose("nmrun", one)
+    sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
+    ((one, job),) = jobs_of(sweeps, config_dir, look.composed)
     if job.get("seeds") is not None:
         raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
@@ -99,7 +97,9 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     command = command_line.typed(config_dir, ["-m", *typed])
     folders = []
     with unchanged(), recorded(looks, command, []) as folder:
-        for number, (typed_for_job, job) in enumerate(jobs_of(sweeps, config_dir), 1):
+        for number, (typed_for_job, job) in enumerate(
+            jobs_of(sweeps, config_dir, looks[0].composed), 1
+        ):
             folders += _folders(job)
             again = command_line.of_job(typed_for_job, config_dir)
             outcome = jobs.of_sweep(folder, number, job, typed_for_job, again)

@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,26 @@ def main(argv: list[str]) -> int:
         _hydra(flags, asked.overrides)
         return 0
     sweeps, looks = checked(asked.overrides, asked.multirun, asked.config_dir)
-    if asked.cfg or asked.info or not asked.multirun:
+    if asked.cfg or asked.info:
         _hydra(flags, sweeps[0])
-        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
+        return 0
+    hydras = launchers.asked_for(sweeps, asked.config_dir)
+    if not asked.multirun and hydras:
+        _hydra(flags, sweeps[0])
+        return _exit_status(_outcomes[-1])
+    jobs = jobs_of(sweeps, asked.config_dir, looks[0].composed)
+    if not asked.multirun:
+        ((overrides, job),) = jobs
+        command = command_line.of_job(overrides, asked.config_dir)
+        return _exit_status(_outcomes_of(job, None, command))
     counts = [found.jobs for found in looks]
     together = sweeps if _one_launch(sweeps) else []
     with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
         others = {found.launcher for found in looks} - {"basic"}
-        if not launchers.asked_for(sweeps, asked.config_dir):
-            status = _in_order(folder, sweeps, asked.config_dir)
+        if not hydras:
+            status = _in_order(folder, jobs, asked.config_dir)
         elif others:
             status = _launch_beside(folder, others, flags, launches)
         else:
@@ -112,7 +121,9 @@ def _one_launch(sweeps: list[list[str]]) -> bool:
     return len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) == 1
 
 
-def _in_order(folder: Path, sweeps: list[list[str]], config_dir: str | None) -> int:
+def _in_order(
+    folder: Path, jobs: Iterator[tuple[list[str], DictConfig]], config_dir: str | None
+) -> int:
     """Run the jobs of sweeps in this process: a launcher of Hydra would compose each from the start,
     which takes 50 ms.
 
@@ -120,7 +131,7 @@ def _in_order(folder: Path, sweeps: list[list[str]], config_dir: str | None) -> 
         The exit status after an interrupt, or 0.
     """
     try:
-        for number, (overrides, composed) in enumerate(jobs_of(sweeps, config_dir), 1):
+        for number, (overrides, composed) in enumerate(jobs, 1):
             command = command_line.of_job(overrides, config_dir)
             outcome = of_sweep(folder, number, composed, overrides, command)
             if leads() and outcome["status"] == "interrupted":  # it ends the sweep

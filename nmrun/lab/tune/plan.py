@@ -62,7 +62,7 @@ def cells(
             searched.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
-    for words, job in jobs_of(sweeps, config_dir):
+    for words, job in jobs_of(sweeps, config_dir, {}):
         seeds = [job.seed] if job.seeds is None else list(job.seeds)
         job.seed, job.seeds = SEED, None
         config = schema.check(job)

@@ -100,15 +100,19 @@ def composed(words: Sequence[str], done: Done) -> DictConfig:
 
 
 def jobs_of(
-    sweeps: Sequence[Sequence[str]], config_dir: str | None
+    sweeps: Sequence[Sequence[str]], config_dir: str | None, done: Done
 ) -> Iterator[tuple[list[str], DictConfig]]:
-    """The overrides of each job of some sweeps, as they are typed, and its config. The sweeps are
-    overrides that were checked. While a job runs, Hydra is as it was.
+    """The overrides of each job of some sweeps, as they are typed, and its config. While a job runs,
+    Hydra is as it was.
+
+    Args:
+        sweeps: overrides that were checked.
+        config_dir: a folder of more configs.
+        done: what the check composed, as of :func:`composed`.
 
     Raises:
         ConfigError: for a job that cannot be composed after all.
     """
-    done: Done = {}
     for overrides in sweeps:
         with composing(config_dir):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())

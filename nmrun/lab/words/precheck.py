@@ -41,6 +41,7 @@ class Findings:
         dry: whether the jobs are only planned.
         launcher: which runs the jobs; ``basic`` is this process itself.
         seeds: those of all jobs.
+        composed: the configs that were composed, by their choices of groups; jobs begin with these.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Findings:
     dry: bool = False
     launcher: str = "basic"
     seeds: set[int] = field(default_factory=set)
+    composed: Done = field(default_factory=dict)
 
 
 def look(
@@ -73,7 +75,7 @@ def look(
     Raises:
         ConfigError: for a sweep over nothing.
     """
-    findings = Findings()
+    findings = Findings(composed={} if done is None else done)
     if multirun and not words:
         raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -81,7 +83,7 @@ def look(
         config_dir = None
     try:
         with composing(config_dir):
-            _Look(words, multirun, findings, {} if done is None else done).check_jobs(multirun)
+            _Look(words, multirun, findings).check_jobs(multirun)
     except (HydraException, OmegaConfBaseException) as error:
         if of_interrupt(error):
             raise KeyboardInterrupt from None
@@ -101,8 +103,8 @@ def look(
 class _Look:
     """One look at a command line, while Hydra is initialized; mistakes are added to ``findings``."""
 
-    def __init__(self, words: list[str], multirun: bool, findings: Findings, done: Done) -> None:
-        self.findings, self._done = findings, done
+    def __init__(self, words: list[str], multirun: bool, findings: Findings) -> None:
+        self.findings = findings
         self.chosen: dict[str, list[Any]] = {}  # by group: its options that exist
         self.values: dict[str, list[Any]] = {}  # by key: its values
         # groups with a wrong option: their keys are not checked, since its default stands in
@@ -223,7 +225,7 @@ class _Look:
             f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"
             for g, option in choices.items()
         )
-        return composed([*self.for_hydra, *chosen], self._done)
+        return composed([*self.for_hydra, *chosen], self.findings.composed)
 
     def _resolved(self, config: DictConfig) -> dict[str, Any]:
         """Resolve a config, with the first value of each key, which interpolations may refer to."""

@@ -446,7 +446,7 @@ def test_ctrl_c_while_hydra_composes(
     when: str, of: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
 ) -> None:
     """Hydra's own clean-up may raise another error in the place of the interrupt."""
-    compose, calls = ConfigLoaderImpl.load_configuration, []
+    compose, calls = ConfigLoaderImpl._apply_overrides_to_config, []
 
     def cut_off(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs)
@@ -465,7 +465,7 @@ def test_ctrl_c_while_hydra_composes(
         return found
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", cut_off)
+    monkeypatch.setattr(ConfigLoaderImpl, "_apply_overrides_to_config", cut_off)
     monkeypatch.setattr(jobs, "checked", look)
     monkeypatch.setattr(sys, "argv", ["nmrun", "recipe=ste"])
     assert cli.main() == 128 + signal.SIGINT

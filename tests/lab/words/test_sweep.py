@@ -300,7 +300,7 @@ def test_each_job_has_a_command_that_asks_for_it_alone(tmp_path: Path) -> None:
     words = ["recipe=dense,ste", "sparsity=dense,2:4", f"output_dir={tmp_path}"]
     sweeps, _ = jobs.checked(words, multirun=True)
     with composing():
-        for overrides, job in jobs_of(sweeps, None):
+        for overrides, job in jobs_of(sweeps, None, {}):
             alone = shlex.split(command_line.of_job(overrides))[1:]
             jobs.checked(alone, multirun=False)  # a mistake would be told
             assert run_folder(schema.check(composed(alone, {}))) == run_folder(schema.check(job))
