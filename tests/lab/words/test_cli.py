@@ -473,6 +473,29 @@ def test_ctrl_c_while_hydra_composes(
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_or_a_sweep_is_composed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compose, calls = ConfigLoaderImpl.load_configuration, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return compose(*args, **kwargs)
+
+    class Plans:
+        @staticmethod
+        def run(*_: Any) -> dict[str, Any]:
+            return {"status": "planned", "folder": None}
+
+    monkeypatch.setattr(jobs, "_runner", lambda: Plans)
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    for words in (
+        ["recipe=ste", "sparsity=1:8", "trainer.epochs=3"],
+        ["-m", "recipe=ste,asp", "sparsity=1:8,2:4", "seed=0,1"],
+    ):
+        jobs.main([*words, f"output_dir={tmp_path}"])
+        assert len(calls) == 1
+        calls.clear()
+
+
 def test_torch_that_cannot_be_loaded_is_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
 ) -> None:
