@@ -167,9 +167,9 @@ def test_any_recipe_trains_beside(recipe: str) -> None:
     "build",
     [
         lambda a: (gpt.build(19, 12, 2, 2, 16, 0.0, True, a), (torch.arange(12)[None],)),
-        lambda a: (vit.build((1, 8, 8), 10, 2, 2, 16, 4, activation=a), (torch.randn(3, 1, 8, 8),)),
+        lambda a: (vit.build((1, 8, 8), 10, 2, 2, 16, 4, 0.0, 0.0, a), (torch.randn(3, 1, 8, 8),)),
         lambda a: (
-            text_encoder.build(19, 12, 3, width=16, activation=a),
+            text_encoder.build(19, 12, 3, 2, 4, 16, 0.1, a),
             (
                 torch.arange(12)[None],
                 torch.ones(1, 12, dtype=torch.bool),

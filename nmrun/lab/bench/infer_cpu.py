@@ -119,7 +119,7 @@ def network(name: str) -> nn.Module:
     if name in IMAGES:
         from nmrun.lab.models import torchvision_models
 
-        return torchvision_models.build(name, (3, 32, 32), 10).eval()
+        return torchvision_models.build(name, (3, 32, 32), 10, "auto").eval()
     layers, width, heads = ENCODERS[name]
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()

@@ -59,10 +59,10 @@ def tiny() -> nn.Module:
 
 WORKLOADS = {
     "small_conv": Workload(
-        lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")
+        lambda: small_conv.build((1, 8, 8), 10, (32, 64, 64)), (64, 1, 8, 8), ("stem", "head")
     ),
     "resnet18": Workload(
-        lambda: torchvision_models.build("resnet18", (3, 32, 32), 10),
+        lambda: torchvision_models.build("resnet18", (3, 32, 32), 10, "auto"),
         (32, 3, 32, 32),
         ("conv1", "fc"),
     ),

@@ -168,7 +168,7 @@ def build(
     width: int,
     dropout: float,
     bias: bool,
-    activation: str = "gelu",
+    activation: str,
 ) -> GPTNetwork:
     """Build a GPT with its initial weights."""
     return GPTNetwork(vocabulary, context, layers, heads, width, dropout, bias, activation)

@@ -66,7 +66,7 @@ def classifier(
     bias: bool,
     context: int,
     embeddings: int | None,
-    activation: str = "gelu",
+    activation: str,
 ) -> GPTClassifierNetwork:
     """Build a classifier; its head has no bias, as in transformers.
 

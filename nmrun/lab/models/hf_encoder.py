@@ -95,8 +95,8 @@ def build(
     max_length: int,
     classes: int,
     pretrained: str,
-    pooling: str = "cls",
-    dropout: float = 0.1,
+    pooling: str,
+    dropout: float,
 ) -> EncoderClassifier:
     """Build a classifier on a pretrained encoder, in float32.
 

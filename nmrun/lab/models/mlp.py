@@ -35,7 +35,7 @@ class MLPNetwork(nn.Module):
         return self.head(x)
 
 
-def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)) -> MLPNetwork:
+def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int]) -> MLPNetwork:
     """Build the perceptron.
 
     Args:

@@ -53,9 +53,7 @@ class SmallConvNetwork(nn.Module):
         return self.norms[index](x) if self.norms else x
 
 
-def build(
-    shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
-) -> SmallConvNetwork:
+def build(shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> SmallConvNetwork:
     """Build the convolutional net.
 
     Args:
@@ -65,8 +63,6 @@ def build(
     return SmallConvNetwork(shape, classes, channels)
 
 
-def build_normed(
-    shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
-) -> SmallConvNetwork:
+def build_normed(shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> SmallConvNetwork:
     """Build it with batch normalisation."""
     return SmallConvNetwork(shape, classes, channels, batch_norm=True)

@@ -67,11 +67,11 @@ def build(
     vocabulary: int,
     max_length: int,
     classes: int,
-    layers: int = 2,
-    heads: int = 4,
-    width: int = 64,
-    dropout: float = 0.1,
-    activation: str = "gelu",
+    layers: int,
+    heads: int,
+    width: int,
+    dropout: float,
+    activation: str,
 ) -> TextEncoderNetwork:
     """Build the encoder.
 

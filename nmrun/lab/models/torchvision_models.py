@@ -39,7 +39,7 @@ SWINS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -> nn.Module:
+def build(name: str, shape: tuple[int, ...], classes: int, form: str) -> nn.Module:
     """Build a network: images (B, *shape) to logits (B, classes).
 
     Args:

@@ -59,10 +59,10 @@ def build(
     layers: int,
     heads: int,
     width: int,
-    patch: int | None = None,
-    dropout: float = 0.0,
-    stochastic_depth: float = 0.0,
-    activation: str = "gelu",
+    patch: int | None,
+    dropout: float,
+    stochastic_depth: float,
+    activation: str,
 ) -> nn.Module:
     """Build torchvision's VisionTransformer, for square images.
 

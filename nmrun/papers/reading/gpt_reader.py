@@ -24,7 +24,7 @@ def build(
     bias: bool,
     context: int,
     embeddings: int | None,
-    activation: str = "gelu",
+    activation: str,
 ) -> GPTReaderNetwork:
     """Build a reader; its head has a bias, as in transformers.
 

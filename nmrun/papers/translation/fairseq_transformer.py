@@ -20,10 +20,10 @@ def build(
     ffn: int,
     layers: int,
     heads: int,
-    dropout: float = 0.1,
-    attention_dropout: float = 0.0,
-    activation_dropout: float = 0.0,
-    share_embeddings: str = "auto",
+    dropout: float,
+    attention_dropout: float,
+    activation_dropout: float,
+    share_embeddings: str,
 ) -> TranslationTransformer:
     """Build a Transformer between two dictionaries; parameters have fairseq's names.
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import copy
 import json
-from importlib.resources import files
 
 import pytest
 import runs
 import torch
-from omegaconf import OmegaConf
 from torch.nn import functional
 
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
+from nmrun.lab.keys.fields import defaults
+from nmrun.lab.keys.options import kind
 from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.lab.train import runner
 
@@ -30,9 +30,7 @@ GPT2_DATA = {"vocabulary": 50257, "context": 1024}
 
 
 def config(name: str) -> dict:
-    return OmegaConf.to_container(
-        OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text())
-    )
+    return {"name": name, **defaults(kind("model", name))}
 
 
 def tiny(dropout: float = 0.0) -> GPTNetwork:

@@ -20,7 +20,14 @@ from nmrun.lab.train import flops, runner, start
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.reading import gpt_reader
 
-SIZE: dict[str, Any] = {"layers": 2, "heads": 2, "width": 8, "dropout": 0.0, "bias": True}
+SIZE: dict[str, Any] = {
+    "layers": 2,
+    "heads": 2,
+    "width": 8,
+    "dropout": 0.0,
+    "bias": True,
+    "activation": "gelu",
+}
 NETWORK = ("model.layers=2", "model.heads=4", "model.width=64", "model.context=64")
 TEXTS = (
     "dataset=generated_text",

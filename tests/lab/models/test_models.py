@@ -5,18 +5,18 @@ images they take.
 from __future__ import annotations
 
 import importlib.util
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from runs import config
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab import models
+from nmrun.lab import models, tasks
+from nmrun.lab.keys.fields import defaults
+from nmrun.lab.keys.options import KINDS, kind
 from nmrun.lab.train import build
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import candidates, select
@@ -41,10 +41,7 @@ IMAGENET = {
 
 
 def options(name: str, **changed: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(
-        OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text())
-    )
-    return {**plain, **changed}
+    return {"name": name, **defaults(kind("model", name)), **changed}
 
 
 def built(name: str, side: int, classes: int, channels: int = 3, **changed: Any) -> nn.Module:
@@ -248,10 +245,6 @@ def test_without_timm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
     assert importlib.util.find_spec("nmrun.lab.models.timm_models") is not None
 
 
-def test_every_model_file_has_its_builder() -> None:
-    names = {
-        path.name.removesuffix(".yaml")
-        for path in (files("nmrun.conf") / "model").iterdir()
-        if path.name.endswith(".yaml")
-    }
-    assert {*IMAGENET, "resnet20", "resnet32", "timm"} <= names & set(models.MODELS)
+def test_every_model_and_data_set_has_its_builder() -> None:
+    assert set(KINDS["model"]) == set(models.MODELS)
+    assert set(KINDS["dataset"]) == set(tasks.DATASETS)

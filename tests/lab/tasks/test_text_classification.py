@@ -47,7 +47,9 @@ def task(classes: int = 2, **options: Any) -> TextClassification:
 
 def tiny(task: TextClassification) -> text_encoder.TextEncoderNetwork:
     torch.manual_seed(0)
-    return text_encoder.build(**task.inputs, layers=2, heads=2, width=8, dropout=0.0)
+    return text_encoder.build(
+        **task.inputs, layers=2, heads=2, width=8, dropout=0.0, activation="gelu"
+    )
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
         task(classes=1, label_smoothing=0.1)
     with pytest.raises(ConfigError, match=r"width=10 cannot be split into model\.heads=4"):
-        text_encoder.build(64, 16, 2, width=10)
+        text_encoder.build(64, 16, 2, 2, 4, 10, 0.1, "gelu")
 
 
 # --- the generated task and the small encoder -----------------------------------------------------
