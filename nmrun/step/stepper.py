@@ -115,11 +115,10 @@ class Stepper:
         self.recipe.before_step(self.sparse, optimizer)
         if not self.recipe.dense_forward:
             self._in_one_pass = self._plan(optimizer)
-            for weight in self.sparse:
-                if id(weight) not in self._in_one_pass:
-                    if (grad := weight.grad) is not None:
-                        self.recipe.edit_gradient(weight, grad)
-                    weight.show_dense()
+            left = [weight for weight in self.sparse if id(weight) not in self._in_one_pass]
+            self.recipe.edit_gradients([weight for weight in left if weight.grad is not None])
+            for weight in left:
+                weight.show_dense()
         return answer
 
     def recover(self) -> None:

@@ -1,0 +1,63 @@
+"""The gradients of many weights are edited in as many launches as those of one, to the same bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nmrun.rule import Rule
+from nmrun.sparsity.projections import edit_gradient, edit_gradients
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations: on a GPU each is a launch, or one for dozens of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def weights(count: int, device: str) -> list[Any]:
+    torch.manual_seed(0)
+    made = []
+    for number in range(count):
+        grad, dense = (torch.randn(16, 8 * (number + 1), device=device) for _ in range(2))
+        made.append(SimpleNamespace(grad=grad, dense=dense, weight=dense * (dense.abs() > 0.5)))
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_launches_do_not_grow_with_the_weights(count: int) -> None:
+    """On the meta device, a GPU's stand-in."""
+    made = weights(count, "meta")
+    with Operations() as mode:
+        edit_gradients(made, [Rule(pruned_gradient_decay=2e-4)] * count)
+    assert mode.count == 2
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [Rule(pruned_gradient_decay=2e-4)] * 4,
+        [Rule(pruned_gradient_decay=decay) for decay in (2e-4, 0.0, 3e-3, 2e-4)],
+        [Rule(pruned_gradient_factor=factor) for factor in (0.0, 1.0, 0.5, 0.0)],
+    ],
+)
+def test_the_same_bits_as_one_by_one(device: str, rules: list[Rule]) -> None:
+    together, apart = weights(4, device), weights(4, device)
+    edit_gradients(together, rules)
+    for one, rule in zip(apart, rules, strict=True):
+        edit_gradient(one.grad, one.dense, one.weight, rule)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(together, apart, strict=True))
