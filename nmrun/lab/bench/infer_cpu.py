@@ -4,7 +4,8 @@ N:M weights by ``nmrun.deploy``, in the precisions that this processor has.
 Weights are random. Dense arms are torch as it is, torch compiled, ``onednn`` (torch's oneDNN
 products and convolutions of reordered weights, convolutions between channels last; in int8 its
 dynamically quantised linear layers), ONNX Runtime
-and OpenVINO (:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude.
+and OpenVINO (:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude;
+``packed_compiled`` is ``torch.compile`` around it.
 All arms of a network and size take turns in one process. Times are those of the wall, with one
 thread the CPU time of the process, threads of runtimes among it.
 """
@@ -207,7 +208,8 @@ def measure(
         calls[precision, "onednn", ""] = partial(by_onednn(model, x, precision), x)
     expected = {"": model(x)}
     about: dict[Arm, Row] = {}
-    for pattern in patterns if "packed" in names else ():
+    packed = [name for name in names if name.startswith("packed")]
+    for pattern in patterns if packed else ():
         pruned = copy.deepcopy(model)
         prune(pruned, pattern)
         expected[str(pattern)] = pruned(x)
@@ -216,11 +218,12 @@ def measure(
             low = low.bfloat16() if precision == peers.BF16 else low
             given = peers.cast(x, precision)
             choices = deploy(low, given, precision="int8" if precision == peers.INT8 else None)
-            arm = precision, "packed", str(pattern)
-            calls[arm] = partial(low, given)
             share = held_bytes(low) / held_bytes(model)
-            packed = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
-            about[arm] = {"layers": packed, "bytes": share}
+            layers = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
+            for kind in packed:
+                inner = low if kind == "packed" else torch.compile(copy.deepcopy(low))
+                calls[precision, kind, str(pattern)] = partial(inner, given)
+                about[precision, kind, str(pattern)] = {"layers": layers, "bytes": share}
     calls = {arm: calls[arm] for arm in sorted(calls, key=_order)}
     off = {arm: _off(call(), expected[arm[2]]) for arm, call in calls.items()}
     times = rounds(calls, count, _clock())
@@ -327,10 +330,11 @@ def page(rows: list[Row], count: int) -> str:
     shown, over = list[Row](), list[Row]()
     for row in measured:
         network = f"{row['model']}, {size_in_words(row)}"
-        arm = f"packed {row['pattern']}" if row["pattern"] else row["arm"]
+        arm = f"{row['arm'].replace('_', ', ')} {row['pattern']}".strip()
         shown.append({**row, "network": f"{network}: {arm}"})
         if row["pattern"]:
             line = f"{network}: {row['pattern']} in {row['precision']}"
+            line += ", compiled" if row["arm"] == "packed_compiled" else ""
             over += [
                 {**row, "network": line, "over": _title(base), "base": f"over_{base}"}
                 for base in ("torch", *PRECISIONS)

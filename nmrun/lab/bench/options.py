@@ -52,7 +52,9 @@ TRAINED = {
 TRAINING_ARMS = ("dense", "torch", "masked", "accelerated", "bare")
 # of infer, on a CPU (infer_cpu.network) and on a GPU
 CPU_NETWORKS = ("transformer", "bert_base", "tiny", "gpt2", "gpt2_prompt", "resnet18")
-INFERRING = ("torch", "compiled", "onednn", "onnxruntime", "openvino", "packed")
+INFERRING = (
+    "torch", "compiled", "onednn", "onnxruntime", "openvino", "packed", "packed_compiled",
+)  # fmt: skip
 PRECISIONS = ("float32", "bf16", "int8")
 INFERRED = {"cuda": ("gpt2", "vit_large"), "cpu": ("transformer", "bert_base")}
 
@@ -286,8 +288,8 @@ def _infer_cpu() -> Parser:
     _several(made, "--tokens", [(1, 1), (1, 128), (8, 128)], type=sequences, metavar="N", help=told)
     told = "default: those that this processor has"
     made.add_argument("--precisions", nargs="+", choices=PRECISIONS, help=told)
-    told = "default: all of them; those of runtimes where these are installed"
-    _several(made, "--arms", INFERRING, choices=INFERRING, help=told)
+    told = "default: all but packed_compiled; those of runtimes where these are installed"
+    _several(made, "--arms", INFERRING[:-1], choices=INFERRING, help=told)
     made.add_argument("--threads", type=positive, help="default: as many as torch takes")
     return made
 
