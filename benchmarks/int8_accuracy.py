@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nmrun.lab.export import finished, packed
+from nmrun.lab.export import finished_run, packed
 
 COLUMNS = (
     "run",
@@ -33,7 +33,7 @@ COLUMNS = (
 
 def row(folder: Path) -> dict[str, object]:
     """What one run's export says."""
-    run = finished.load(folder)
+    run = finished_run.load(folder)
     config = run.result["config"]
     with tempfile.TemporaryDirectory() as to:
         first, told, *_ = packed.write(run, Path(to), "int8")
