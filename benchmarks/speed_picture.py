@@ -1,14 +1,16 @@
-"""Draw speed against ratio from committed results: training steps and inference on a CPU.
+"""Draw speed against ratio from committed results: inference of an encoder beside the best dense one
+in each precision, and training steps, on a CPU.
 
 python benchmarks/speed_picture.py     # writes docs/pictures/speed.svg
 """
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nmrun.lab.show.style import COLOURS, GREY, looks
@@ -29,51 +31,62 @@ def training() -> Line:
     }
 
 
-def inference(tokens: int) -> Line:
-    """Read the same of a forward pass of so many tokens, over torch, one thread."""
-    with (HERE / "cpu_inference.csv").open() as file:
-        return {
-            row["pattern"]: tuple(
-                map(float, (row["speedup"], row["speedup_q1"], row["speedup_q3"]))
-            )
-            for row in csv.DictReader(file)
-            if row["model"] == "transformer" and row["arm"] == "packed"
-            if (row["threads"], row["tokens"]) == ("1", str(tokens))
-        }
+def inference(sequences: int, precision: str, base: str) -> tuple[Line, str]:
+    """Read the same of a forward pass of so many sequences over a dense arm, and the arm's name."""
+    rows: list[dict[str, Any]] = json.loads((HERE / "infer_1_threads_cpu.json").read_text())["rows"]
+    found = [
+        row
+        for row in rows
+        if (row["sequences"], row["arm"], row.get("precision")) == (sequences, "packed", precision)
+    ]
+    key = f"over_{base}"
+    line = {row["pattern"]: (row[key], row[f"{key}_q1"], row[f"{key}_q3"]) for row in found}
+    return line, found[0][f"{key}_by"]
+
+
+def draw(axes: Axes, lines: dict[str, Line], title: str) -> None:
+    """One part of the picture."""
+    for colour, marker, (name, line) in zip(COLOURS, "osD^", lines.items(), strict=False):
+        middle = [line[ratio][0] for ratio in RATIOS]
+        spread = [
+            [line[ratio][0] - line[ratio][1] for ratio in RATIOS],
+            [line[ratio][2] - line[ratio][0] for ratio in RATIOS],
+        ]
+        axes.errorbar(RATIOS, middle, spread, color=colour, marker=marker, capsize=3, label=name)
+        axes.annotate(
+            f"{middle[-1]:.1f}", (3, middle[-1]), (8, -3), textcoords="offset points", color=colour
+        )
+    axes.axhline(1, color=GREY, linestyle="--")
+    axes.set(xlabel="N:M", ylim=(0, None), title=title)
+    axes.legend(loc="upper left", fontsize="small")
 
 
 def main() -> None:
     """Write the picture."""
-    lines = {
-        "inference, 64 tokens": inference(64),
-        "inference, 512 tokens": inference(512),
-        "inference, one token": inference(1),
-        "training step": training(),
+    names = {
+        "onnxruntime": "ONNX Runtime",
+        "openvino": "OpenVINO",
+        "onednn": "oneDNN",
+        "compiled": "torch.compile",
     }
+    lines: dict[str, Line] = {}
+    for precision, base, text in (
+        ("float32", "torch", "float32 over torch's own"),
+        ("float32", "float32", "float32 over the best float32"),
+        ("int8", "int8", "int8 over the best int8"),
+    ):
+        line, by = inference(1, precision, base)
+        lines[f"{text}{f' ({names.get(by, by)})' if base != 'torch' else ''}"] = line
     with looks():
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for colour, marker, (name, line) in zip(COLOURS, "osD^", lines.items(), strict=False):
-            middle = [line[ratio][0] for ratio in RATIOS]
-            spread = [
-                [line[ratio][0] - line[ratio][1] for ratio in RATIOS],
-                [line[ratio][2] - line[ratio][0] for ratio in RATIOS],
-            ]
-            axes.errorbar(
-                RATIOS, middle, spread, color=colour, marker=marker, capsize=3, label=name
-            )
-            axes.annotate(
-                f"{middle[-1]:.1f}",
-                (3, middle[-1]),
-                (8, -3),
-                textcoords="offset points",
-                color=colour,
-            )
-        axes.axhline(1, color=GREY, linestyle="--")
-        axes.annotate("dense", (0, 1), (-14, -11), textcoords="offset points", color=GREY)
-        axes.set(ylabel="times as fast as dense", xlabel="N:M", ylim=(0.6, None))
-        axes.set_title("A Transformer, 6 layers of width 512, on a CPU (AMD EPYC, Zen 4)")
-        axes.legend(loc="upper left")
+        figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        draw(left, lines, "inference, BERT-base, 1 x 128 tokens\n(Intel Xeon, Emerald Rapids)")
+        draw(
+            right,
+            {"float32 over the best float32": training()},
+            "training step, GPT, 6 layers of width 512\n(AMD EPYC, Zen 4)",
+        )
+        left.set_ylabel("times as fast as dense")
         OUT.parent.mkdir(exist_ok=True)
         figure.savefig(OUT)
 
