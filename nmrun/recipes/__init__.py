@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe
 
 RECIPES = {
-    "dense": "nmrun.recipes.base.Dense",
+    "dense": "nmrun.recipes.dense.Dense",
     "asp": "nmrun.recipes.asp.ASP",
     "ste": "nmrun.recipes.ste.STE",
     "ste_periodic": "nmrun.recipes.ste.PeriodicSTE",

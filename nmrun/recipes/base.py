@@ -288,16 +288,6 @@ def check_hyperparameters(recipe: Recipe) -> None:
         raise ConfigError(problems)
 
 
-@dataclass
-class Dense(Recipe):
-    """No weight is made sparse; ``nmrun.sparsify`` returns a handle that does nothing.
-
-    When to use: as the row that every table is compared with.
-    """
-
-    name: ClassVar[str] = "dense"
-
-
 @torch.no_grad()
 def keep_mask(weight: SparseWeight, mask: Tensor) -> None:
     """Keep a mask for a weight, stored as the weight is."""

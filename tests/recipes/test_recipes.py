@@ -285,7 +285,7 @@ def test_dropout_draws_the_same_with_every_recipe(recipe: str) -> None:
     assert torch.equal(drawn, torch.rand(4))
 
 
-@pytest.mark.parametrize("recipe", ["dense", "nmrun.recipes.base.Dense"])
+@pytest.mark.parametrize("recipe", ["dense", "nmrun.recipes.dense.Dense"])
 def test_dense_leaves_everything_alone(recipe: str) -> None:
     model, plain = Net(), Net()
     optimizer, plain_optimizer = (nmrun.optim.AdamW(m.parameters(), LR) for m in (model, plain))
