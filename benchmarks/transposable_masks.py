@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from nmrun.sparsity import transport
+from nmrun.sparsity import transposable
 
 RATIOS = ((2, 8), (4, 8), (2, 16), (8, 16), (4, 32), (16, 32))
 WEIGHTS = 1 << 17  # of the matrix, normal
@@ -45,11 +45,11 @@ def line(n: int, m: int) -> str:
     blocks = torch.randn(WEIGHTS // m**2, m, m, generator=draw, dtype=torch.float64).abs()
     blocks /= blocks.amax((1, 2), keepdim=True)
     few = blocks[:PROGRAMMES]
-    masks, together = seconds(lambda: transport.best_masks(blocks, n))
+    masks, together = seconds(lambda: transposable.best_masks(blocks, n))
     singly, apart = seconds(lambda: torch.stack([by_programme(block, n) for block in few]))
-    improve, transport._improve = transport._improve, lambda *_: None
-    rounded, plain = seconds(lambda: transport.best_masks(blocks, n))
-    transport._improve = improve
+    improve, transposable._improve = transposable._improve, lambda *_: None
+    rounded, plain = seconds(lambda: transposable.best_masks(blocks, n))
+    transposable._improve = improve
     best = few[singly].sum()
     milliseconds = (1e3 * apart / len(few), 1e3 * plain / len(blocks), 1e3 * together / len(blocks))
     cells = [
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    transport.best_masks(torch.rand(64, 8, 8, dtype=torch.float64), 4)  # torch warms up
+    transposable.best_masks(torch.rand(64, 8, 8, dtype=torch.float64), 4)  # torch warms up
     lines = [
         "CPU milliseconds a block, one thread, normal weights; what is kept is a share of what the",
         "programmes keep. `python benchmarks/transposable_masks.py`",
