@@ -141,7 +141,7 @@ def test_all_extras_resolve_together_to_the_constraints(version):
     assert resolved <= set(constraints())
 
 
-def test_the_extra_all_has_every_other_but_those_for_developers_and_fairseq():
+def test_the_extra_all_has_every_other_but_those_for_developers_benchmarks_and_fairseq():
     def of(extra: str) -> set[str]:
         names = {extra}
         for line in EXTRAS[extra]:
@@ -149,7 +149,7 @@ def test_the_extra_all_has_every_other_but_those_for_developers_and_fairseq():
                 names |= {name for part in inner[1].split(",") for name in of(part)}
         return names
 
-    assert of("all") == set(EXTRAS) - {"docs", "dev", "translation"}
+    assert of("all") == set(EXTRAS) - {"bench", "docs", "dev", "translation"}
     assert of("all") - of("dev") == {"all", "ray"}  # make test says so
     table = (ROOT / "docs/start.md").read_text()
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))) == (

@@ -195,7 +195,7 @@ def test_a_container_is_refused_and_what_it_has_inside_is_not(recipe: str) -> No
     model = net()
     container = Container(torch.optim.AdamW(model.parameters(), lr=0.02))
     before = everything(model, container)
-    with pytest.raises(ConfigError, match=r"Container has .* inside \(optimizers\[0\]") as e:
+    with pytest.raises(ConfigError, match=r"Container contains .* \(optimizers\[0\]") as e:
         attach(model, container, recipe)
     assert "\n" not in str(e.value)
     assert everything(model, container) == before
@@ -311,5 +311,5 @@ def test_weights_from_outside_and_a_step_too_many_are_warned_of_once() -> None:
     said = [str(each.message) for each in caught]
     assert len(said) == 2
     assert re.match(r"nmrun: step 3: 0\.weight and 1 more changed outside", said[0])
-    assert re.match(r"nmrun: step 11: .* one more than total_steps=10", said[1])
+    assert re.match(r"nmrun: step 11: .* one step more than total_steps=10", said[1])
     assert len(handle.pop_events()) == 3

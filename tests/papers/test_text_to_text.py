@@ -117,13 +117,13 @@ def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Pat
     torch.testing.assert_close(task.loss(model, batch), expected.loss)
     assert task.size(batch) == int((targets >= 0).sum())
     assert task.sizes(0, 0, 2) == [task.size(part) for part in task.micro_batches(0, 0, 2)]
-    said = task.said(model, batch)
+    scores = task.scores(model, batch)
     for number, answer in enumerate(task.answers):
         labels = answer[answer >= 0][None]
         for row in range(len(tokens)):
             one = {"input_ids": tokens[row : row + 1], "attention_mask": mask[row : row + 1].long()}
             by_mean = theirs(**one, labels=labels).loss * labels.shape[1]
-            torch.testing.assert_close(said[row, number], -by_mean, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(scores[row, number], -by_mean, rtol=1e-4, atol=1e-4)
 
 
 def test_the_nearest_score_is_the_answer() -> None:
