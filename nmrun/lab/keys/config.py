@@ -9,7 +9,7 @@ from typing import Any
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import Dataset, OwnDataset
 from nmrun.lab.keys.fields import built
-from nmrun.lab.keys.groups import Optimizer, Recipe, Schedule, Sparsity, Track, Trainer
+from nmrun.lab.keys.groups import Optimizer, RecipeKeys, Schedule, Sparsity, Track, Trainer
 from nmrun.lab.keys.models import Model, OwnModel
 from nmrun.patterns import Pattern
 
@@ -43,9 +43,9 @@ class Config:
         return OwnModel(name=given["name"], **layers, target=given["_target_"], options=rest)
 
     @functools.cached_property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> RecipeKeys:
         given = self.plain["recipe"]
-        return Recipe(given["name"], given.get("_target_"), _beside(given))
+        return RecipeKeys(given["name"], given.get("_target_"), _beside(given))
 
     @functools.cached_property
     def sparsity(self) -> Sparsity:

@@ -122,7 +122,7 @@ class Sparsity(Group):
 
 
 @dataclass(frozen=True)
-class Recipe(Named):
+class RecipeKeys(Named):
     """A recipe: its hyperparameters are in ``options``, as the recipe's class knows them.
 
     ``target`` is the class of the user's own, else None.
@@ -154,7 +154,7 @@ class Optimizer(Named):
 
 
 @dataclass(frozen=True)
-class Adam(Optimizer):
+class AdamKeys(Optimizer):
     """Adam, weight decay coupled (added to the gradient)."""
 
     betas: Annotated[
@@ -168,14 +168,14 @@ class Adam(Optimizer):
 
 
 @dataclass(frozen=True)
-class AdamW(Adam):
+class AdamWKeys(AdamKeys):
     """AdamW, weight decay decoupled (shrinks the weights directly)."""
 
     weight_decay: float = 0.01
 
 
 @dataclass(frozen=True)
-class SGD(Optimizer):
+class SGDKeys(Optimizer):
     """SGD with momentum, weight decay coupled."""
 
     lr: float = 0.05

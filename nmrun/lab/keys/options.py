@@ -79,7 +79,7 @@ KINDS: dict[str, dict[str, str]] = {
         "hf_gpt2": "transformers.HFGPT2",
         "hf_causal": "transformers.HFCausal",
     },
-    "optimizer": {"adam": "groups.Adam", "adamw": "groups.AdamW", "sgd": "groups.SGD"},
+    "optimizer": {"adam": "groups.AdamKeys", "adamw": "groups.AdamWKeys", "sgd": "groups.SGDKeys"},
     "schedule": {
         "constant": "groups.Constant",
         "cosine": "groups.Cosine",

@@ -18,7 +18,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import Digits, OwnDataset
 from nmrun.lab.keys.fields import fields
-from nmrun.lab.keys.groups import Adam, Trainer
+from nmrun.lab.keys.groups import AdamKeys, Trainer
 from nmrun.lab.keys.models import OwnModel
 from nmrun.lab.keys.texts import Context
 from nmrun.lab.words import schema, source
@@ -428,7 +428,7 @@ def test_equal_values_get_one_form() -> None:
 def test_groups_are_typed() -> None:
     config = schema.check(OmegaConf.create(changed("recipe=sr_ste")))
     assert isinstance(config.trainer, Trainer)
-    assert isinstance(config.optimizer, Adam)
+    assert isinstance(config.optimizer, AdamKeys)
     assert (config.trainer.epochs, config.optimizer.betas, config.seed) == (12, [0.9, 0.999], 0)
     assert (config.recipe.name, config.recipe.target, config.recipe.options) == (
         "sr_ste",
