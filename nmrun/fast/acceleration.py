@@ -24,7 +24,7 @@ from nmrun.fast.cpu import activations, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.measurement import ONEDNN, Choice, Times, watched
-from nmrun.products import layer, simulated
+from nmrun.products import layer, simulation
 from nmrun.products.layer import Phase
 from nmrun.ranges import ACCELERATION
 from nmrun.sparsity.weight import SparseWeight
@@ -201,7 +201,7 @@ def _seen(
     def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
         if module not in seen or x.numel() >= seen[module][0].numel():
-            seen[module] = x.shape, simulated.compute_dtype(x)
+            seen[module] = x.shape, simulation.compute_dtype(x)
 
     if not modules:
         return {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from nmrun import atomic
-from nmrun.kernels.compiled import cache_folder
+from nmrun.kernels.compiler import cache_folder
 
 ONEDNN = "onednn"  # the path of dense products by oneDNN
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32

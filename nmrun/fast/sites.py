@@ -18,7 +18,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu.convolution import window_of
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class
 
 QUERY, KEY_VALUE, OUT = "in_proj_weight[queries]", "in_proj_weight[keys, values]", "out_proj.weight"

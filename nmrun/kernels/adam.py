@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import cpu_adam, projection
+from nmrun.kernels.graph_breaks import breaks_graph
 from nmrun.kernels.layout import local, stored_alike
 from nmrun.kernels.operands import Operands, Update, scalars
-from nmrun.kernels.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from nmrun.kernels.triton_adamw import FusedAdam
@@ -62,7 +62,7 @@ class OnePass:
         """A step begins: what others step in it is counted by them alone."""
         self._counts = {p: count for p, count in self._counts.items() if p in self.pending}
 
-    @uncompiled
+    @breaks_graph
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
         """Step the group's pending parameters: weights, moments and projections.
 

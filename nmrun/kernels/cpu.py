@@ -1,4 +1,4 @@
-"""The projection on the CPU: ``nm_project.c``, built for one N:M (:mod:`nmrun.kernels.compiled`) and
+"""The projection on the CPU: ``nm_project.c``, built for one N:M (:mod:`nmrun.kernels.compiler`) and
 called through ctypes.
 
 Building takes about 0.5 s, with the step of Adam 1.8 s, and happens once a pattern and machine.
@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiled
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.patterns import Pattern
 
@@ -116,7 +116,7 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
     Adam or without, built if needed; None where no C compiler works."""
     names = ("nm_project", "nm_adam") if adam else ("nm_project",)
     flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
-    kernel = compiled.library(f"{names[-1]}-{pattern.slug}", names, flags)
+    kernel = compiler.library(f"{names[-1]}-{pattern.slug}", names, flags)
     if kernel is None:
         return None
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

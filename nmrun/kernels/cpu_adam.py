@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 
 from nmrun.kernels import cpu
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored
 from nmrun.kernels.operands import Operands
 

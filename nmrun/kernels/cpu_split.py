@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiled
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored, stored_alike
 
 PIECE = 4096  # entries, as in nm_split.c
@@ -46,7 +46,7 @@ def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled.library("nm_split", ("nm_split",))
+    library = compiler.library("nm_split", ("nm_split",))
     if library is not None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         library.nm_split.argtypes = [*[pointer] * 2, *[size] * 3, ctypes.c_int, pointer]

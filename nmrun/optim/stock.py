@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from nmrun.kernels.uncompiled import uncompiled
+from nmrun.kernels.graph_breaks import breaks_graph
 
 
 def _eager(method: Callable[..., Any]) -> Any:
     """A method of torch's optimizer without torch's own wrapper, which keeps ``torch.compile`` out
     as well, but imports it."""
-    return uncompiled(getattr(method, "__wrapped__", method))
+    return breaks_graph(getattr(method, "__wrapped__", method))
 
 
 class EagerOptimizer(torch.optim.Optimizer):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.products.simulated import compute_dtype, convolution, linear
+from nmrun.products.simulation import compute_dtype, convolution, linear
 from nmrun.sparsity.layers import forward_class
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
@@ -65,7 +65,7 @@ class Layer:
     copy of the module computes as if it were not there.
 
     Attributes:
-        mvue, fp8, input_mvue: see :func:`nmrun.products.simulated.linear`.
+        mvue, fp8, input_mvue: see :func:`nmrun.products.simulation.linear`.
         input_weight: the weight of the input gradient, stored as the weight, or None.
         packed: what N:M products read, or None; ``uses_packed``: it is up to date.
         dense: what computes products that are dense, or None for torch.
@@ -163,7 +163,7 @@ def install(
 ) -> list[str]:
     """Let the layers of sparse weights compute their products by a :class:`Layer`.
 
-    ``mvue`` and ``fp8`` are as in :func:`nmrun.products.simulated.linear`, for linear layers only
+    ``mvue`` and ``fp8`` are as in :func:`nmrun.products.simulation.linear`, for linear layers only
     (Hugging Face's ``Conv1D`` is one). Left alone are the projections of ``nn.MultiheadAttention``,
     and layers with a ``forward`` of their own. Code that reads ``layer.weight`` without calling the
     layer goes past this. Works under ``torch.compile(fullgraph=True)``; gradients of gradients

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import RunError
+from nmrun.kernels.graph_breaks import breaks_graph
 from nmrun.kernels.operands import Update
-from nmrun.kernels.uncompiled import uncompiled
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
@@ -303,7 +303,7 @@ def closure_first(
 
 def _hook(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of a hook, and mark it as nmrun's: see ``attach._refuse_second``."""
-    run = uncompiled(hook)
+    run = breaks_graph(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
 

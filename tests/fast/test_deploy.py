@@ -21,7 +21,7 @@ from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.packed_linear import PackedLinear
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 
@@ -288,7 +288,7 @@ def test_what_is_dense_is_computed_by_the_faster_library(
 
 
 def test_without_a_compiler_all_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     products._library.cache_clear()
     try:
         model = mlp()

@@ -16,7 +16,7 @@ import nmrun
 from nmrun.fast import deploy as deploying
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 TOOK = {"packed": 0.5, "packed bf16": 0.25}
@@ -138,10 +138,10 @@ def test_a_cache_shared_between_machines_hands_none_the_others_code(
 ) -> None:
     """What is built depends on the processor, and so does its file."""
     built = []
-    monkeypatch.setattr(compiled, "_build", lambda *args: built.append(args[-1]))
-    monkeypatch.setattr(compiled, "_trusted", lambda path: False)
+    monkeypatch.setattr(compiler, "_build", lambda *args: built.append(args[-1]))
+    monkeypatch.setattr(compiler, "_trusted", lambda path: False)
     for flags in ("flags : avx512f", "flags : avx512f avx512_bf16"):
-        monkeypatch.setattr(compiled, "_processor", lambda flags=flags: flags)
+        monkeypatch.setattr(compiler, "_processor", lambda flags=flags: flags)
         bf16._library.cache_clear()
         bf16._library()
     bf16._library.cache_clear()
@@ -149,7 +149,7 @@ def test_a_cache_shared_between_machines_hands_none_the_others_code(
 
 
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     bf16._library.cache_clear()
     try:
         assert bf16.obstacle().startswith("no C compiler works here")

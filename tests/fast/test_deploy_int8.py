@@ -18,7 +18,7 @@ from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 needs_int8 = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
@@ -154,7 +154,7 @@ def test_a_precision_and_a_tolerance_that_are_none() -> None:
 
 
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     int8._library.cache_clear()
     try:
         model = mlp()

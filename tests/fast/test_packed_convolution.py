@@ -19,7 +19,7 @@ from nmrun.fast import deploy as deploying
 from nmrun.fast.cpu import packed_convolution
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 needs_compiler = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
@@ -200,7 +200,7 @@ def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         "dense.weight": "its weight is not N:M",
         "low.weight": "bfloat16: packed convolutions are float32",
     }
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     products._library.cache_clear()
     try:
         choices = nmrun.deploy(prune(net(), "2:4"), x)

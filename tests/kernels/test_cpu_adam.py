@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun import optim
 from nmrun.kernels import adam, cpu, cpu_adam
-from nmrun.kernels import compiled as c_library
+from nmrun.kernels import compiler as c_library
 from nmrun.kernels import projection as kernels
 from nmrun.kernels.operands import Operands, Update
 from nmrun.patterns import Pattern

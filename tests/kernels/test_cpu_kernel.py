@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import sparsity
-from nmrun.kernels import compiled as c_library
+from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE

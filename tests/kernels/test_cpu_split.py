@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiled, cpu_split
+from nmrun.kernels import compiler, cpu_split
 
 pytestmark = pytest.mark.skipif(cpu_split._library() is None, reason="no C compiler here")
 
@@ -35,7 +35,7 @@ def test_against_exact_sums(shape: tuple[int, ...], squares: bool) -> None:
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     values, mask, found = torch.randn(300, 301), torch.rand(300, 301) < 0.5, []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from nmrun.kernels import compiled
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 
-pytestmark = pytest.mark.skipif(not compiled.find_compiler(), reason="no C compiler works here")
-Kernel = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * compiled.MOST)
+pytestmark = pytest.mark.skipif(not compiler.find_compiler(), reason="no C compiler works here")
+Kernel = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * compiler.MOST)
 
 
 class Calls:
@@ -33,10 +33,10 @@ class Calls:
 @pytest.fixture(params=["torch's threads", "threads of our own"])
 def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(compiled, "CHUNK", 10)
+    monkeypatch.setattr(compiler, "CHUNK", 10)
     if request.param == "threads of our own":
-        monkeypatch.setattr(compiled, "_region", lambda: None)
-    elif compiled._region() is None:
+        monkeypatch.setattr(compiler, "_region", lambda: None)
+    elif compiler._region() is None:
         pytest.skip("torch has no OpenMP runtime here")
 
 
@@ -54,7 +54,7 @@ def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_every_row_is_in_one_part(
     three_threads: None, rows: int, weights: int, unit: int, expected: list[tuple[int, int]]
 ) -> None:
-    made, rest = Calls(), [*range(3, compiled.MOST)]
+    made, rest = Calls(), [*range(3, compiler.MOST)]
     operands = (1 << 40, BEGIN, END, *rest)
     in_parts(made.kernel, operands, rows, weights, unit)
     assert sorted(words[1:3] for words in made.seen) == expected
@@ -63,7 +63,7 @@ def test_every_row_is_in_one_part(
 
 @pytest.mark.parametrize("bad", [0, 40, 80])
 def test_a_part_that_fails_fails_the_whole(three_threads: None, bad: int) -> None:
-    operands = (0, BEGIN, END, *[0] * (compiled.MOST - 3))
+    operands = (0, BEGIN, END, *[0] * (compiler.MOST - 3))
     with pytest.raises(MemoryError, match="no memory"):
         in_parts(Calls(bad).kernel, operands, 120, 1000)
     in_parts(Calls(bad=7).kernel, operands, 120, 1000)

@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.train import build, plan
 from nmrun.lab.words.identity import identity
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
+from nmrun.products import simulation
 
 PAIRS = Pattern(2, 4)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -38,9 +38,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 def gradients(
     dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
-    """dX, dW and db (or None) of ``simulated.linear``."""
+    """dX, dW and db (or None) of ``simulation.linear``."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-    z = simulated.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None, *options)
+    z = simulation.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None, *options)
     grads = torch.autograd.grad(z, leaves, dz)
     return grads if bias is not None else (*grads, None)
 
@@ -52,8 +52,8 @@ def gradients(
 @pytest.mark.parametrize("bias", [True, False])
 def test_finite_differences(shape: tuple[int, ...], bias: bool) -> None:
     leaves = [normal(*shape), normal(4, 6, seed=1)] + ([normal(4, seed=2)] if bias else [])
-    assert torch.autograd.gradcheck(simulated.linear, [t.requires_grad_() for t in leaves])
-    torch.testing.assert_close(simulated.linear(*leaves), F.linear(*leaves), rtol=0, atol=0)
+    assert torch.autograd.gradcheck(simulation.linear, [t.requires_grad_() for t in leaves])
+    torch.testing.assert_close(simulation.linear(*leaves), F.linear(*leaves), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -70,10 +70,10 @@ def test_input_gradient_with_the_weight_given(bias: bool) -> None:
     torch.testing.assert_close(dw, torch.einsum("bto,bti->oi", dz, x))
     assert db is None or torch.allclose(db, torch.einsum("bto->o", dz))
     v.requires_grad_()
-    simulated.linear(x.requires_grad_(), w, b, v).sum().backward()
+    simulation.linear(x.requires_grad_(), w, b, v).sum().backward()
     assert v.grad is None
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(simulated.linear(x, w).square().sum(), x, create_graph=True)[
+        torch.autograd.grad(simulation.linear(x, w).square().sum(), x, create_graph=True)[
             0
         ].sum().backward()
 
@@ -100,7 +100,7 @@ def test_convolutions(
     leaves = [x, w] + ([normal(kernel[0], seed=3).requires_grad_()] if bias else [])
     b = leaves[2] if bias else None
     z, at_w, at_v = (
-        simulated.convolution(x, w, b, v, *geometry),
+        simulation.convolution(x, w, b, v, *geometry),
         plain(x, w, b, *geometry),
         plain(x, v, None, *geometry),
     )
@@ -243,7 +243,7 @@ def test_fp8_products_by_hand(size: float) -> None:
         normal(5, seed=2).float() * size,
     )
     dz = normal(6, 5, seed=3, dtype=torch.float32)
-    z = simulated.linear(x, w, b, fp8=True)
+    z = simulation.linear(x, w, b, fp8=True)
     torch.testing.assert_close(
         z.double(), rounded(x, E4M3) @ rounded(w, E4M3).T + b.double(), rtol=1e-5, atol=1e-5 * size
     )
@@ -273,7 +273,7 @@ def test_fp8_error_is_within_half_a_unit_in_the_last_place() -> None:
         da, db = off(a, *grid), off(b, *grid)
         return da @ b.abs() + a.abs() @ db + da @ db + 1e-5
 
-    z = simulated.linear(x, w, fp8=True)
+    z = simulation.linear(x, w, fp8=True)
     error = (z - x @ w.T).abs()
     assert (error <= bound(x, w.T, 2**-4, 2**-9, 448)).all()
     assert error.max() > 1e-3
@@ -296,7 +296,7 @@ def test_estimate_first_then_the_cast() -> None:
 
 def test_fp8_of_zeros_and_extremes_is_finite() -> None:
     for dtype in (E4M3, E5M2):
-        values, scale = simulated.quantize(torch.zeros(3, 4), dtype)
+        values, scale = simulation.quantize(torch.zeros(3, 4), dtype)
         assert (values.float() == 0).all()
         assert scale == 1
         for x in (
@@ -304,11 +304,11 @@ def test_fp8_of_zeros_and_extremes_is_finite() -> None:
             torch.tensor([3.4e38, -1.0]),
             torch.tensor([1e-38, -1e-40]),
         ):
-            values, scale = simulated.quantize(x, dtype)
+            values, scale = simulation.quantize(x, dtype)
             assert values.float().isfinite().all()
             assert math.isfinite(scale)
             assert scale > 0
-        values, scale = simulated.quantize(torch.tensor([1.0, math.inf]), dtype)
+        values, scale = simulation.quantize(torch.tensor([1.0, math.inf]), dtype)
         assert values.float().isnan().any()
     zeros = torch.zeros(4, 8)
     for case in (
@@ -317,7 +317,7 @@ def test_fp8_of_zeros_and_extremes_is_finite() -> None:
         (normal(4, 4).float(), zeros, zeros),
     ):
         dz, x, w = case[0][:, :4], case[1], case[2]
-        assert (simulated.linear(x, w, fp8=True) == 0).all()
+        assert (simulation.linear(x, w, fp8=True) == 0).all()
         for gradient in gradients(dz, x, w, torch.zeros(4), None, Pattern(2, 4), True):
             assert gradient.isfinite().all()
 
@@ -329,7 +329,7 @@ def test_autocast_casts_as_linear_does(fp8: bool, backward_too: bool) -> None:
     v, low = normal(4, 8, seed=5, dtype=torch.float32), torch.bfloat16
     dz = normal(6, 4, seed=6).to(low)
     with torch.autocast("cpu", low):
-        z, plain = simulated.linear(x, w, b, v, fp8=fp8), F.linear(x, w, b)
+        z, plain = simulation.linear(x, w, b, v, fp8=fp8), F.linear(x, w, b)
         grads = torch.autograd.grad(z, (x, w, b), dz) if backward_too else None
     grads = grads or torch.autograd.grad(z, (x, w, b), dz)
     assert z.dtype == plain.dtype == low
@@ -350,7 +350,7 @@ def test_autocast_casts_as_linear_does(fp8: bool, backward_too: bool) -> None:
     )
     doubles = x.detach().double(), w.detach().double()
     with torch.autocast("cpu", low):  # which leaves double precision alone
-        torch.testing.assert_close(simulated.linear(*doubles), F.linear(*doubles), rtol=0, atol=0)
+        torch.testing.assert_close(simulation.linear(*doubles), F.linear(*doubles), rtol=0, atol=0)
 
 
 # --- on layers ------------------------------------------------------------------------------------

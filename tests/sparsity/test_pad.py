@@ -14,7 +14,7 @@ from runs import config
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.kernels import compiled as c_library
+from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
 from nmrun.lab.train import build, plan, runner
 from nmrun.lab.train.flops import Flops, LayerFlops, Products

@@ -29,7 +29,7 @@ from nmrun.fast.cpu.probe import side_by_side
 from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, watched
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class, is_conv1d
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest

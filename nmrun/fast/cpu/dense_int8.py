@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_linear import check_operands
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 
 ENGINE = "onednn"
 # oneDNN's own copies of weights, which a compiled graph names by their number

@@ -27,7 +27,7 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.measurement import ONEDNN
 from nmrun.patterns import Pattern
-from nmrun.products.simulated import estimate
+from nmrun.products.simulation import estimate
 
 KINDS, PARTS = ("forward", "backward"), ("values", "index", "start")
 

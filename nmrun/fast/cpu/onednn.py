@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.fast.measurement import ONEDNN, Times
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class
 
 # of torch's time: what is closer than that differs from probe to probe

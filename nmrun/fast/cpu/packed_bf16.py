@@ -15,7 +15,7 @@ from torch import Tensor
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 
 
 class Bf16Linear(PackedLinear):

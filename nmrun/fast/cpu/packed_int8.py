@@ -15,7 +15,7 @@ from torch import Tensor
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 
 INT8 = "int8"
 TOLERANCE = 0.05  # normal operands are 0.01 off; outliers among the inputs make it more

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels import products, tiles
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
-from nmrun.products.simulated import compute_dtype
+from nmrun.products.simulation import compute_dtype
 
 
 class PackedLinear(nn.Module):

@@ -27,7 +27,7 @@ from nmrun.fast.measurement import BF16, ONEDNN, Times, fault, recall, remember,
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.products.layer import Phase
-from nmrun.products.simulated import estimate
+from nmrun.products.simulation import estimate
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.weight import SparseWeight
 

@@ -11,7 +11,7 @@ it is no part of any state dict, since the layout is the GPU's.
     dW = dZ^T X    dense; with MVUE, E^T X with a 2:4 estimate E of dZ, sparse where that is faster
 
 By a path of FP8 products the operands are rounded to it, those of dense products as well (see
-``nmrun.products.simulated.linear``).
+``nmrun.products.simulation.linear``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn import functional
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.patterns import Pattern
-from nmrun.products.simulated import backward_product, compute_dtype, estimate
+from nmrun.products.simulation import backward_product, compute_dtype, estimate
 
 
 class SemiStructuredProducts(nn.Module):

@@ -20,7 +20,7 @@ from nmrun.fast.gpu import linear, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.measurement import Times, recall, remember, version
-from nmrun.products import layer, simulated
+from nmrun.products import layer, simulation
 from nmrun.products.layer import Phase
 from nmrun.sparsity.weight import SparseWeight
 
@@ -78,8 +78,8 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
     last = estimate if shape.mvue else dz
     dense = Times(
         forward=time(lambda: _forward(x, weight, bias, shape)),
-        input_gradient=time(lambda: simulated.backward_product(dz, weight, shape.fp8)),
-        weight_gradient=time(lambda: simulated.backward_product(last.t(), x, shape.fp8)),
+        input_gradient=time(lambda: simulation.backward_product(dz, weight, shape.fp8)),
+        weight_gradient=time(lambda: simulation.backward_product(last.t(), x, shape.fp8)),
     )
     found = {"dense": dense}
     for name, path in semi_structured.candidates(shape.fp8).items():
@@ -106,7 +106,7 @@ def _times(
         dense.weight_gradient,
     )
     if shape.both:
-        expected = simulated.backward_product(dz.float(), weight.float(), shape.fp8)
+        expected = simulation.backward_product(dz.float(), weight.float(), shape.fp8)
         algorithms[1], input_gradient = semi_structured.fastest(name, dz, parts_t, None, expected)
     if shape.mvue:
         try:
@@ -137,7 +137,7 @@ def _once(name: str, x: Tensor, estimate: Tensor) -> tuple[str, float]:
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: SemiStructuredShape) -> Tensor:
     return (
-        simulated.linear(x, weight, bias, fp8=True)
+        simulation.linear(x, weight, bias, fp8=True)
         if shape.fp8
         else functional.linear(x, weight, bias)
     )

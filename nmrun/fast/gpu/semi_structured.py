@@ -19,7 +19,7 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 from nmrun.fast.gpu.kernels import compression, cusparselt
 from nmrun.fast.measurement import ERRORS, fault, first_line
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
+from nmrun.products import simulation
 from nmrun.sparsity.masks import hard_threshold
 
 Parts = list[Tensor]
@@ -42,7 +42,7 @@ class Path:
     ``pack(W, V)`` compresses W, and V^T where a second weight V (rows, columns), 2:4 along its
     rows, is given: that of the input gradient ``dz V``. ``multiply(x, parts, bias)`` is the product
     with what was packed, of shape (tokens, rows). ``fp8``: operands are rounded as
-    :func:`nmrun.products.simulated.linear` does with ``fp8``, those of ``x W^T`` to e4m3fn and
+    :func:`nmrun.products.simulation.linear` does with ``fp8``, those of ``x W^T`` to e4m3fn and
     those of ``dz V`` to e5m2. ``rewrite(parts, W)`` compresses another W in the place of one.
     ``algorithms(x, parts)`` is how many ``multiply`` can choose from by its keyword ``algorithm``.
     """
@@ -117,20 +117,20 @@ def cusparselt_algorithms(x: Tensor, parts: Parts) -> int:
 
 def cusparselt_pack_fp8(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
     """As :func:`cusparselt_pack`, with W rounded to e4m3fn and V^T to e5m2; each with its scale."""
-    values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
+    values, scale = simulation.quantize(weight, simulation.FORWARD_FP8)
     parts_t: Parts = []
     # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
     if other is not None:
-        values_t, scale_t = simulated.quantize(other.t(), simulated.BACKWARD_FP8)
+        values_t, scale_t = simulation.quantize(other.t(), simulation.BACKWARD_FP8)
         parts_t = [compression.compressed(values_t.bfloat16(), torch.bfloat16), scale_t]
-    return [compression.compressed(values, simulated.FORWARD_FP8), scale], parts_t
+    return [compression.compressed(values, simulation.FORWARD_FP8), scale], parts_t
 
 
 def cusparselt_rewrite_fp8(parts: Parts, weight: Tensor) -> None:
     """As :func:`cusparselt_rewrite`, of what :func:`cusparselt_pack_fp8` returned."""
-    forward = parts[0].dtype == simulated.FORWARD_FP8
-    values, scale = simulated.quantize(
-        weight, simulated.FORWARD_FP8 if forward else simulated.BACKWARD_FP8
+    forward = parts[0].dtype == simulation.FORWARD_FP8
+    values, scale = simulation.quantize(
+        weight, simulation.FORWARD_FP8 if forward else simulation.BACKWARD_FP8
     )
     compression.compressed(values if forward else values.bfloat16(), parts[0].dtype, out=parts[0])
     parts[1].copy_(scale)
@@ -138,9 +138,9 @@ def cusparselt_rewrite_fp8(parts: Parts, weight: Tensor) -> None:
 
 def _operand(x: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
     """(x as the library takes it, its scale)."""
-    forward = parts[0].dtype == simulated.FORWARD_FP8
-    kind = simulated.FORWARD_FP8 if forward else simulated.BACKWARD_FP8
-    values, scale = simulated.quantize(padded(x, ROUND_UP), kind)
+    forward = parts[0].dtype == simulation.FORWARD_FP8
+    kind = simulation.FORWARD_FP8 if forward else simulation.BACKWARD_FP8
+    values, scale = simulation.quantize(padded(x, ROUND_UP), kind)
     return values.to(parts[0].dtype), scale
 
 
@@ -275,7 +275,7 @@ def verdict(path: Path, device: torch.device | str = "cuda") -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the format is a prototype
             parts, _ = path.pack(weight, weight)
-            expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
+            expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
             found = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
     except ERRORS as error:
         return first_line(error)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from nmrun.fast.gpu import semi_structured
-    from nmrun.kernels.compiled import find_compiler
+    from nmrun.kernels.compiler import find_compiler
     from nmrun.kernels.cpu import load
     from nmrun.lab.train.loggers import logged_in
     from nmrun.patterns import Pattern
@@ -125,7 +125,7 @@ def accelerated() -> Iterator[tuple[str, str]]:
     import torch
 
     from nmrun.fast.gpu import semi_structured
-    from nmrun.products import simulated
+    from nmrun.products import simulation
 
     if not torch.cuda.is_available():
         yield (
@@ -148,7 +148,7 @@ def accelerated() -> Iterator[tuple[str, str]]:
         dense = semi_structured.milliseconds(partial(torch.nn.functional.linear, x, weight))
         cells = [f"dense {dense:.3f} ms"]
         for name, path in right.items():
-            expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
+            expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
             named, taken = semi_structured.fastest(
                 name, x, path.pack(weight, weight)[0], None, expected
             )

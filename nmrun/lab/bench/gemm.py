@@ -36,7 +36,7 @@ from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, ratios, rounds, speedup
 from nmrun.lab.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
+from nmrun.products import simulation
 from nmrun.sparsity.masks import hard_threshold
 
 DTYPE = torch.bfloat16
@@ -52,10 +52,10 @@ def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     Returns:
         A function that computes ``x W^T``, in the dtype of ``x``.
     """
-    values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
+    values, scale = simulation.quantize(weight, simulation.FORWARD_FP8)
 
     def call() -> Tensor:
-        values_x, scale_x = simulated.quantize(x, simulated.FORWARD_FP8)
+        values_x, scale_x = simulation.quantize(x, simulation.FORWARD_FP8)
         return torch._scaled_mm(
             values_x, values.t(), scale_x.reciprocal(), scale.reciprocal(), out_dtype=x.dtype
         )
@@ -94,7 +94,7 @@ def measure(
             "dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)
         }
         rows, algorithms = list[Row](), dict[str, str]()
-        expected = simulated.linear(x.float(), weight.float(), fp8=fp8)
+        expected = simulation.linear(x.float(), weight.float(), fp8=fp8)
         for name, path in paths.items():
             try:
                 parts, _ = path.pack(weight, None)

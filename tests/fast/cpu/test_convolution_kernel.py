@@ -12,7 +12,7 @@ from torch import Tensor
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.convolution import Window, convolve, convolve_back
 from nmrun.fast.cpu.kernels.products import PackedMatrix, pack
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler here")
 
@@ -70,7 +70,7 @@ def test_against_float64(case: tuple, channels_last: bool) -> None:
 def test_the_bits_do_not_depend_on_threads_or_on_other_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     weight = torch.randn(20, 12, 3, 3) * (torch.rand(20, 12, 3, 3) < 0.4)
     forward, _ = packed(weight)
     window, x = Window((3, 3), padding=(1, 1)), torch.randn(100, 12, 6, 5)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import BLOCK, MOST, Bf16Matrix
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
@@ -117,7 +117,7 @@ def test_threads_and_company_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     matrix = bf16.packed(weight)
     whole, gradient = bf16.multiply(x, matrix), bf16.sampled(x, y, matrix)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     again = bf16.packed(weight)
     assert torch.equal(again.values, matrix.values)
     assert torch.equal(again.index, matrix.index)
@@ -187,9 +187,9 @@ def test_the_true_instruction_is_what_is_compiled(tmp_path: Path) -> None:
         "-S",
         "nm.c",
     ]
-    compiler = compiled.find_compiler()
-    assert compiler is not None
-    subprocess.run([compiler, *flags], check=True, cwd=tmp_path, timeout=120)
+    found = compiler.find_compiler()
+    assert found is not None
+    subprocess.run([found, *flags], check=True, cwd=tmp_path, timeout=120)
     assert "vdpbf16ps" in (tmp_path / "nm.s").read_text()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.kernels.int8 import MOST, Int8Matrix
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
@@ -98,7 +98,7 @@ def test_a_token_has_the_same_bits_in_any_company_and_on_threads(
     matrix, x = packed(sparse(1000, 300, "1:4")), normal(70, 300)
     together = int8.multiply(x, matrix)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     for tokens in (1, 3, 17, 70):
         assert torch.equal(int8.multiply(x[:tokens], matrix), together[:tokens])
     x[-1, 5] = float("nan")

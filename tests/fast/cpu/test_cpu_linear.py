@@ -20,7 +20,7 @@ from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.linear import LinearProducts
 from nmrun.fast.measurement import Times, as_data, from_data
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -308,7 +308,7 @@ def test_small_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     products._library.cache_clear()
     try:
         model = mlp()

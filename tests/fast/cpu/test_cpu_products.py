@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix, multiply, pack, sampled
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler here")
 
@@ -86,7 +86,7 @@ def test_transposes_however_they_are_packed(
     taps: int, rows: int, columns: int, threads: int, full: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "FULL", full)
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     w = torch.randn(rows, taps * columns, generator=torch.Generator().manual_seed(0))
     w[:, ::3], w[:: max(2, rows // 5)] = 0, 0
@@ -115,7 +115,7 @@ def test_uneven_rows_and_empty_ones() -> None:
 def test_the_bits_do_not_depend_on_threads_or_on_other_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     w = matrix(200, 260, 2, 4)
     rows, turned = packed(w)
     x, dz = torch.randn(300, 260), torch.randn(300, 200)
@@ -178,7 +178,7 @@ def test_narrower_vectors(less: str, built: None, monkeypatch: pytest.MonkeyPatc
     """AVX2's and SSE's source is the same."""
     if os.uname().machine != "x86_64":
         pytest.skip("the flags are x86's")
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, less))
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, less))
     w = matrix(70, 290, 2, 5)
     rows, turned = packed(w)
     x, dz, bias = torch.randn(131, 290), torch.randn(131, 70), torch.randn(70)
@@ -243,7 +243,7 @@ def test_a_cached_file_that_was_changed_or_is_not_ours_is_built_anew(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def built() -> bool:
-        return compiled.library("nm_split", ("nm_split",)) is not None  # the smallest
+        return compiler.library("nm_split", ("nm_split",)) is not None  # the smallest
 
     assert built()
     (library,) = (tmp_path / "nmrun" / "kernels").glob("nm_split-*.so")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products, tiles
 from nmrun.fast.cpu.kernels.tiles import FEW, TILE, TiledMatrix
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
@@ -69,7 +69,7 @@ def test_threads_share_the_rows_of_one_token(monkeypatch: pytest.MonkeyPatch) ->
     matrix, x = tiled(sparse(1000, 1024, "1:4")), normal(1, 1024)
     alone = tiles.multiply(x, matrix)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
     assert torch.equal(tiles.multiply(x, matrix), alone)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from nmrun.fast.gpu import linear, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
+from nmrun.products import simulation
 
 PAIRS = Pattern(2, 4)
 
@@ -125,7 +125,7 @@ def test_estimated_weight_gradient(path: str | None, tokens: int) -> None:
     torch.manual_seed(0)
     (found,) = torch.autograd.grad(packed(x, weight, None, PAIRS), weight, dz)
     torch.manual_seed(0)
-    (expected,) = torch.autograd.grad(simulated.linear(x, weight, None, None, PAIRS), weight, dz)
+    (expected,) = torch.autograd.grad(simulation.linear(x, weight, None, None, PAIRS), weight, dz)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, dz.t() @ x)
 

@@ -22,7 +22,7 @@ from nmrun.fast import measurement
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.gpu import semi_structured
 from nmrun.kernels import adam
-from nmrun.kernels import compiled as c_library
+from nmrun.kernels import compiler as c_library
 from nmrun.lab import bench, models
 from nmrun.lab.bench import (
     harness,

@@ -172,7 +172,7 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
 def test_the_whole_of_it_on_a_cpu(
     compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from nmrun.kernels import compiled as c_library
+    from nmrun.kernels import compiler as c_library
     from nmrun.kernels import cpu
 
     if not compiler:

@@ -26,7 +26,7 @@ from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
+from nmrun.products import simulation
 from nmrun.sparsity import hard_threshold, soft_threshold, transposable_mask
 
 DEVICE = torch.device("cuda")
@@ -163,7 +163,7 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
         .cpu()
         .float()
     )
-    expected = simulated.linear(x.cpu().float(), weight.cpu().float(), fp8=True)
+    expected = simulation.linear(x.cpu().float(), weight.cpu().float(), fp8=True)
     torch.testing.assert_close(z, expected, rtol=2**-7, atol=2**-7 * float(expected.std()))
 
 

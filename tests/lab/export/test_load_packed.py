@@ -27,7 +27,7 @@ from nmrun.fast.cpu.kernels import int8, products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
-from nmrun.kernels import compiled
+from nmrun.kernels import compiler
 from nmrun.lab.export import cli, finished_run
 
 PACKED = (PackedLinear, PackedConvolution)
@@ -196,7 +196,7 @@ def test_another_model_and_no_compiler(tmp_path: Path, monkeypatch: pytest.Monke
     path, _ = exported(tmp_path, images())
     with pytest.raises(ConfigError, match=r"the file is of another model: "):
         nmrun.load_packed(path, encoder())
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     products._library.cache_clear()
     try:
         with pytest.raises(ConfigError, match="packed layers need a C compiler"):

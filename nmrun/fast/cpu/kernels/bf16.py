@@ -14,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiled
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 TILE = 16  # rows, as in nm_bf16.c
 SEGMENT = 32  # columns
@@ -188,7 +188,7 @@ def _loaded() -> ctypes.CDLL:
 @cache
 def _library() -> ctypes.CDLL | None:
     sources = ("nm_scratch", "nm_vectors", "nm_bf16")
-    library = compiled.library("nm_bf16", sources, FLAGS, __package__)
+    library = compiler.library("nm_bf16", sources, FLAGS, __package__)
     if library is not None and hasattr(library, "nm_bf16"):
         p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         library.nm_bf16.argtypes = [*[p] * 7, *[n] * 6]

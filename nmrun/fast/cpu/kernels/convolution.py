@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix, loaded
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 Pair = tuple[int, int]
 

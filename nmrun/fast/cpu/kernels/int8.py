@@ -19,8 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiled
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 TILE = 16  # rows, as in nm_int8.c
 SEGMENT = 64  # columns
@@ -179,7 +179,7 @@ def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tenso
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled.library("nm_int8", ("nm_scratch", "nm_int8"), FLAGS, __package__)
+    library = compiler.library("nm_int8", ("nm_scratch", "nm_int8"), FLAGS, __package__)
     if library is not None and hasattr(library, "nm_int8"):
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         library.nm_int8.argtypes = [*[pointer] * 10, *[size] * 6]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiled
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 BLOCK = 128  # columns, as in nm_product.c
 PANEL = 64  # tokens, as in nm_product.c
@@ -195,7 +195,7 @@ def loaded() -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled.library(
+    library = compiler.library(
         "nm_product",
         (
             "nm_scratch",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import BLOCK, LOW, in_panels
-from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 TILE = 16  # rows, and columns of a segment
 SEGMENTS = BLOCK // TILE

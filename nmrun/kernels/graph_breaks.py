@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def uncompiled(call: Call) -> Call:
+def breaks_graph(call: Call) -> Call:
     """``torch.compiler.disable``, without its import, which takes seconds, where nothing is
     compiled.
 
