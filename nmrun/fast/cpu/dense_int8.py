@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.packed_linear import check_operands
-from nmrun.products.simulation import compute_dtype
+from nmrun.fast.cpu.packed_linear import check_operands, over_tokens
 
 ENGINE = "onednn"
 # oneDNN's own copies of weights, which a compiled graph names by their number
@@ -90,12 +89,7 @@ class DenseInt8Linear(nn.Module):
         Raises:
             RuntimeError: for NaN and infinity in x.
         """
-        x = x.to(compute_dtype(x))
-        flat = x.reshape(-1, x.shape[-1])
-        differentiated = x.requires_grad and torch.is_grad_enabled()
-        call = dense_int8 if torch.compiler.is_compiling() or differentiated else _product
-        made = call(flat, self.weight, self.scales, self.number)
-        return made.view(*x.shape[:-1], self.out_features)
+        return over_tokens(x, dense_int8, _product, self.weight, self.scales, self.number)
 
     def dense(self) -> Tensor:
         """The weight as it was rounded, float32."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
-from nmrun.products.simulation import compute_dtype
+from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands, over_tokens
 
 
 class Bf16Linear(PackedLinear):
@@ -37,12 +36,9 @@ class Bf16Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features), in the dtype of x."""
-        x = x.to(compute_dtype(x))
-        differentiated = x.requires_grad and torch.is_grad_enabled()
-        call = bf16_linear if torch.compiler.is_compiling() or differentiated else _product
         parts = (self.values, self.index, self.counts, self.start, self.bias)
-        flat, shape = x.reshape(-1, x.shape[-1]), (self.out_features, self.in_features)
-        return call(flat, *parts, *shape).view(*x.shape[:-1], self.out_features)
+        shape = (self.out_features, self.in_features)
+        return over_tokens(x, bf16_linear, _product, *parts, *shape)
 
     def dense(self) -> Tensor:
         """The weight with its zeros, bfloat16."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
-from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
-from nmrun.products.simulation import compute_dtype
+from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands, over_tokens
 
 INT8 = "int8"
 TOLERANCE = 0.05  # normal operands are 0.01 off; outliers among the inputs make it more
@@ -61,13 +60,9 @@ class Int8Linear(PackedLinear):
         Raises:
             RuntimeError: for NaN and infinity in x.
         """
-        x = x.to(compute_dtype(x))
-        differentiated = x.requires_grad and torch.is_grad_enabled()
-        call = int8_linear if torch.compiler.is_compiling() or differentiated else _product
         parts = (self.values, self.index, self.counts, self.scales, self.start, self.sums)
         shape = (self.out_features, self.in_features)
-        made = call(x.reshape(-1, x.shape[-1]), *parts, self.bias, *shape)
-        return made.view(*x.shape[:-1], self.out_features)
+        return over_tokens(x, int8_linear, _product, *parts, self.bias, *shape)
 
     def dense(self) -> Tensor:
         """The weight with its zeros, as it was rounded, float32."""

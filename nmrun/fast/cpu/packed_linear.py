@@ -10,6 +10,7 @@ there is one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -76,12 +77,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features), in the dtype of x, summed in float32."""
         parts = (self.values, self.index, self.counts, self.start, self.bias)
-        x = x.to(compute_dtype(x))
-        flat, shape = x.reshape(-1, x.shape[-1]), (self.out_features, self.in_features)
-        # an operator is what a compiler and autograd know; the call alone is faster
-        differentiated = x.requires_grad and torch.is_grad_enabled()
-        call = packed_linear if torch.compiler.is_compiling() or differentiated else _product
-        return call(flat, *parts, *shape, self.same).view(*x.shape[:-1], self.out_features)
+        shape = (self.out_features, self.in_features)
+        return over_tokens(x, packed_linear, _product, *parts, *shape, self.same)
 
     def dense(self) -> Tensor:
         """The weight with its zeros."""
@@ -90,6 +87,20 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def over_tokens(
+    x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor], *operands: Any
+) -> Tensor:
+    """A product of tokens (tokens, in_features) for x (..., in_features), in the dtype that autocast
+    computes in: by ``operator``, which a compiler and autograd know, else by ``product`` itself,
+    which is faster.
+    """
+    x = x.to(compute_dtype(x))
+    differentiated = x.requires_grad and torch.is_grad_enabled()
+    call = operator if torch.compiler.is_compiling() or differentiated else product
+    made = call(x.reshape(-1, x.shape[-1]), *operands)
+    return made.view(*x.shape[:-1], made.shape[-1])
 
 
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:

@@ -14,6 +14,7 @@ FEED_FORWARD = (
     "regular expressions for whole module names that may be sparse; null = all; "
     r"'h\.\d+\.mlp\..*' = feed-forward only"
 )
+TIED_HEAD = "the head, which is the token embedding as well, stays dense"
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ class GPT(Activated):
 
     bias: Annotated[bool, FLAG, "of linear layers and norms; nanoGPT's are without"] = True
     include: Annotated[Sequence[str] | None, FEED_FORWARD] = None
-    exclude: Annotated[
-        Sequence[str] | None, "the head, which is the token embedding as well, stays dense"
-    ] = ("lm_head",)
+    exclude: Annotated[Sequence[str] | None, TIED_HEAD] = ("lm_head",)
 
 
 @dataclass(frozen=True)
@@ -216,9 +215,7 @@ class HFGPT2(HFCausal):
         0.1
     )
     include: Annotated[Sequence[str] | None, FEED_FORWARD] = None
-    exclude: Annotated[
-        Sequence[str] | None, "the head, which is the token embedding as well, stays dense"
-    ] = ("lm_head",)
+    exclude: Annotated[Sequence[str] | None, TIED_HEAD] = ("lm_head",)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Check:
+class ConfigRule:
     """``sentence`` holds for a config that is ``broken`` and whose ``needs``, keys, are right."""
 
     needs: tuple[str, ...]
@@ -153,8 +153,8 @@ class Check:
     sentence: Callable[[Facts], str]
 
 
-def _above(low: str, high: str) -> Check:
-    return Check(
+def _above(low: str, high: str) -> ConfigRule:
+    return ConfigRule(
         ("recipe.*",),
         lambda at: low in at.recipe and high in at.recipe and at.recipe[low] > at.recipe[high],
         lambda at: f"recipe.{low}={at.recipe[low]} is above recipe.{high}={at.recipe[high]}",
@@ -171,8 +171,8 @@ def _products(at: Facts) -> str:
 
 ACCELERATION = ("trainer.acceleration", "trainer.fp8")
 RULES = (
-    Check((), lambda at: at.no_pattern is not None, lambda at: str(at.no_pattern)),
-    Check(
+    ConfigRule((), lambda at: at.no_pattern is not None, lambda at: str(at.no_pattern)),
+    ConfigRule(
         ("optimizer.name",),
         lambda at: (
             at.own_rules
@@ -183,7 +183,7 @@ RULES = (
             f"recipe=step freezes Adam's second moment, which {at.optimizer['name']} has not: use optimizer=adam or adamw"
         ),
     ),
-    Check(
+    ConfigRule(
         ("recipe.*", "trainer.budget"),
         lambda at: at.recipe.get("decay") == "auto" and at.trainer["budget"] is not None,
         lambda at: (
@@ -193,7 +193,7 @@ RULES = (
     ),
     _above("t_min", "t_max"),
     _above("t_i", "t_f"),
-    Check(
+    ConfigRule(
         ("recipe.*",),
         lambda at: at.recipe.get("dense", 0) + at.recipe.get("final", 0) > 1,
         lambda at: (
@@ -201,8 +201,8 @@ RULES = (
             "fractions of one run: at most 1 together"
         ),
     ),
-    Check(("recipe.*",), lambda at: isinstance(at.path, str), lambda at: str(at.path)),
-    Check(
+    ConfigRule(("recipe.*",), lambda at: isinstance(at.path, str), lambda at: str(at.path)),
+    ConfigRule(
         ("recipe.*",),
         lambda at: (
             isinstance(at.path, list)
@@ -216,12 +216,12 @@ RULES = (
             + "; sparsity.pad=true allows that"
         ),
     ),
-    Check(
+    ConfigRule(
         ("optimizer.nesterov", "optimizer.momentum"),
         lambda at: bool(at.optimizer.get("nesterov") and not at.optimizer.get("momentum")),
         lambda at: "optimizer.nesterov=true needs optimizer.momentum above 0",
     ),
-    Check(
+    ConfigRule(
         ("trainer.batch_size", "trainer.accumulate"),
         lambda at: at.trainer["batch_size"] % at.trainer["accumulate"] != 0,
         lambda at: (
@@ -229,7 +229,7 @@ RULES = (
             f"trainer.accumulate={at.trainer['accumulate']} equal micro-batches"
         ),
     ),
-    Check(
+    ConfigRule(
         (),
         lambda at: bool(at.inputs and not at.sparsity.get("overrides") and not at.divided),
         lambda at: (
@@ -238,7 +238,7 @@ RULES = (
             f"{_widths(at.inputs)} inputs); sparsity.pad=true allows that"
         ),
     ),
-    Check(
+    ConfigRule(
         ("trainer.steps", "trainer.budget"),
         lambda at: (
             at.trainer["steps"] is not None and at.trainer["budget"] not in (None, "flops:dense")
@@ -248,7 +248,7 @@ RULES = (
             "say how long the run is: give one of them"
         ),
     ),
-    Check(
+    ConfigRule(
         ("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"),
         lambda at: (
             at.trainer["steps"] is None
@@ -259,7 +259,7 @@ RULES = (
             f"trainer.average={at.trainer['average']}: there are trainer.epochs={at.trainer['epochs']} to average over"
         ),
     ),
-    Check(
+    ConfigRule(
         ("dataset.val_fraction", "dataset.test_fraction"),
         lambda at: (
             "_target_" not in at.dataset
@@ -270,14 +270,14 @@ RULES = (
             f"{at.dataset['test_fraction']} leave nothing to train with"
         ),
     ),
-    Check(
+    ConfigRule(
         ACCELERATION,
         lambda at: at.fp8_differs,
         lambda at: (
             f"{_products(at)} by it go with trainer.fp8={str(not at.trainer['fp8']).lower()}"
         ),
     ),
-    Check(
+    ConfigRule(
         ACCELERATION,
         lambda at: (
             at.trainer["acceleration"] not in ("auto", "off")
@@ -291,7 +291,7 @@ RULES = (
             f"(1:M, 2:M with M a multiple of 4), not {at.pattern}"
         ),
     ),
-    Check(
+    ConfigRule(
         ("output_dir",),
         lambda at: at.unwritable is not None,
         lambda at: (
