@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nmrun.lab.api.reports import plot as plot
     from nmrun.lab.api.reports import runs as runs
     from nmrun.lab.api.reports import table as table
-    from nmrun.lab.api.result import Result as Result
+    from nmrun.lab.api.runs import Result as Result
     from nmrun.lab.api.runs import run as run
     from nmrun.lab.api.runs import sweep as sweep
     from nmrun.oneshot.prune import Pruned as Pruned
@@ -54,7 +54,7 @@ _LAZY = {
     "sparsify": "nmrun.step.sparsify",
     "Handle": "nmrun.step.handle",
     "Pattern": "nmrun.patterns",
-    "Result": "nmrun.lab.api.result",
+    "Result": "nmrun.lab.api.runs",
     "plot": "nmrun.lab.api.reports",
     "run": "nmrun.lab.api.runs",
     "runs": "nmrun.lab.api.reports",

@@ -37,7 +37,6 @@ MODULES = [
     "nmrun.lab.train.loop",
     "nmrun.lab.train.runner",
     "nmrun.lab.train.fsdp",
-    "nmrun.lab.train.shards",
     "sklearn.datasets",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.errors",

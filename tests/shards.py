@@ -153,7 +153,7 @@ def full(tensor: Tensor) -> Tensor:
 def check_odd() -> None:
     """A model by hand: the same steps as in one process, its state dicts those of one process."""
     from nmrun.lab.train import fsdp
-    from nmrun.lab.train.replicas import Replicated
+    from nmrun.lab.train.weights import Replicated
 
     def odd() -> Odd:
         torch.manual_seed(1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmrun.lab.train import machine
+from nmrun.lab.train import build
 
 TAKE = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
 
@@ -68,9 +68,9 @@ def test_the_device_of_a_run_is_the_current_one(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(machine, "free_gpu", lambda count: count - 1)
-    assert machine.device_of("free") == torch.device("cuda", 3)
+    monkeypatch.setattr(build, "free_gpu", lambda count: count - 1)
+    assert build.device_of("free") == torch.device("cuda", 3)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    assert machine.device_of("auto") == machine.device_of("cuda") == torch.device("cuda", 2)
-    assert machine.device_of("cpu") == torch.device("cpu")
+    assert build.device_of("auto") == build.device_of("cuda") == torch.device("cuda", 2)
+    assert build.device_of("cpu") == torch.device("cpu")
     assert current == [3, 2, 2]

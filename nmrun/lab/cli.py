@@ -32,7 +32,7 @@ VERBS = {
     "ratios": "nmrun.lab.train.ratios.main",
     "tune": "nmrun.lab.tune.cli.main",
     "status": "nmrun.lab.folders.status.main",
-    "compare": "nmrun.lab.folders.compare.main",
+    "compare": "nmrun.lab.folders.settings.main",
     "rerun": "nmrun.lab.api.rerun.main",
     "rm": "nmrun.lab.folders.remove.main",
     "doctor": "nmrun.lab.bench.doctor.main",

@@ -14,12 +14,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.signals import end_run
+from nmrun.recipes import installed
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,3 +155,35 @@ def ends_quietly() -> Iterator[None]:
         finally:
             no_longer_waiting()
             sys.stdout.flush()
+
+
+# --- consent to the code that a run folder names: what stands as ``_target_`` in its config is imported
+# and called, and a folder may come from anybody
+
+BUILT = ("dataset", "model")  # the groups that a network needs
+
+
+def consent_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--yes`` to a verb that builds a run's network."""
+    told = "import the code that the run names (dataset._target_, model._target_)"
+    parser.add_argument("--yes", action="store_true", help=told)
+
+
+def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[str]:
+    """The ``_target_`` of each of these groups, but for recipes that an installed package registers.
+    Any other counts: among what is installed there are functions that load anything.
+    """
+    targets = (config.get(group, {}).get("_target_") for group in groups)
+    registered = {None, *installed().values()}
+    return [str(target) for target in targets if target not in registered]
+
+
+def demand_consent(
+    folder: object, config: Mapping[str, Any], given: bool, groups: Iterable[str] = BUILT
+) -> None:
+    """Raise ConfigError where a run's config names code, unless consent is given."""
+    if not given and (found := code_of(config, groups)):
+        raise ConfigError(
+            f"{folder}: the run imports {', '.join(found)}, which may do anything; --yes says that "
+            "you trust it"
+        )

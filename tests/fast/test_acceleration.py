@@ -25,7 +25,7 @@ from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Choice, Times
-from nmrun.lab.train import build, plan
+from nmrun.lab.train import build, console
 from nmrun.lab.train.flops import densities
 from nmrun.lab.words.identity import identity
 
@@ -549,7 +549,7 @@ def test_runs(tmp_path: Path) -> None:
     plain = config(tmp_path, *network)
     parts = build.build(plain)
     assert [choice.path for choice in parts.accelerated] == ["compressed", "compressed"]
-    assert "  N:M products in 2 of 2 sparse layers" in plan.lines(plain, parts)
+    assert "  N:M products in 2 of 2 sparse layers" in console.plan_lines(plain, parts)
     assert identity(config(tmp_path, *network, "trainer.acceleration=off")) == identity(plain)
     assert build.build(config(tmp_path, *network, "trainer.acceleration=off")).accelerated == []
     pruned = config(tmp_path, *network, "trainer.input_gradient=double_prune")

@@ -16,7 +16,7 @@ from runs import config
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.tasks.text_classification import glue
-from nmrun.lab.train import build, flops, runner, start
+from nmrun.lab.train import build, flops, runner, weights
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.text_to_text import glue_text
 from nmrun.papers.text_to_text.task import NOTHING, TextToText
@@ -109,7 +109,7 @@ def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Pat
     write(data, "rte", 8 * FILES["rte"][2])
     asked_for = made(tmp_path, saved, "rte")
     task = tasks.build(asked_for, torch.device("cpu"))
-    model = start.network(asked_for, task).eval()
+    model = weights.network(asked_for, task).eval()
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(saved).eval()
     (batch,) = task.micro_batches(0, 0, 1)
     tokens, mask, targets = batch
@@ -166,7 +166,7 @@ def test_what_is_no_t5_is_refused(data: Path, tmp_path: Path, saved: Path) -> No
         transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)
     ).save_pretrained(other)
     with pytest.raises(ConfigError, match="gpt2 is no T5"):
-        start.network(made(tmp_path, other, "rte", f"dataset.tokenizer={saved}"), task)
+        weights.network(made(tmp_path, other, "rte", f"dataset.tokenizer={saved}"), task)
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
         tasks.build(
             made(tmp_path, saved, "rte", "trainer.label_smoothing=0.1"), torch.device("cpu")

@@ -23,7 +23,7 @@ from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.lab import bench
 from nmrun.lab.bench import harness
-from nmrun.lab.train import build, plan
+from nmrun.lab.train import build, console
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +223,7 @@ def test_what_is_said(tmp_path: Path) -> None:
         "trainer.fp8=true",
     )
     found = config(tmp_path, *network)
-    said = plan.lines(found, build.build(found))
+    said = console.plan_lines(found, build.build(found))
     assert "  N:M products in 2 of 2 sparse layers" in said
     assert any("FP8 simulated 6.000 ms, cusparselt_fp8 4.000 ms (1.50x)" in line for line in said)
     by_name = build.build(config(tmp_path, *network, "trainer.acceleration=cusparselt_fp8"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.train import build, plan
+from nmrun.lab.train import build, console
 from nmrun.lab.words.identity import identity
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
@@ -663,7 +663,7 @@ def test_config_keys(tmp_path: Any) -> None:
         != identity(plain)
     )
     parts = build.build(both)
-    assert plan.lines(both, parts)  # which counts FLOPs on the meta device
+    assert console.plan_lines(both, parts)  # which counts FLOPs on the meta device
     batch = parts.task.micro_batches(0, 0, 1)[0]
     parts.task.loss(parts.model, batch).backward()
     installed = [w.module for w in parts.handle.sparse]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.fast import packed
 from nmrun.fast.packed import pack, positions
-from nmrun.lab.api.result import Result
+from nmrun.lab.api.runs import Result
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
-from nmrun.lab.train import build, plan, runner
+from nmrun.lab.train import build, console, runner
 from nmrun.lab.train.flops import Flops, LayerFlops, Products
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
@@ -535,7 +535,7 @@ ODD = ("model.channels=[10,8,9]", "sparsity='2:6'")
 
 def test_plan() -> None:
     said = "\n".join(
-        plan.lines(
+        console.plan_lines(
             made := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(made)
         )
     )
@@ -615,6 +615,6 @@ def test_the_plan_says_what_an_unusual_ratio_means(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     made = config(tmp_path, f"sparsity='{ratio}'", "recipe=sr_ste", "trainer.threads=2")
-    lines = plan.lines(made, build.build(made))
+    lines = console.plan_lines(made, build.build(made))
     assert any(line.endswith(said) for line in lines)
     assert any("trainer.threads=2 on 1 cores" in line for line in lines)

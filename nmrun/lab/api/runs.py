@@ -1,4 +1,6 @@
-"""``nmrun.run`` and ``nmrun.sweep``: what a command line without a verb does, in this process."""
+"""``nmrun.run`` and ``nmrun.sweep``: what a command line without a verb does, in this process, which is
+left as it was.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.api import words
-from nmrun.lab.api.process import unchanged
-from nmrun.lab.api.result import Result
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
 from nmrun.lab.words import command_line, schema
@@ -24,6 +23,26 @@ from nmrun.lab.words.sweep import recorded
 
 if TYPE_CHECKING:
     import pandas as pd
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nmrun.lab import verbs
+from nmrun.lab.runs.run_folder import METRICS, RunFolder
+from nmrun.patterns import written
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+
+import torch
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+
+from nmrun.lab.train import checkpoint
+from nmrun.lab.words.schema import flatten
+from nmrun.lab.words.suggestions import RATIOS
 
 
 def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result:
@@ -51,7 +70,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
         SystemExit: likewise after another signal.
     """
-    typed, config_dir = words.asked(overrides, settings, multirun=False)
+    typed, config_dir = asked(overrides, settings, multirun=False)
     sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
     ((one, job),) = jobs_of(sweeps, config_dir, look.composed)
     if job.get("seeds") is not None:
@@ -90,7 +109,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
         SystemExit: likewise after another signal.
     """
-    typed, config_dir = words.asked(overrides, {}, multirun=True)
+    typed, config_dir = asked(overrides, {}, multirun=True)
     for word in filter(command_line.is_hydras, typed):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
@@ -129,3 +148,194 @@ def raise_interrupt(outcome: dict[str, Any]) -> None:
         if outcome["signal"] == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + int(outcome["signal"]))
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A run and its folder.
+
+    Attributes:
+        status: ``finished``; ``skipped`` where it had finished before; ``planned`` for
+            ``dry=true``, which trains nothing and has no folder.
+        config: the whole config, nested plain data.
+        metrics: those of the last weights by name (``test/accuracy``), and those of the best
+            weights by validation under ``best/``; None for what was not finite.
+        folder: the run folder.
+    """
+
+    status: str
+    config: dict[str, Any]
+    metrics: dict[str, float | None]
+    folder: Path
+
+    def history(self) -> pd.DataFrame:
+        """Read what was logged while the run trained.
+
+        Returns:
+            A row for each line of ``metrics.jsonl``, with ``step`` and ``epoch``; what a line does
+            not have is missing.
+
+        Raises:
+            RunError: where there is no such file, or it was changed since the run finished.
+        """
+        from nmrun.lab.compare.records import frame
+
+        if not (self.folder / METRICS).is_file():
+            raise RunError(
+                f"{self.folder / METRICS} is missing: nothing was logged there, or it was removed"
+            )
+        return frame(RunFolder(self.folder).rows())
+
+    def model(self) -> nn.Module:
+        """Build the run's model with its last weights, which are checked to be N:M.
+
+        Returns:
+            The model, on the CPU and set to evaluation.
+
+        Raises:
+            RunError: where the folder holds no finished run, or weights that do not hold their
+                pattern.
+        """
+        from nmrun.lab.export import finished_run
+
+        try:
+            with unchanged():  # building draws random numbers
+                run = finished_run.read(self.folder)
+                # what was asked for here is trusted, and no more
+                asked = verbs.code_of(run.result["config"]) == verbs.code_of(self.config)
+                run = replace(run, trusted=asked)
+                model, _ = finished_run.network(run)
+                model.load_state_dict(run.state)
+                return model
+        except (ValueError, RuntimeError) as error:
+            raise RunError(" ".join(str(error).split())) from None
+
+    def __repr__(self) -> str:
+        lines = self._lines()
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
+
+    def _repr_html_(self) -> str:
+        from nmrun.lab.show.formats import Grid, html_table
+
+        lines = [([name], [(value, False)]) for name, value in self._lines()]
+        return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))
+
+    def _lines(self) -> list[tuple[str, str]]:
+        """What there is to show: name and value."""
+        config = self.config
+        groups = ("dataset", "model", "recipe")
+        shown = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
+        return [
+            ("status", self.status),
+            *((group, str(config[group]["name"])) for group in groups),
+            ("sparsity", written(config["sparsity"])),
+            ("seed", str(config["seed"])),
+            *((name, "-" if value is None else f"{value:.4g}") for name, value in shown.items()),
+            ("folder", str(self.folder)),
+        ]
+
+
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT")
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Leave a process as it was: its random numbers, torch's threads, determinism and CUDA device,
+    and environment variables.
+    """
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    random, threads = checkpoint.random_state(), torch.get_num_threads()
+    mode = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        checkpoint.restore_random_state(random)
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        if device is not None:
+            torch.cuda.set_device(device)
+
+
+def asked(
+    overrides: str | Sequence[str] | None, settings: Mapping[str, Any], multirun: bool
+) -> tuple[list[str], str | None]:
+    """What the words of a command line ask for.
+
+    Args:
+        overrides: a text is split as a shell splits it.
+        settings: as of :func:`words_of`; they win over ``overrides``.
+        multirun: whether several values of a key are a sweep.
+
+    Returns:
+        The overrides, and the folder of more configs.
+
+    Raises:
+        ConfigError: for an option of the command line other than ``--config-dir``, and for values
+            that no override can have.
+    """
+    try:
+        words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
+    except ValueError as error:
+        raise ConfigError(f"{overrides}: {error}") from None
+    options = command_line.options([*words, *words_of(settings)])
+    taken = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
+    for name in (name for name, value in vars(options).items() if value and name not in taken):
+        hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
+        raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
+    return options.overrides, options.config_dir
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Write settings as overrides.
+
+    Args:
+        settings: values by key; a dictionary has the keys of a group, ``{"trainer": {"epochs": 3}}``
+            or ``{"trainer.epochs": 3}``. A text is what one would type after ``key=``.
+
+    Raises:
+        ConfigError: for a value that is no number, text, truth value, None, path, list, or
+            dictionary.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        group = isinstance(value, dict) and key != RATIOS
+        flat.update(flatten(value, f"{key}.") if group else {key: value})
+    return [_word(key, value) for key, value in flat.items()]
+
+
+def _word(key: str, value: Any) -> str:
+    if isinstance(value, str):
+        read, problems = command_line.parsed([f"{key}={value}"])
+        if not problems and not read[0].is_sweep_override():
+            return f"{key}={value}"
+    try:
+        return command_line.unescaped(
+            f"{key}={Override._get_value_element_as_str(_element(value))}"
+        )
+    except TypeError:
+        raise ConfigError(
+            f"{key}={value!r}: it takes a number, a text, True, False, None, a list or a dictionary"
+        ) from None
+
+
+def _element(value: Any) -> Any:
+    """A value as Hydra's parser would have read it."""
+    if hasattr(value, "item"):  # a number of NumPy
+        value = value.item()
+    if isinstance(value, str | Path):
+        return QuotedString(str(value), Quote.single)
+    if isinstance(value, list | tuple):
+        return [_element(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): _element(one) for name, one in value.items()}
+    if value is None or isinstance(value, int | float):
+        return value
+    raise TypeError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.runs import consent
+from nmrun.lab import verbs
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     add("--temperature", type=float, default=1.0, metavar="T", help=told)
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)")
     add("--seed", type=int, default=0, help="of the choices (default: 0)")
-    consent.option(parser)
+    verbs.consent_option(parser)
     options = parser.parse_args(argv)
     if options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: a whole number, 1 or more")

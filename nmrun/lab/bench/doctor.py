@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.fast.gpu import semi_structured
     from nmrun.kernels.compiler import find_compiler
     from nmrun.kernels.cpu import load
-    from nmrun.lab.train.loggers import logged_in
+    from nmrun.lab.train.track import logged_in
     from nmrun.patterns import Pattern
 
     compiler = find_compiler()

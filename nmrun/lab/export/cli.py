@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.runs import consent, locks
+from nmrun.lab import verbs
+from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from nmrun.lab.export import finished_run
 
 FORMATS = {
-    "safetensors": "nmrun.lab.export.plain",
+    "safetensors": "nmrun.lab.export.finished_run",
     "packed": "nmrun.lab.export.packed",
-    "semi_structured": "nmrun.lab.export.semi_structured",
+    "semi_structured": "nmrun.lab.export.packed",
     "onnx": "nmrun.lab.export.onnx_graph",
     "hf": "nmrun.lab.export.hf",
 }
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
         choices=["int8"],
         help="with --format packed: linear layers in int8 where that changes their outputs little",
     )
-    consent.option(parser)
+    verbs.consent_option(parser)
     options = parser.parse_args(argv)
     if options.precision and options.format != "packed":
         raise ConfigError(f"--precision {options.precision} is for --format packed alone")

@@ -1,4 +1,6 @@
-"""A finished run as an export reads it: its weights, proven N:M, and what they are."""
+"""A finished run as an export reads it: its weights, proven N:M, and what they are; and as plain
+safetensors, which any library loads.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab import models, tasks
+from nmrun.lab import models, tasks, verbs
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder
 from nmrun.lab.tasks.base import Task
 from nmrun.patterns import Pattern
@@ -165,7 +166,18 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     Raises:
         ConfigError: where the run names code that nobody consents to.
     """
-    consent.demand(run.folder, run.result["config"], run.trusted)
+    verbs.demand_consent(run.folder, run.result["config"], run.trusted)
     config = Config(run.result["config"], None)
     task = tasks.build(config, torch.device("cpu"))
     return models.build(config.model.mapping(), task.inputs).cpu().eval(), task
+
+
+def write_plain(run: FinishedRun, folder: Path) -> list[str]:
+    """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer.
+
+    Args:
+        folder: where to.
+    """
+    (folder / "model.safetensors").write_bytes(save(run.state))
+    write_about(run.about(), folder)
+    return [f"model.safetensors: {run.pattern} holds in {len(run.layers)} layers"]

@@ -1,12 +1,16 @@
-"""What a run folder says of its run, whether that has finished or not; without pandas."""
+"""The settings of run folders, finished or not, without pandas; and ``nmrun compare RUN RUN``, the
+settings in which runs differ and their metrics, side by side.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from nmrun.errors import ConfigError
-from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs.run_folder import RESULT, RunFolder
+from nmrun.lab.verbs import Parser
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
@@ -52,3 +56,83 @@ def same(a: str, b: str) -> bool:
         return a == b or float(a) == float(b)
     except ValueError:
         return False
+
+
+HERE = ("output_dir", "resume", "force", "dry", "seeds")  # of the command, not of the training
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the comparison; returns the exit status."""
+    parser = Parser(
+        prog="nmrun compare",
+        description="The settings in which runs differ and their metrics, side by side.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, two or more"
+    )
+    parser.add_argument("--all", action="store_true", help="settings that are the same as well")
+    options = parser.parse_args(argv)
+    if len(options.runs) < 2:
+        raise ConfigError("the following arguments are required: a second RUN")
+    print("\n".join(lines(options.runs, options.all)))
+    return 0
+
+
+def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
+    """The comparison: a line for each folder, setting and metric.
+
+    Args:
+        folders: of the runs. With two, metrics have their difference beside them.
+
+    Raises:
+        ConfigError: for a folder that is no run's.
+        RunError: for a result that was changed.
+    """
+    runs = [RunFolder(folder) for folder in folders]
+    if wrong := [f"{run.path / RESULT}: {run.problem}" for run in runs if run.problem]:
+        raise RunError("; ".join(wrong))
+    configs = [of(folder) for folder in folders]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [["", *(f"[{number}]" for number in range(1, len(folders) + 1))]]
+    for key in keys:
+        values = [config.get(key, "-") for config in configs]
+        if key not in HERE and (every or len(set(values)) > 1):
+            rows.append([key, *values])
+    if len(rows) == 1:
+        rows.append(["the same settings", *["" for _ in folders]])
+    results = [run.result for run in runs]
+    rows.append(["status", *(str(result.get("status", "no result")) for result in results)])
+    rows += _metrics([_numbers(result) for result in results])
+    widths = [
+        max(map(len, column))
+        for column in zip(*(row[: len(folders) + 1] for row in rows), strict=True)
+    ]
+    table = [
+        "  ".join(
+            f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=False)
+        ).rstrip()
+        for row in rows
+    ]
+    return [*(f"[{number}] {folder}" for number, folder in enumerate(folders, 1)), "", *table]
+
+
+def _metrics(runs: Sequence[dict[str, float]]) -> list[list[str]]:
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run):
+        values = [run.get(key) for run in runs]
+        row = [key, *("-" if value is None else f"{value:.6g}" for value in values)]
+        if len(values) == 2 and None not in values:
+            row.append(f"{values[1] - values[0]:+.4g}")  # type: ignore[operator]
+        rows.append(row)
+    return rows
+
+
+def _numbers(result: dict) -> dict[str, float]:  # type: ignore[type-arg]
+    """The metrics of the last weights, those of the best ones, and the run's seconds."""
+    metrics = result.get("metrics", {})
+    every = {
+        **metrics.get("final", {}),
+        **{f"best/{key}": value for key, value in metrics.get("best", {}).items()},
+        "seconds": result.get("seconds"),
+    }
+    return {key: value for key, value in every.items() if isinstance(value, int | float)}

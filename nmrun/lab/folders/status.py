@@ -18,7 +18,7 @@ from typing import Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.folders import settings
-from nmrun.lab.runs import jsonl, locks, position
+from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import sweep
@@ -94,7 +94,7 @@ def _run(folder: Path) -> RunState:
 
 def _step(folder: Path) -> int | None:
     """The last step in ``metrics.jsonl``."""
-    rows = jsonl.newest_first(folder / METRICS)
+    rows = documents.newest_first(folder / METRICS)
     return next((int(row["step"]) for row in rows if type(row.get("step")) is int), None)
 
 
@@ -198,7 +198,7 @@ def _row(run: RunState, path: Path) -> dict[str, str]:
 
 def _progress(folder: Path, running: bool) -> dict[str, str]:
     """How far a run is: its epoch or step, the last evaluation, the time left."""
-    now = position.of(folder, RunFolder(folder).config.get("trainer", {}))
+    now = run_folder.position_of(folder, RunFolder(folder).config.get("trainer", {}))
     if now is None:
         return {}
     left = sweep.span(now.left) if running and now.left is not None else ""

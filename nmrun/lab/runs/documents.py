@@ -1,7 +1,7 @@
-"""JSON and YAML that anybody may have written: run folders are copied, shared and damaged.
+"""JSON, lines of JSON, and YAML that anybody may have written: run folders are copied, shared and damaged.
 
 What comes out of here is of a regular file, of a size that ends, and has no text that a terminal
-would take for a command.
+would take for a command. Of files of lines it is the lines that are whole.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,52 @@ def plain(value: Any) -> Any:
         return value
 
     return copied(value, 0)
+
+
+def read_lines(
+    path: Path, parsed: Callable[[bytes], Any] = parsed
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects of a file that are whole.
+
+    Args:
+        parsed: gives the value of a line, or raises ValueError.
+
+    Returns:
+        The objects, and the numbers, from 1, of the lines that hold none. Both are empty if there
+        is no such file.
+
+    Raises:
+        OSError: for a file that is there and cannot be read.
+    """
+    try:
+        lines = read(path).split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    found, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = parsed(line) if line else None
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        elif line:
+            damaged.append(number)
+    return found, damaged
+
+
+def newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole objects of a file from its end on, each read when it is asked for; none where the
+    file cannot be read.
+    """
+    try:
+        lines = read(path).split(b"\n")
+    except OSError:
+        return
+    for line in reversed(lines):
+        try:
+            value = parsed(line) if line else None
+        except ValueError:  # half written
+            continue
+        if isinstance(value, dict):
+            yield value

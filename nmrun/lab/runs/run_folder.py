@@ -1,4 +1,4 @@
-"""A run's folder: which files it has, and whether they are as the run left them.
+"""A run's folder: which files it has, whether they are as the run left them, and how far the run is.
 
 A finished run is sealed: ``result.json`` has the size and SHA-256 of each of its files, and a
 SHA-256 of itself. The log and the checkpoint are left out, as they may be removed. The folder is
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import RunError, tell
-from nmrun.lab.runs import documents, jsonl
+from nmrun.lab.runs import documents
 
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
 FINAL, BEST, DENSE = WEIGHTS = ("model.safetensors", "best.safetensors", "dense.safetensors")
@@ -172,7 +174,7 @@ class RunFolder:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.jsonl`` that are whole; raises as :meth:`checked`."""
         try:
-            return jsonl.read(self.checked(METRICS))[0]
+            return documents.read_lines(self.checked(METRICS))[0]
         except OSError as error:
             raise RunError(f"{self.path / METRICS}: {error.strerror}") from None
 
@@ -323,3 +325,73 @@ def _wrong_config(config: Mapping[str, Any]) -> str:
     if "\0" in config.get("output_dir", ""):
         return "it is no result: config.output_dir is no folder"
     return ""
+
+
+@dataclass(frozen=True)
+class Position:
+    """As of the last rows. Texts are empty, and numbers None, where they do not say.
+
+    Attributes:
+        step: the last one.
+        epoch: ``3/12``; ``3`` where the config does not say how many there are; empty where
+            steps are counted (``trainer.steps``).
+        steps: ``40/100`` likewise.
+        phase: ``dense`` or ``sparse`` at the last evaluation; empty in a run without sparse weights.
+        validation: the metric of the last evaluation: ``accuracy 0.9312``.
+        left: seconds to the end of the training.
+    """
+
+    step: int
+    epoch: str
+    steps: str
+    phase: str
+    validation: str
+    left: float | None
+
+
+def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
+    """Where the run in a folder is.
+
+    Args:
+        trainer: the config's group, as far as it is known.
+
+    Returns:
+        None before the first row.
+    """
+    rows = documents.newest_first(folder / METRICS)
+    last = next((row for row in rows if type(row.get("step")) is int), None)
+    if last is None:
+        return None
+    epochs, total, step, epoch = trainer.get("epochs"), trainer.get("steps"), *_place(last)
+    by_steps = type(total) is int
+    known = type(epochs) is int and not trainer.get("budget")
+    of_epochs = f"/{epochs}" if known else ""
+    phase = validation = ""
+    for row in itertools.chain([last], rows):
+        names = [key for key in row if key.startswith("eval/") and type(row[key]) in (int, float)]
+        if not names:
+            continue
+        name = next((key for key in names if key != "eval/loss"), names[0])
+        validation = f"{name.removeprefix('eval/')} {row[name]:.4f}"
+        if "sparsity/density" in row:
+            phase = "dense" if row["sparsity/density"] == 1 else "sparse"
+        done, at = _place(row)
+        # evaluations by epochs are at an epoch's end, which says how many steps it has
+        if of_epochs and not by_steps and at and type(trainer.get("eval_every")) is int:
+            total = int(trainer["epochs"]) * done // at
+        break
+    speed, left = last.get("steps_per_second"), None
+    if isinstance(total, int) and isinstance(speed, int | float) and speed > 0:
+        left = max(total - step, 0) / speed
+    return Position(
+        step,
+        "" if by_steps or not epoch else f"{epoch}{of_epochs}",
+        f"{step}/{total}" if by_steps else str(step),
+        *(phase, validation, left),
+    )
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """The step and the epoch of a row; 0 where it does not say."""
+    step, epoch = (row.get(key) for key in ("step", "epoch"))
+    return (step if type(step) is int else 0), (epoch if type(epoch) is int else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from nmrun.fast.measurement import Choice, from_data
 from nmrun.lab import tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.groups import Trainer
+from nmrun.lab.runs.locks import free_gpu
 from nmrun.lab.tasks.base import Loss, Task
-from nmrun.lab.train import distillation, flops, machine, start
+from nmrun.lab.train import distillation, flops, weights
+from nmrun.lab.train.checkpoint import seed_everything
 from nmrun.lab.train.optimizers import optimizer_of
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import Candidate, select
@@ -63,6 +66,54 @@ class Parts:
     attached_in: float = 0.0
 
 
+def prepare(config: Config) -> tuple[torch.device, str]:
+    """Seed everything, and choose device and precision.
+
+    Returns:
+        The device, and ``fp32``, ``bf16`` or ``fp16``.
+
+    Raises:
+        ConfigError: for a device that is not there.
+    """
+    trainer = config.trainer
+    if trainer.threads is not None:
+        torch.set_num_threads(trainer.threads)
+    # The same bits again, where torch has a way to: always on a CPU (with the same number of
+    # threads), mostly on a GPU.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # use_deterministic_algorithms does the same and imports the compiler
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
+    seed_everything(config.seed)
+    device = device_of(trainer.device)
+    return device, _precision(trainer.precision, device)
+
+
+def device_of(asked: str) -> torch.device:
+    """Choose the device, which is torch's current one from then on.
+
+    Args:
+        asked: ``auto``, ``cpu``, ``cuda`` or ``free``.
+    """
+    if asked in ("cuda", "free") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is"
+        )
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = free_gpu(torch.cuda.device_count()) if asked == "free" else ranks.local_rank()
+    # clocks, and libraries that take the current device for the right one
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _precision(asked: str, device: torch.device) -> str:
+    if asked != "auto":
+        return asked
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
+
+
 def build(
     config: Config, total_steps: int | None = None, times: Mapping[str, Any] | None = None
 ) -> Parts:
@@ -78,13 +129,13 @@ def build(
         ConfigError: for what only the built model shows.
     """
     trainer = config.trainer
-    device, precision = machine.prepare(config)
+    device, precision = prepare(config)
     task = tasks.build(config, device)
     in_shards = trainer.distributed == "fsdp"
     if in_shards and ranks.world() > 1:
         model, whole = _sharded(config, task, device)
     else:
-        model = whole = start.network(config, task).to(device)
+        model = whole = weights.network(config, task).to(device)
     if not in_shards:
         lay_out(model, device, precision)
     loss, taught = distillation.loss_of(config, task, model), trainer.distill is not None
@@ -99,7 +150,7 @@ def build(
         )
     recipe = config.recipe.target or config.recipe.name
     if recipe == "maskllm" and config.recipe.options.get("masks") is not None:
-        start.check_masks(config.recipe.options["masks"])
+        weights.check_masks(config.recipe.options["masks"])
 
     def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
         return sparsify(
@@ -183,7 +234,7 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
     """The model with a part of each parameter in every process, and a copy without values, whole."""
     from nmrun.lab.train import fsdp
 
-    model = fsdp.built(lambda: start.network(config, task))
+    model = fsdp.built(lambda: weights.network(config, task))
     chosen: list[Candidate] = []
     if config.recipe.name != "dense":
         chosen, _ = select(

@@ -1,7 +1,7 @@
 """The checkpoint of a run, and the states of the random number generators.
 
 A checkpoint is ``checkpoint.pt``. What processes hold in shards lies in a folder beside it
-(``nmrun.lab.train.shards``), which the file names: the folder is whole before the file is, and it is
+(``nmrun.lab.train.fsdp``), which the file names: the folder is whole before the file is, and it is
 removed when no file names it any more.
 """
 
@@ -84,9 +84,9 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
         free = next(name for name in SHARDS if name not in taken)
     state, parts = _split(state)
     if parts:
-        from nmrun.lab.train import shards  # half a second that others need not wait for
+        from nmrun.lab.train import fsdp  # half a second that others need not wait for
 
-        state["shards"] = shards.save(folder / ranks.from_leader(free), parts)
+        state["shards"] = fsdp.save_shards(folder / ranks.from_leader(free), parts)
     if ranks.leads():
         save(folder / CHECKPOINT, state)
 
@@ -132,9 +132,9 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             (state is not None, problem, (state or {}).get("shards"))
         )
         if record:
-            from nmrun.lab.train import shards
+            from nmrun.lab.train import fsdp
 
-            problem = shards.damage(folder, record)
+            problem = fsdp.damaged_shards(folder, record)
         if problem:
             said.append(f"{name} is damaged ({problem})")
         elif there:
@@ -158,9 +158,9 @@ def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str,
         The state with this rank's parts if the model is sharded, with whole tensors if not.
     """
     if record := state.pop("shards", None):
-        from nmrun.lab.train import shards
+        from nmrun.lab.train import fsdp
 
-        for path, tensor in shards.load(folder, record, model).items():
+        for path, tensor in fsdp.load_shards(folder, record, model).items():
             inner = state
             for key in path[:-1]:
                 inner = inner[key]

@@ -24,7 +24,7 @@ from torch.nn import functional
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Batch, Categorical, Loss, Task
-from nmrun.lab.train import start
+from nmrun.lab.train import weights
 
 START = "start"
 
@@ -96,5 +96,5 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
         )
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if trainer.distill != START:
-        start.load(teacher, trainer.distill, asked)
+        weights.load(teacher, trainer.distill, asked)
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nmrun import ranks
 from nmrun.errors import RunError
 from nmrun.lab.signals import Signals
-from nmrun.lab.train import checkpoint, nonfinite
+from nmrun.lab.train import checkpoint, steps
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.metric import higher_is_better
@@ -144,7 +144,7 @@ class Evaluation:
             metrics |= activations.shares(ranks.total(sums))
         name = "eval" if split == "val" else split
         if not math.isfinite(metrics.get("loss", 0.0)):
-            names = nonfinite.broken(self.model)
+            names = steps.broken(self.model)
             where = f"parameter {names[0]}" if names else "an output, of finite weights"
             what = f"{name}/loss is {metrics['loss']}"
             raise RunError(self.steps.not_finite(self.steps.step, what, where))

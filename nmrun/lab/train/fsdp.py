@@ -1,29 +1,37 @@
-"""A model of which every process holds a part (FSDP2), by the same means as a user's own script.
+"""A model of which every process holds a part (FSDP2): how it is built, trained, saved and loaded.
 
-``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``. No GPU
-ever holds the whole model: the leader's host does, while it builds it and while it writes the final
-weights. Any number of processes can go on with what is saved.
+``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``, as in a
+user's own script. No GPU ever holds the whole model: the leader's host does, while it builds it and
+while it writes the final weights. Every process writes its own shards, in a folder of files by
+``torch.distributed.checkpoint``, which gives them to any other number of processes too.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, empty
 
 from nmrun import ranks
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.train.replicas import Replicated
+from nmrun.lab.train.weights import Replicated
 from nmrun.recipes.base import Recipe
 
 # of the trainer: what each option has to be
@@ -218,3 +226,117 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
                 ):
                     found.append(child)
     return found
+
+
+Parts = Mapping[tuple[Any, ...], Any]  # sharded tensors by their path in a nested dict
+
+
+def save_shards(folder: Path, parts: Parts) -> dict[str, Any]:
+    """Write a folder of shards. All ranks call; when they return, it is whole and on the disk.
+
+    Args:
+        folder: it is not there yet. All processes see it.
+        parts: one-dimensionally sharded tensors (``DTensor``), the same on all ranks.
+
+    Returns:
+        What :func:`damaged_shards` and :func:`load_shards` need: plain data.
+
+    Raises:
+        RunError: where a file cannot be written. The folder is removed.
+    """
+    named = {_key(path): part for path, part in parts.items()}
+    try:
+        writer = filesystem.FileSystemWriter(folder)
+        _plainly(lambda: state_dict_saver.save(named, storage_writer=writer))
+    except RunError:
+        if ranks.leads():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    names: list[str] = []
+    if ranks.leads():
+        names = sorted(os.listdir(folder))
+        sync_folder(folder)
+    return {
+        "folder": folder.name,
+        "files": _prints(folder, ranks.from_leader(names)),
+        "tensors": {
+            path: (part.shape, part.dtype, part.placements[0].dim) for path, part in parts.items()
+        },
+    }
+
+
+def damaged_shards(folder: Path, record: dict[str, Any]) -> str:
+    """What is wrong with the files of a folder; an empty string if they are as they were written,
+    bit for bit. All ranks call; each reads some of the files.
+
+    Args:
+        record: what :func:`save_shards` returned.
+    """
+    place = folder / record["folder"]
+    found = _prints(place, sorted(record["files"]))
+    wrong = [name for name, own in record["files"].items() if found[name] != own]
+    return f"the checksum of {record['folder']}/{wrong[0]} is wrong" if wrong else ""
+
+
+def load_shards(
+    folder: Path, record: dict[str, Any], model: nn.Module
+) -> dict[tuple[Any, ...], Tensor]:
+    """Read a folder of shards. All ranks call.
+
+    Args:
+        record: what :func:`save_shards` returned, maybe in another number of processes.
+
+    Returns:
+        This process's parts if the model is sharded, whole tensors on the CPU if not.
+
+    Raises:
+        RunError: where a file cannot be read.
+    """
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    tensors: dict[tuple[Any, ...], Tensor] = {}
+    for path, (shape, dtype, dim) in record["tensors"].items():
+        if not meshes:
+            tensors[path] = torch.empty(shape, dtype=dtype)
+        else:
+            placed = [Shard(dim)]
+            tensors[path] = empty(shape, dtype=dtype, device_mesh=meshes[0], placements=placed)
+    named: dict[str, Any] = {_key(path): tensor for path, tensor in tensors.items()}
+    reader = filesystem.FileSystemReader(folder / record["folder"])
+    _plainly(lambda: state_dict_loader.load(named, storage_reader=reader))
+    return tensors
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, as ``fsync`` has a file's content."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _key(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _plainly(work: Callable[[], object]) -> None:
+    """Torch's exception is none of ``Exception``, and tells a traceback of each rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            work()
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise RunError(f"the shards of rank {rank}: {type(reason).__name__}: {reason}") from error
+
+
+def _prints(folder: Path, names: list[str]) -> dict[str, str]:
+    """Checksums by the names of files, empty for what cannot be read. Every rank reads its share."""
+    own = {}
+    for name in names[ranks.rank() :: ranks.world()]:
+        try:
+            with (folder / name).open("rb") as file:
+                own[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            own[name] = ""
+    return {name: digest for part in ranks.gathered(own) for name, digest in part.items()}

@@ -16,8 +16,7 @@ from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
-from nmrun.lab.train import checkpoint, nonfinite
-from nmrun.lab.train.averaging import Average
+from nmrun.lab.train import checkpoint, steps
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console, RunProgress
 from nmrun.lab.train.diagnostics import Diagnostics
@@ -25,6 +24,7 @@ from nmrun.lab.train.evaluation import Evaluation
 from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 from nmrun.lab.train.track import Tracker
+from nmrun.lab.train.weights import Average
 from nmrun.lab.words.identity import identity
 
 # what a checkpoint keeps of a loop's attributes
@@ -234,7 +234,7 @@ class Loop(TrainingSteps):
             RunError: on all ranks, if one is not finite.
         """
         weights = self.held.final_state_dict()
-        broken = [name for name, part in weights.items() if not nonfinite.is_finite(local(part))]
+        broken = [name for name, part in weights.items() if not steps.is_finite(local(part))]
         if broken := sorted({name for names in ranks.gathered(broken) for name in names}):
             what = "the last update broke the weights"
             raise RunError(self.not_finite(self.step, what, f"parameter {broken[0]}"))

@@ -20,7 +20,7 @@ from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs import consent, locks
+from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder
 from nmrun.lab.words.identity import run_folder, title
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         "samples=N calibration samples of the training split (default 128); seed= chooses them",
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
-    consent.option(parser)
+    verbs.consent_option(parser)
     parser.add_argument("--to", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.to is not None:
@@ -109,13 +109,13 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     import yaml
 
     from nmrun.lab import tasks
-    from nmrun.lab.train import build, machine, results, start
+    from nmrun.lab.train import build, results, weights
     from nmrun.oneshot.prune import prune
 
     began = time.perf_counter()
-    device, precision = machine.prepare(config)
+    device, precision = build.prepare(config)
     task = tasks.build(config, device)
-    model = start.network(config, task).to(device).eval()
+    model = weights.network(config, task).to(device).eval()
     hyperparameters = dict(config.recipe.options)
     batches = list(calibration(task, hyperparameters.pop("samples"), config.trainer.accumulate))
     with build.autocast(device, precision):
@@ -131,8 +131,8 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     there = RunFolder(folder)
     there.clear()
     there.begin(yaml.safe_dump(config.plain, sort_keys=False), command)
-    weights = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    results.save_weights(folder / FINAL, weights)
+    state = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    results.save_weights(folder / FINAL, state)
     outcome = {
         "status": "finished",
         "metric": task.metric,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.runs import consent
+from nmrun.lab import verbs
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.patterns import Pattern
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         help="of the budget: weights (those kept; default), flops (of their products), or time (of the three products of a "
         "training step, measured on this machine at the run's batch)",
     )
-    consent.option(parser)
+    verbs.consent_option(parser)
     options = parser.parse_args(argv)
     if options.m < 2 or options.m & (options.m - 1):
         raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     there = RunFolder(options.run)
     if why := there.unfinished():
         raise ConfigError(f"{options.run}: {why}")
-    consent.demand(options.run, there.result["config"], options.yes, ("recipe", *consent.BUILT))
+    verbs.demand_consent(options.run, there.result["config"], options.yes, ("recipe", *verbs.BUILT))
     try:
         lines = _proposed(options.run, options.budget, options.m, options.cost)
     except ValueError as error:

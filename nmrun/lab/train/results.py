@@ -1,9 +1,17 @@
-"""How a run ends: its weights, their metrics, ``result.json``, and the last lines on the screen."""
+"""How a run ends: its weights, their metrics, ``result.json`` with the environment, and the last lines on
+the screen.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import platform
+import shlex
+import subprocess
+import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +23,7 @@ from nmrun import atomic, ranks
 from nmrun.errors import RunError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder
-from nmrun.lab.train import checkpoint, machine
+from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity
@@ -35,7 +43,7 @@ def of_outcome(
     Returns:
         Plain data, in which numbers that are not finite are None.
     """
-    described = machine.describe(loop.device if loop else torch.device("cpu"))
+    described = environment(loop.device if loop else torch.device("cpu"))
     strict: dict[str, Any] = _strict(
         {
             "status": outcome["status"],
@@ -209,3 +217,67 @@ def remove_unfinished(folder: Path) -> None:
     """
     for path in folder.glob(".tmp*"):
         path.unlink()
+
+
+PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wandb")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``,
+    ``threads`` and ``ranks``, ``command``.
+    """
+    commit, dirty = _checkout()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "nmrun": _version("nmrun"),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({_processor()})",
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.world(),
+        "command": shlex.join(["nmrun", *sys.argv[1:]]),
+    }
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _checkout() -> tuple[str | None, bool | None]:
+    """The commit of the code, and whether files under version control differ from it."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None, None
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "--no-optional-locks", "-C", str(root), *words],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=10,
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit, bool(changes)
+
+
+@cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

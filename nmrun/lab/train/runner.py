@@ -23,7 +23,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.signals import Signals
-from nmrun.lab.train import checkpoint, plan, results, trials
+from nmrun.lab.train import checkpoint, console, results, trials
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
@@ -55,9 +55,9 @@ def run(
         parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)
         if sweep is None:
             events = [f"  {event}" for event in parts.handle.pop_events()]
-            print("\n".join([*plan.lines(config, parts), *events]), flush=True)
+            print("\n".join([*console.plan_lines(config, parts), *events]), flush=True)
         place = {"id": identity(config), "folder": str(folder)}
-        return {"status": "planned", **place, "plan": plan.row(config, parts)}
+        return {"status": "planned", **place, "plan": console.plan_row(config, parts)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -227,7 +227,7 @@ class _Run:
         self.console.note(title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}", style="yellow")
-        for line in plan.lines(config, parts):
+        for line in console.plan_lines(config, parts):
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)
         if state is None:

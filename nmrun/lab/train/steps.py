@@ -1,5 +1,5 @@
 """The training step: micro-batches, precision, clipping and the learning rate around one
-``optimizer.step``.
+``optimizer.step``; and where a NaN or an infinity first appeared.
 
 Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the
 whole batch, unscaled and clipped.
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from nmrun import ranks
 from nmrun.errors import RunError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.tasks.base import Batch
-from nmrun.lab.train import nonfinite
+from nmrun.lab.tasks.base import Batch, Loss
 from nmrun.lab.train.build import Parts, autocast
 from nmrun.lab.train.optimizers import scheduled
-from nmrun.lab.train.replicas import Replicated
+from nmrun.lab.train.weights import Replicated
 
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
@@ -187,7 +189,7 @@ class TrainingSteps:
         batches = self.task.micro_batches(epoch, index, self.accumulate)
         where = "looked for with trainer.distributed=ddp only"
         if not self.in_step:
-            where = nonfinite.culprit(self.model, self.loss, batches, self.autocast)
+            where = culprit(self.model, self.loss, batches, self.autocast)
         return self.not_finite(step, what, where)
 
     def not_finite(self, step: int, what: str, where: str) -> str:
@@ -216,3 +218,69 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given, so that a clock shows it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def culprit(
+    model: nn.Module,
+    loss_of: Loss,
+    batches: list[Batch],
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> str:
+    """Find the first non-finite value on the way through one batch.
+
+    It is the input, a parameter, a layer's output or a gradient.
+    """
+    for batch in batches:
+        if not all(is_finite(tensor) for tensor in batch):
+            return "the batch itself"
+    if names := broken(model):
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"parameter {names[0]}{others} (an earlier update broke it)"
+    model.zero_grad()
+    outputs: list[str] = []
+    hooks = [
+        module.register_forward_hook(_recorder(name, outputs))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        for batch in batches:
+            with autocast():
+                loss = loss_of(model, batch)
+            if outputs:
+                return f"the output of {outputs[0]}"
+            if not is_finite(loss):
+                return "the loss itself, of finite outputs"
+            loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    backwards = [
+        name
+        for name, p in reversed(list(model.named_parameters()))
+        if p.grad is not None and not is_finite(p.grad)
+    ]
+    return f"the gradient of {backwards[0]}" if backwards else "not found again in a second pass"
+
+
+def broken(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that are not finite. Of shards all ranks have to ask."""
+    return [name for name, tensor in _named_tensors(model) if not is_finite(tensor)]
+
+
+def _recorder(name: str, found: list[str]) -> Any:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if not all(is_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
+            found.append(f"{name} ({type(module).__name__})")
+
+    return record
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinity; whole numbers have none."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -1,5 +1,7 @@
-"""Where the numbers go: ``metrics.jsonl`` always, and the loggers of ``track``, which must never stop
-or delay a run: they work in a thread of their own, in the order of what they are given.
+"""Where the numbers go: ``metrics.jsonl`` always, and the loggers of ``track`` (W&B, TensorBoard, MLflow).
+
+Loggers never stop or delay a run. They work in a thread of their own, and whatever one raises costs a
+line. Each has a function that begins a run there, or returns None where there is nothing to log to.
 """
 
 from __future__ import annotations
@@ -7,18 +9,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import math
+import netrc
 import os
+import shlex
+import shutil
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlparse
 
 from nmrun import atomic
-from nmrun.lab.runs import jsonl
-from nmrun.lab.train.loggers import LOGGERS, Logger, TrackedRun
+from nmrun.lab.runs import documents
+from nmrun.lab.words.schema import flatten
+from nmrun.patterns import written
 
 
 class Tracker:
@@ -49,7 +58,7 @@ class Tracker:
         mark: list[int] | None = None,
     ) -> None:
         path = folder / "metrics.jsonl"
-        rows, damaged = jsonl.read(path) if step else ([], [])
+        rows, damaged = documents.read_lines(path) if step else ([], [])
         history = [row for row in rows if _step(row) <= step]
         lines = [f"{json.dumps(row)}\n" for row in history]
         self.mark = [0, 0]
@@ -161,3 +170,274 @@ def _lost(found: list[int], mark: list[int] | None, damaged: list[int]) -> list[
     if found[0] < mark[0]:
         return [f"metrics.jsonl: {mark[0] - found[0]} of {mark[0]} rows are lost{where}"]
     return [f"metrics.jsonl: not the {mark[0]} rows that were logged; it was changed{where}"]
+
+
+MLFLOW_ID = "nmrun.id"  # the tag by which a resumed run finds its own
+MLFLOW_LONGEST = 500  # characters of a parameter
+INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
+# seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
+FINISH_TIMEOUT = 60.0
+_unreachable = (
+    False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
+)
+
+
+class Logger(Protocol):
+    """What gets the metrics of one run."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log a row of ``metrics.jsonl``."""
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """The run has ended; ``summary`` is flat: metrics by name, status, seconds."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a logger needs to know it.
+
+    Attributes:
+        folder: the run's folder.
+        config: the whole config as plain data.
+        id: ten hexadecimal digits.
+        sweep: the name of the sweep that the run belongs to, or None.
+        history: the rows that a resumed run had logged before.
+        say: leaves a line for the reader.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    id: str
+    sweep: str | None
+    history: list[dict[str, Any]]
+    say: Callable[[str], None]
+
+    @property
+    def ratio(self) -> str:
+        """``2:4``, or ``dense``."""
+        return written(self.config["sparsity"])
+
+    @property
+    def name(self) -> str:
+        """What a reader tells runs apart by: ``step 2:8 digits small_conv s0``."""
+        names = (self.config[group]["name"] for group in ("dataset", "model"))
+        what = "dense" if self.ratio == "dense" else f"{self.config['recipe']['name']} {self.ratio}"
+        return f"{what} {' '.join(names)} s{self.config['seed']}"
+
+    @property
+    def tags(self) -> list[str]:
+        """Recipe, ratio, data set, model, and those of ``track.tags``."""
+        names = (self.config[group]["name"] for group in ("recipe", "dataset", "model"))
+        return list(dict.fromkeys([*names, self.ratio, *self.config["track"]["tags"]]))
+
+
+# --- Weights & Biases: online for who is logged in, else offline, never with a prompt ---------------
+
+
+class WandBLogger:
+    """A run of W&B.
+
+    Args:
+        say: tells at the end how an offline run is uploaded; None: nothing is told.
+    """
+
+    def __init__(self, run: Any, say: Callable[[str], None] | None = None) -> None:
+        self._run, self._say = run, say
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log a row at its step."""
+        self._run.log(row, step=row["step"])
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Write the summary, and upload what is left."""
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=exit_code)
+        if self._say is not None:
+            place = os.path.relpath(Path(self._run.dir).parent)
+            self._say(f"W&B: offline; wandb sync {shlex.quote(place)} uploads it")
+
+
+def begin_wandb(run: TrackedRun) -> WandBLogger | None:
+    """Begin a run of W&B with the run's id; None where WANDB_MODE is ``disabled``."""
+    global _unreachable
+    track = run.config["track"]
+    mode = os.environ.get("WANDB_MODE") or track["mode"]
+    if mode == "disabled":
+        return None
+    known = logged_in()
+    online = mode in ("online", "auto") and known
+    if mode == "online" and not online:
+        run.say("W&B: not logged in (wandb login), tracking offline")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    arguments: dict[str, Any] = {
+        **{key: track[key] for key in ("project", "entity", "notes")},
+        "group": track["group"] or run.sweep,
+        "id": run.id,
+        "name": run.name,
+        "tags": run.tags,
+        "dir": str(run.folder),
+        "config": run.config,
+        "settings": _wandb_settings(wandb, track),
+        "reinit": "finish_previous",
+    }
+    if online and not _unreachable:
+        try:
+            # without resume, a run of the same id is replaced: that is force=true
+            resume: Any = "allow" if run.history else None
+            return WandBLogger(wandb.init(mode="online", resume=resume, **arguments))
+        except Exception as error:
+            _unreachable = True
+            wandb.teardown(exit_code=1)  # its service would hold the run's id
+            run.say(f"W&B cannot be reached ({type(error).__name__}): tracking offline")
+    # An offline run cannot be taken up again: replace it by one with the whole history.
+    for old in (run.folder / "wandb").glob("*run-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    # by default all who have no login track offline, and need not be told
+    say = None if mode == "auto" and not known else run.say
+    begun = WandBLogger(wandb.init(mode="offline", **arguments), say)
+    for row in run.history:
+        begun.log(row)
+    import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
+
+    return begun
+
+
+def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
+    """What is logged here is sent; the state of git, the console and statistics of the machine if
+    they are asked for, source code never.
+    """
+    wanted: dict[str, Any] = {
+        "silent": True,
+        "console": "wrap" if track["console"] else "off",
+        "init_timeout": INIT_TIMEOUT,
+        "finish_timeout": FINISH_TIMEOUT,
+        "disable_code": True,
+        "disable_git": not track["git"],
+        "x_disable_stats": not track["system"],
+        "x_disable_meta": not (track["system"] or track["git"]),
+        "x_disable_machine_info": not track["system"],
+        "x_save_requirements": False,
+    }
+    known = wandb.Settings.model_fields  # these differ between versions
+    return wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
+
+
+def logged_in() -> bool:
+    """Whether there is a key, in the environment or in netrc. Asks no network and no person."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# --- TensorBoard: event files in the run's folder --------------------------------------------------
+
+
+class TensorBoardLogger:
+    """A writer of event files."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write the numbers of a row at its step and time."""
+        for key, value in row.items():
+            if key not in ("step", "time") and isinstance(value, int | float):
+                self._writer.add_scalar(key, value, row["step"], row.get("time"))
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Write the summary as a text, and close the files."""
+        self._writer.add_text("summary", _block(summary))
+        self._writer.close()
+
+
+def begin_tensorboard(run: TrackedRun) -> TensorBoardLogger:
+    """Begin event files anew, with the whole history of a resumed run."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = run.folder / "tensorboard"
+    shutil.rmtree(folder, ignore_errors=True)
+    begun = TensorBoardLogger(SummaryWriter(str(folder)))
+    begun._writer.add_text("config", _block(run.config))
+    for row in run.history:
+        begun.log(row)
+    return begun
+
+
+def _block(plain: dict[str, Any]) -> str:
+    """Plain data as a block of Markdown."""
+    return "".join(f"    {line}\n" for line in json.dumps(plain, indent=2).splitlines())
+
+
+# --- MLflow: the experiment ``track.project``, by MLFLOW_TRACKING_URI or in a file of output_dir ---
+
+
+class MLflowLogger:
+    """A run of MLflow."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client, self._id = client, run_id
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log the numbers of a row at its step and time."""
+        from mlflow.entities import Metric
+
+        when = round(1000 * row.get("time", time.time()))
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
+        metrics = [
+            Metric(key, float(value), when, int(row["step"]))
+            for key, value in numbers.items()
+            if key not in ("step", "time")
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Write the summary: numbers as ``final/...`` metrics, all else as tags.
+
+        Args:
+            exit_code: 0 for a finished run.
+        """
+        for key, value in summary.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._client.log_metric(self._id, f"final/{key}", float(value))
+            elif value is not None:
+                self._client.set_tag(self._id, key, str(value)[:MLFLOW_LONGEST])
+        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+
+
+def begin_mlflow(run: TrackedRun) -> MLflowLogger:
+    """Begin a run, or take up the one of a resumed run, whose rows it has."""
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):  # which tell of the tables that they make
+        logging.getLogger(name).setLevel(logging.WARNING)
+    track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
+    place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
+    client = MlflowClient(place)
+    project = track.get("project", "nmrun")
+    found = client.get_experiment_by_name(project)
+    experiment = found.experiment_id if found else client.create_experiment(project)
+    if run.history:
+        for old in client.search_runs(
+            [experiment], f"tags.`{MLFLOW_ID}` = '{run.id}'", max_results=1
+        ):
+            client.update_run(old.info.run_id, "RUNNING")
+            return MLflowLogger(client, old.info.run_id)
+    tags = {MLFLOW_ID: run.id, **({"sweep": run.sweep} if run.sweep else {})}
+    tags |= dict.fromkeys(track["tags"], "")
+    begun = client.create_run(experiment, tags=tags, run_name=run.name)
+    for key, value in flatten(run.config).items():
+        client.log_param(begun.info.run_id, key, str(value)[:MLFLOW_LONGEST])
+    return MLflowLogger(client, begun.info.run_id)
+
+
+LOGGERS: dict[str, tuple[str, Callable[[TrackedRun], Logger | None]]] = {
+    "wandb": ("W&B", begin_wandb),
+    "tensorboard": ("TensorBoard", begin_tensorboard),
+    "mlflow": ("MLflow", begin_mlflow),
+}

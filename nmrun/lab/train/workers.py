@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from nmrun.errors import folded, tell
-from nmrun.lab.runs import position
+from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import ECHO, ENDING, ends_with
 from nmrun.lab.words import metric, sweep
@@ -216,7 +216,7 @@ class SweepTable:
         place, name = str(line.get("folder") or ""), sweep.name(record, line)
         trainer = self._trainers.get(place) or RunFolder(place).config.get("trainer", {})
         self._trainers[place] = trainer
-        now = position.of(Path(place), trainer) if place else None
+        now = run_folder.position_of(Path(place), trainer) if place else None
         if now is None:
             return (name, "", "begins", "", "")
         left = "" if now.left is None else sweep.span(now.left)

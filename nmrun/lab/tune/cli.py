@@ -51,15 +51,15 @@ def main(argv: Sequence[str]) -> int:
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
     from nmrun.lab.train import jobs
-    from nmrun.lab.tune import space
+    from nmrun.lab.tune import plan
     from nmrun.lab.words import command_line
     from nmrun.lab.words.sweep import span
 
-    given = space.read(options.over)
+    given = plan.read_space(options.over)
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     _check_seeds(set().union(*(look.seeds for look in looks)))
-    from nmrun.lab.tune import comparison, outcome, plan  # torch
+    from nmrun.lab.tune import comparison, plan  # torch
 
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, given, options.config_dir)
@@ -92,15 +92,15 @@ def main(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, SystemExit):  # after a signal, once the run's checkpoint is saved
         print("interrupted; the same command goes on", flush=True)
         raise
-    result = outcome.of(cells, options.trials)
+    result = comparison.outcome_of(cells, options.trials)
     with files_of_the_command():
-        outcome.write(folder, result)
+        comparison.write_outcome(folder, result)
     if elsewhere:
         names = ", ".join(cell.name for cell in elsewhere)
         print(f"at work in other processes: {names}; the same command goes on")
         return 0
-    sys.stdout.write(outcome.text(result))
-    command = shlex.join(["nmrun", "table", str(folder / outcome.RUNS)])
+    sys.stdout.write(comparison.outcome_text(result))
+    command = shlex.join(["nmrun", "table", str(folder / comparison.RUNS_CSV)])
     print(f"  {command}")
     return 1 if result.failed else 0
 

@@ -1,23 +1,30 @@
-"""What a comparison of tuned recipes is going to do: its cells, and how many runs they take.
+"""What a comparison of tuned recipes is going to do: its cells, what each searches, and how many runs they
+take.
 
 A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
-swept.
+swept. Searched are the learning rate, and what the recipe's class declares beside a hyperparameter's
+range: ``decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
+
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.tune import space
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import jobs_of
 from nmrun.lab.words.identity import identity
+from nmrun.lab.words.recipe_fields import fields
+from nmrun.ranges import Search, among, between, log
+from nmrun.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class TuningCell:
     config: Config
     seeds: list[int]
     folder: Path
-    searched: space.Space
+    searched: Space
     apart: Mapping[str, str]
     config_dir: str | None
 
@@ -52,7 +59,7 @@ class TuningCell:
 
 
 def cells(
-    folder: Path, sweeps: list[list[str]], given: space.Space, config_dir: str | None = None
+    folder: Path, sweeps: list[list[str]], given: Space, config_dir: str | None = None
 ) -> list[TuningCell]:
     """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are one.
     Search spaces that are ``given`` win over the recipes' own.
@@ -69,15 +76,13 @@ def cells(
         bare = [word for word in words if command_line.key(word) not in ("seed", "seeds")]
         known = by_identity.setdefault(identity(config), (bare, config, []))[2]
         known += [seed for seed in seeds if seed not in known]
-    unknown = [
-        key for key in given if not any(space.has(c, key) for _, c, _ in by_identity.values())
-    ]
+    unknown = [key for key in given if not any(has(c, key) for _, c, _ in by_identity.values())]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
     apart = _apart([config for _, config, _ in by_identity.values()])
     made: dict[object, TuningCell] = {}
     for (words, config, seeds), swept in zip(by_identity.values(), apart, strict=True):
-        searched = space.of(config, given)
+        searched = space_of(config, given)
         name = " ".join(filter(None, [*_named(config), *swept.values()]))
         place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
         other = {key: value for key, value in swept.items() if key not in searched}
@@ -150,3 +155,86 @@ def _repeats(trials: int) -> int:
 
 def _many(count: int, of: str) -> str:
     return f"{count} {of}" + ("s" if count != 1 else "")
+
+
+RATE = "optimizer.lr"
+EDGE = 0.05  # of a range, where a value is said to lie at its end
+AROUND = 5.0  # the learning rate is looked for from a fifth to five times the config's
+Space = Mapping[str, Search]
+
+
+def space_of(config: Config, given: Space) -> Space:
+    """The search spaces of a run by key: that of the learning rate, those that the recipe declares,
+    and those of ``given`` that the config has, which win.
+    """
+    rate = config.optimizer.lr
+    path = config.recipe.target or RECIPES[config.recipe.name]
+    declared = {
+        f"recipe.{key}": field.search for key, field in fields(path).items() if field.search
+    }
+    searched = {RATE: log(rate / AROUND, rate * AROUND), **declared}
+    return searched | {key: search for key, search in given.items() if has(config, key)}
+
+
+def has(config: Config, key: str) -> bool:
+    """Whether a config has a key, such as ``recipe.decay``."""
+    group, _, name = key.partition(".")
+    return name in config.plain.get(group, {})
+
+
+def read_space(words: Sequence[str]) -> Space:
+    """Search spaces by key, of words as Hydra writes sweeps:
+    ``optimizer.lr=tag(log,interval(1e-4,1e-2))`` or ``recipe.switch=auto,0.2,0.5``.
+
+    Raises:
+        ConfigError: for words that say no interval and no list of values.
+    """
+    overrides, problems = command_line.parsed(words)
+    spaces: dict[str, Search] = {}
+    for override in overrides:
+        value = override.value()
+        if isinstance(value, IntervalSweep):
+            ends = float(value.start or 0), float(value.end or 0)
+            logarithmic = "log" in value.tags
+            if ends[0] >= ends[1] or (logarithmic and ends[0] <= 0):
+                problems.append(f"--over {override.input_line}: no such interval")
+            spaces[override.key_or_group] = (log if logarithmic else between)(*ends)
+        elif isinstance(value, ChoiceSweep):
+            spaces[override.key_or_group] = among(*command_line.values(override, []))
+        else:
+            problems.append(
+                f"--over {override.input_line}: it takes an interval or several values, as in "
+                "'optimizer.lr=tag(log,interval(1e-4,1e-2))' or recipe.switch=auto,0.2,0.5"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return spaces
+
+
+def words_of(params: Mapping[str, Any]) -> list[str]:
+    """Write what was found as overrides."""
+    return [f"{key}={value}" for key, value in params.items()]
+
+
+def at_edge(value: Any, search: Search) -> str:
+    """Say at which end of a range a value lies: ``lower``, ``upper``, or nothing.
+
+    At an end is what lies within a twentieth of the range from it (of the logarithms, where the
+    range is looked through by them). A list of values has no ends.
+    """
+    if search.values:
+        return ""
+    low, high, at = (math.log(x) if search.log else x for x in (search.low, search.high, value))
+    place = (at - low) / (high - low) if high > low else 0.5
+    return "lower" if place < EDGE else "upper" if place > 1 - EDGE else ""
+
+
+def wider(search: Search, end: str) -> str:
+    """A range that goes on at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where it
+    is not known how far a setting may go.
+    """
+    if not search.log:
+        return "..."
+    low = search.low / AROUND if end == "lower" else search.low
+    high = search.high * AROUND if end == "upper" else search.high
+    return f"tag(log,interval({low:g},{high:g}))"

@@ -19,7 +19,7 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
-from nmrun.lab.runs import jsonl
+from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words.metric import higher_is_better
 from nmrun.lab.words.schema import flatten
@@ -97,7 +97,7 @@ class Study:
 
     def settings(self) -> tuple[list[dict[str, Any]], int | None]:
         """What ``trials.jsonl`` lists, up to its first damaged line; and that line's number."""
-        lines, damaged = jsonl.read(self.folder / TRIALS)
+        lines, damaged = documents.read_lines(self.folder / TRIALS)
         whole_lines = lines[: damaged[0] - 1] if damaged else lines
         listed: list[dict[str, Any]] = []
         for number, line in enumerate(whole_lines, 1):

@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError
+from nmrun.lab import verbs
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.models import OwnModel, Timm
-from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, precheck, rules, schema, source, suggestions
 from nmrun.lab.words.composition import composing
@@ -112,7 +112,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     result = there.finished()
     if result is None:
         raise ConfigError(f"{folder}: {there.unfinished()}")
-    consent.demand(folder, result["config"], trusted)
+    verbs.demand_consent(folder, result["config"], trusted)
     plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder), "seeds": None}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:

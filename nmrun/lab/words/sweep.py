@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, leads, tell
-from nmrun.lab.runs import documents, jsonl, locks
+from nmrun.lab.runs import documents, locks
 from nmrun.lab.words import command_line
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def read(folder: Path) -> Record:
     """The record as it stands. What is missing or not whole, as after a kill, is left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        lines, _ = jsonl.read(folder / JOBS, _parsed)
+        lines, _ = documents.read_lines(folder / JOBS, _parsed)
     try:
         head = documents.read_json(folder / HEAD)
         begun, jobs, words = (

@@ -17,7 +17,7 @@ from nmrun import accelerate, optim, sparsify
 from nmrun.fast import acceleration
 from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.measurement import Times, as_data, from_data
-from nmrun.lab.train import build, plan
+from nmrun.lab.train import build, console
 
 pytestmark = pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here")
 FAST, SLOW = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
@@ -266,6 +266,6 @@ def test_a_dense_run_says_it_and_a_small_network_keeps_its_bits(
     monkeypatch.setattr(build, "LARGE", 1)
     parts = build.build(config(tmp_path, *words))
     assert {c.path for c in parts.accelerated} == {"onednn"}
-    said = plan.lines(config(tmp_path, *words), parts)
+    said = console.plan_lines(config(tmp_path, *words), parts)
     assert any("onednn: " in line for line in said), said
     assert build.build(config(tmp_path, *words, "trainer.acceleration=off")).accelerated == []

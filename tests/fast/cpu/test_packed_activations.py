@@ -20,7 +20,7 @@ from nmrun.fast.cpu import activations, probe
 from nmrun.fast.cpu.activations import NAME, ActivationShape, pack_activations
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Choice, Times
-from nmrun.lab.train import build, plan, runner
+from nmrun.lab.train import build, console, runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
@@ -363,7 +363,7 @@ def test_the_plan_says_it_and_small_networks_are_left_alone(
     made = config(tmp_path, *GPT, "recipe=dense")
     assert build.build(made).accelerated == []
     monkeypatch.setattr(build, "LARGE", 1)
-    said = plan.lines(made, build.build(made))
+    said = console.plan_lines(made, build.build(made))
     assert any("products with packed activations in the steps that prune" in line for line in said)
     (line,) = [
         line for line in said if "packed activations: h.0.mlp.c_fc.weight and 1 more" in line

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from verbs import verb
 
 from nmrun.errors import RunError
-from nmrun.lab.api.result import Result
+from nmrun.lab.api.runs import Result
 from nmrun.lab.runs.run_folder import sealed
 
 MODULE = """

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.api import words
+from nmrun.lab.api import runs
 from nmrun.lab.words import command_line, sweep
 
 SHORT = [*TINY, "trainer.epochs=2"]
@@ -230,14 +230,14 @@ def test_a_failed_run_is_an_error() -> None:
     ],
 )
 def test_settings_are_read_as_they_were_given(key: str, value: Any, read: Any) -> None:
-    (word,) = words.written({key: value})
+    (word,) = runs.words_of({key: value})
     (override,), problems = command_line.parsed([word])
     assert problems == []
     assert override.key_or_group == key
     assert command_line.values(override, []) == [read]
     group, _, leaf = key.partition(".")
     if leaf:
-        assert words.written({group: {leaf: value}}) == [word]
+        assert runs.words_of({group: {leaf: value}}) == [word]
 
 
 @pytest.mark.slow

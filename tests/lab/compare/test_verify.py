@@ -11,7 +11,7 @@ import pytest
 from verbs import verb
 
 from nmrun.errors import RunError
-from nmrun.lab.api.result import Result
+from nmrun.lab.api.runs import Result
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import SEALED, WEIGHTS
 

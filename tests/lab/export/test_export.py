@@ -24,7 +24,7 @@ import nmrun
 from nmrun.errors import RunError
 from nmrun.lab.export.cli import main
 from nmrun.lab.runs import run_folder
-from nmrun.lab.train.replicas import Replicated
+from nmrun.lab.train.weights import Replicated
 from nmrun.sparsity import check_nm
 from nmrun.sparsity.check import layer_report
 

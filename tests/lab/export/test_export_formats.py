@@ -713,24 +713,24 @@ def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_semi_structured_keeps_what_is_right_and_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nmrun.lab.export import semi_structured
+    from nmrun.lab.export import packed
 
-    monkeypatch.setattr(semi_structured, "TOKENS", 8)
+    monkeypatch.setattr(packed, "TOKENS", 8)
     weight = sparse((32, 64), "2:4", 1, torch.bfloat16)
     times = iter([2.0, 1.0, 1.0, 2.0])
-    monkeypatch.setattr(semi_structured, "milliseconds", lambda call: next(times))
+    monkeypatch.setattr(packed, "milliseconds", lambda call: next(times))
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.clone())
-    compressed, told = semi_structured.best(weight)
+    compressed, told = packed.best(weight)
     assert compressed is not None
     assert told == "faster: 1.000 ms with 8 tokens, dense 2.000 ms"
-    assert semi_structured.best(weight)[0] is None  # slower
+    assert packed.best(weight)[0] is None  # slower
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.roll(1, 0))
-    assert semi_structured.best(weight) == (
+    assert packed.best(weight) == (
         None,
         "dense, since the compressed product is not to be used here: WRONG results",
     )
     monkeypatch.undo()
-    monkeypatch.setattr(semi_structured, "TOKENS", 8)
-    found, told = semi_structured.best(weight)  # torch's own, which takes no tensor of a CPU
+    monkeypatch.setattr(packed, "TOKENS", 8)
+    found, told = packed.best(weight)  # torch's own, which takes no tensor of a CPU
     assert found is None
     assert told.startswith("dense, since ")

@@ -16,7 +16,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.models import gpt_heads
 from nmrun.lab.models.gpt import GPTNetwork
-from nmrun.lab.train import flops, runner, start
+from nmrun.lab.train import flops, runner, weights
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.reading import gpt_reader
 
@@ -87,7 +87,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def network(folder: Path, *words: str) -> nn.Module:
     made = runs.config(folder, *words)
     torch.manual_seed(made.seed)
-    return start.network(made, tasks.build(made, torch.device("cpu")))
+    return weights.network(made, tasks.build(made, torch.device("cpu")))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision import folders, images, splits
 from nmrun.lab.tasks.vision.stream import ImageStream
-from nmrun.lab.train import build, checkpoint, plan, runner
+from nmrun.lab.train import build, checkpoint, console, runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity, run_folder
 
@@ -184,7 +184,7 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(
         "train": 54 if test == 12 else 60,
     }
     said = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
-    assert f"  {said}" in plan.lines(made, parts)
+    assert f"  {said}" in console.plan_lines(made, parts)
 
 
 @UNPACKS

@@ -15,8 +15,8 @@ from torch import nn
 
 import nmrun
 from nmrun.lab.train import runner
-from nmrun.lab.train.averaging import Average
 from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.weights import Average
 from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity import nm_mask
 

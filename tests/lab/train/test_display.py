@@ -15,7 +15,7 @@ from terminal import Terminal
 
 from nmrun.lab import tasks
 from nmrun.lab.tasks.base import evaluating
-from nmrun.lab.train import console, plan, runner
+from nmrun.lab.train import console, runner
 from nmrun.lab.train import console as console_of
 from nmrun.lab.train.console import Console, Status
 from nmrun.lab.words.identity import run_folder
@@ -163,14 +163,14 @@ def test_alike_layers_are_one_line() -> None:
         ("sparse", "h.0.mlp.weight", (512, 2048), "2:4"),
         ("dense", "head.weight", (65, 512), "excluded"),
     ]
-    assert plan.layers(told) == [
+    assert console.layer_lines(told) == [
         "sparse  6 x h.*.attn.qkv.weight  1536x512  2:4",
         "sparse  h.0.mlp.weight           512x2048  2:4",
         "dense   head.weight              65x512    excluded",
     ]
     other = [("sparse", f"layer{number}.conv2.weight", (8, 8), "2:4") for number in (1, 2)]
-    assert plan.layers(other) == ["sparse  2 x layer*.conv2.weight  8x8  2:4"]
-    assert plan.layers([]) == []
+    assert console.layer_lines(other) == ["sparse  2 x layer*.conv2.weight  8x8  2:4"]
+    assert console.layer_lines([]) == []
 
 
 # --- the end of a run -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification
-from nmrun.lab.train import start
+from nmrun.lab.train import weights
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
@@ -108,7 +108,7 @@ def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Pa
             weight = torch.where(mask_of(last), last, 0.0).movedim(-1, layers[name])
         assert torch.equal(final[name], weight), name
     begins = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/dense.safetensors")
-    model = start.network(begins, tasks.build(begins, torch.device("cpu")))
+    model = weights.network(begins, tasks.build(begins, torch.device("cpu")))
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, dense[name])
 
@@ -138,4 +138,4 @@ def test_weights_that_are_not_there_are_refused(file: str, why: str, tmp_path: P
     run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
     asked = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/{file}")
     with pytest.raises(ConfigError, match=f"init=.*{file}: {why}"):
-        start.network(asked, tasks.build(asked, torch.device("cpu")))
+        weights.network(asked, tasks.build(asked, torch.device("cpu")))

@@ -27,7 +27,7 @@ from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import sealed
 from nmrun.lab.tasks.vision import Classification, digits
-from nmrun.lab.train import build, flops, plan, results, runner
+from nmrun.lab.train import build, console, flops, results, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity, run_folder, title
@@ -388,7 +388,7 @@ def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "lines", interrupted)
+    monkeypatch.setattr(console, "lines", interrupted)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
@@ -398,7 +398,7 @@ def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mon
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("went on")
 
-    monkeypatch.setattr(plan, "lines", told)
+    monkeypatch.setattr(console, "lines", told)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
 

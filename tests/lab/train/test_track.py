@@ -19,7 +19,7 @@ import pytest
 import wandb
 from runs import config, rows
 
-from nmrun.lab.train import loggers, runner
+from nmrun.lab.train import runner, track
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words.identity import identity, run_folder
 
@@ -123,7 +123,7 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0")
     monkeypatch.setenv("NETRC", str(tmp_path / ("netrc" if login else "none")))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(loggers, "_unreachable", True)
+    monkeypatch.setattr(track, "_unreachable", True)
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.chdir(tmp_path)
@@ -224,8 +224,8 @@ def test_an_unreachable_server_is_waited_for_once(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        monkeypatch.setattr(loggers, "INIT_TIMEOUT", 1.0)
-        monkeypatch.setattr(loggers, "_unreachable", False)
+        monkeypatch.setattr(track, "INIT_TIMEOUT", 1.0)
+        monkeypatch.setattr(track, "_unreachable", False)
         for number in (0, 1):
             folder = tmp_path / f"a/b/{number}"
             folder.mkdir(parents=True)
@@ -270,18 +270,18 @@ def test_who_is_logged_in(
     if netrc is not None:
         path.write_text(netrc)
         path.chmod(0o600)
-    assert loggers.logged_in() is expected
+    assert track.logged_in() is expected
 
 
 # --- other loggers --------------------------------------------------------------------------------
 
 
 def test_what_a_run_is_called(tmp_path: Path) -> None:
-    run = loggers.TrackedRun(tmp_path, WANDB, "0123456789", None, [], lambda _: None)
+    run = track.TrackedRun(tmp_path, WANDB, "0123456789", None, [], lambda _: None)
     assert run.name == "step 2:8 digits mlp s3"
     assert run.tags == ["step", "digits", "mlp", "2:8", "mine"]
     dense = {**WANDB, "sparsity": {"n": None, "m": None}, "recipe": {"name": "dense"}}
-    run = loggers.TrackedRun(tmp_path, dense, "0123456789", None, [], lambda _: None)
+    run = track.TrackedRun(tmp_path, dense, "0123456789", None, [], lambda _: None)
     assert run.name == "dense digits mlp s3"
 
 

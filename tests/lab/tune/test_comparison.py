@@ -20,7 +20,7 @@ from nmrun.lab.api.reports import table
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.runs import locks
 from nmrun.lab.train import jobs, results
-from nmrun.lab.tune import comparison, outcome, plan
+from nmrun.lab.tune import comparison, plan
 from nmrun.lab.tune.cli import main
 from nmrun.lab.tune.comparison import TuningProgress
 from nmrun.lab.tune.study import Study, Trial, ended
@@ -258,7 +258,7 @@ def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
         {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
         {**alike, "dataset": "b", "eval/accuracy": 0.7},
     ])  # fmt: skip
-    said = outcome.text(outcome.Outcome(runs, pd.DataFrame(), [], [], [], []))
+    said = comparison.outcome_text(comparison.Outcome(runs, pd.DataFrame(), [], [], [], []))
     assert re.findall(r"on the (\w+) split", said) == ["test", "validation"]
     assert re.findall(r"\| ste +\| ([\d.]+) ", said) == ["50.0", "70.0"]
 

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tune import space
+from nmrun.lab.tune import plan
 from nmrun.lab.words import recipe_fields, schema, source
 from nmrun.lab.words.composition import composing
 from nmrun.ranges import among, between, log
@@ -21,12 +21,12 @@ def config(*words: str) -> schema.Config:
 
 
 def test_a_recipe_is_tuned_over_the_learning_rate_and_what_its_class_declares():
-    assert space.of(config("recipe=dense", "optimizer.lr=0.01"), {}) == {
+    assert plan.space_of(config("recipe=dense", "optimizer.lr=0.01"), {}) == {
         "optimizer.lr": log(0.002, 0.05)
     }
-    assert space.of(config("recipe=sr_ste"), {}).keys() == {"optimizer.lr", "recipe.decay"}
-    assert space.of(config("recipe=step"), {})["recipe.switch"].values[0] == "auto"
-    assert space.of(config("recipe=mdgf_exponential"), {}).keys() == {
+    assert plan.space_of(config("recipe=sr_ste"), {}).keys() == {"optimizer.lr", "recipe.decay"}
+    assert plan.space_of(config("recipe=step"), {})["recipe.switch"].values[0] == "auto"
+    assert plan.space_of(config("recipe=mdgf_exponential"), {}).keys() == {
         *("optimizer.lr", "recipe.dense", "recipe.final")
     }
 
@@ -45,7 +45,7 @@ def test_what_recipes_declare_is_allowed(name):
 
 
 def test_the_command_wins_where_the_run_has_the_key():
-    given = space.read(
+    given = plan.read_space(
         [
             *("optimizer.lr=tag(log,interval(1e-4,1e-2))", "recipe.decay=interval(0,1)"),
             "trainer.clip=0.5,1,2",
@@ -56,8 +56,8 @@ def test_the_command_wins_where_the_run_has_the_key():
         "recipe.decay": between(0.0, 1.0),
         "trainer.clip": among(0.5, 1, 2),
     }
-    assert space.of(config("recipe=sr_ste"), given) == given
-    assert "recipe.decay" not in space.of(config("recipe=ste"), given)
+    assert plan.space_of(config("recipe=sr_ste"), given) == given
+    assert "recipe.decay" not in plan.space_of(config("recipe=ste"), given)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_the_command_wins_where_the_run_has_the_key():
 )
 def test_a_range_that_is_none_gets_a_line(word, said):
     with pytest.raises(ConfigError, match=said):
-        space.read([word])
+        plan.read_space([word])
 
 
 def test_what_is_found_is_written_as_overrides():
     found = {"optimizer.lr": 2e-5, "recipe.switch": "auto", "recipe.decay": 0.0}
-    words = space.words(found)
+    words = plan.words_of(found)
     read = config("recipe=sr_ste", *(w for w in words if "switch" not in w))
     assert (read.optimizer.lr, read.recipe.options["decay"]) == (2e-5, 0.0)
     assert config("recipe=step", words[0], words[1]).recipe.options["switch"] == "auto"
@@ -95,4 +95,4 @@ def test_what_is_found_is_written_as_overrides():
     ],
 )
 def test_what_lies_at_the_end_of_a_range(value, search, end):
-    assert space.at_edge(value, search) == end
+    assert plan.at_edge(value, search) == end

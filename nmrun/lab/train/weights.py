@@ -1,0 +1,217 @@
+"""The weights of a run: those that it begins with, how every process holds them, and their mean over the
+last epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nmrun import ranks
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab import models
+from nmrun.lab.keys.config import Config
+from nmrun.lab.runs.run_folder import WEIGHTS, RunFolder, weights_in
+from nmrun.lab.tasks.base import Task
+from nmrun.recipes.maskllm import masks_file
+from nmrun.step.handle import Handle
+
+
+def network(config: Config, task: Task) -> nn.Module:
+    """Build a run's network with the weights that it begins with.
+
+    Raises:
+        ConfigError: where it cannot be built, and where ``init`` is no finished run of the same
+            network.
+    """
+    model = models.build(config.model.mapping(), task.inputs)
+    # on meta, another process has the values
+    if config.init is not None and not any(p.is_meta for p in model.parameters()):
+        heads, part = (getattr(model, name, ()) for name in ("heads_of_tasks", "part_of_tasks"))
+        load(model, config.init, f"init={config.init}", heads, part)
+    return model
+
+
+def check_masks(place: str) -> None:
+    """Look whether the weights that ``recipe.masks`` names are as their run left them.
+
+    Args:
+        place: as :func:`nmrun.recipes.maskllm.masks_file` takes it; what is in no run's folder is
+            taken as it is.
+
+    Raises:
+        ConfigError: where a run's file was changed since.
+    """
+    path = masks_file(place)
+    if path.name in WEIGHTS:
+        folder = RunFolder(path.parent)
+        try:
+            folder.checked(path.name)
+        except RunError as error:
+            raise ConfigError(f"recipe.masks={place}: {error}") from None
+        folder.tell_unverified()
+
+
+def load(
+    model: nn.Module,
+    place: str,
+    asked: str,
+    heads: Collection[str] = (),
+    part: Collection[str] = (),
+) -> None:
+    """Give a network the weights of a finished run.
+
+    Args:
+        model: of the same architecture as the run's.
+        place: the run's folder, for its last weights, or a file of weights in it.
+        asked: the key and value that ask for it, for errors.
+        heads: modules that may be another task's: they stay as they are where the run has none of
+            the same shape.
+        part: the module that may be another task's whole network, if there is one: where the run
+            has nothing of that name, the module gets its weights.
+
+    Raises:
+        ConfigError: where no finished run is there, another network's, or weights that were
+            changed since.
+    """
+    folder, file = weights_in(place)
+    if why := folder.without(file):
+        raise ConfigError(f"{asked}: {why}")
+    try:
+        state = load_file(folder.checked(file))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{asked}: {file} cannot be read ({error})") from None
+    except RunError as error:
+        raise ConfigError(f"{asked}: {error}") from None
+    folder.tell_unverified()
+    for name in part:
+        if not any(key.startswith(f"{name}.") for key in state):
+            model = model.get_submodule(name)
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    unlike = {*own.items()} ^ {*theirs.items()}
+    of_heads = {name for name, _ in unlike if name.partition(".")[0] in heads}
+    differing = sorted(item for item in unlike if item[0] not in of_heads)
+    if differing:
+        name = differing[0][0]
+        here, there = (str(shapes.get(name, "missing")) for shapes in (own, theirs))
+        raise ConfigError(
+            f"{asked} is another network than this run's: {name} is {there} there and {here} here"
+        )
+    model.load_state_dict(
+        {name: tensor for name, tensor in state.items() if name not in of_heads},
+        strict=not of_heads,
+    )
+
+
+class Replicated:
+    """A sparse model, its optimizer and its handle, whole in every process."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
+        self.model, self.optimizer, self.handle = model, optimizer, handle
+
+    def forward(self, model: Any) -> Any:
+        """``model``, compiled or not, with gradients averaged over the ranks if there are some."""
+        return DistributedDataParallel(model) if ranks.world() > 1 else model
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of model and optimizer, the recipe's state included."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This process's parts of tensors by the names of parameters and buffers: as they are."""
+        return dict(tensors)
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`handed_out`, for a file: on the CPU, contiguous."""
+        return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+
+    def final_state_dict(self) -> dict[str, Tensor]:
+        """Copies of what the model would have if training ended now, sparse weights N:M."""
+        own = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}
+        saved = self.model.state_dict().items()
+        plain = {name: own[name] if name in own else t.detach().clone() for name, t in saved}
+        return dict(sorted(plain.items()))
+
+    def dense_state_dict(self) -> dict[str, Tensor]:
+        """Copies of what the model has, with the dense weights in the place of the sparse ones; on
+        the CPU."""
+        with self.handle.dense_weights():
+            saved = self.model.state_dict().items()
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(saved)}
+
+    def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Evaluate with a :meth:`final_state_dict` from here on."""
+        self.model.load_state_dict(state)
+
+
+class Average:
+    """Adds up what is saved of a model, parameters and running statistics, at the ends of epochs.
+
+    Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the
+    recipe's, where it is fixed).
+
+    Args:
+        last: how many epochs, at the end of the run, are averaged; 1 does nothing.
+    """
+
+    def __init__(self, model: nn.Module, handle: Handle, last: int) -> None:
+        self.model, self.handle, self.last = model, handle, last
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self, left: int) -> None:
+        """An epoch is over; ``left`` more will follow."""
+        if self.last == 1 or left >= self.last:
+            return
+        with self.handle.dense_weights():
+            for name, tensor in self._tensors().items():
+                self.sums[name] = self.sums[name] + tensor if self.count else tensor.clone()
+        self.count += 1
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Give the model the mean of what was added, if that was anything."""
+        if not self.count:
+            return
+        with self.handle.dense_weights():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(self.sums[name] / self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, of which each process has a part where the model is sharded."""
+        return {"sums": dict(self.sums), "count": self.count}
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    ) -> None:
+        """Restore :meth:`state_dict`.
+
+        Args:
+            handed_out: gives this process's parts of whole tensors; all of them by default.
+        """
+        sums = handed_out(state["sums"]) if state["count"] else {}
+        self.sums = {
+            name: sums[name].to(tensor.device)
+            for name, tensor in self._tensors().items()
+            if state["count"]
+        }
+        self.count = state["count"]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        saved = self.model.state_dict(keep_vars=True).items()
+        return {name: t.detach() for name, t in saved if t.is_floating_point()}
