@@ -388,7 +388,7 @@ def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(console, "lines", interrupted)
+    monkeypatch.setattr(console, "plan_lines", interrupted)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
@@ -398,7 +398,7 @@ def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mon
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("went on")
 
-    monkeypatch.setattr(console, "lines", told)
+    monkeypatch.setattr(console, "plan_lines", told)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
 
