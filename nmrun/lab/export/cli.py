@@ -4,7 +4,6 @@ others read.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 from collections.abc import Callable
@@ -18,16 +17,17 @@ from nmrun.lab import verbs
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
+from nmrun.registry import find
 
 if TYPE_CHECKING:
     from nmrun.lab.export import finished_run
 
 FORMATS = {
-    "safetensors": "nmrun.lab.export.finished_run",
-    "packed": "nmrun.lab.export.packed",
-    "semi_structured": "nmrun.lab.export.packed",
-    "onnx": "nmrun.lab.export.onnx_graph",
-    "hf": "nmrun.lab.export.hf",
+    "safetensors": "nmrun.lab.export.finished_run.write_plain",
+    "packed": "nmrun.lab.export.packed.write",
+    "semi_structured": "nmrun.lab.export.packed.write_semi_structured",
+    "onnx": "nmrun.lab.export.onnx_graph.write",
+    "hf": "nmrun.lab.export.hf.write",
 }
 
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
         run = finished_run.load(options.run, options.yes)
-        write = importlib.import_module(FORMATS[options.format]).write
+        write = find("--format", options.format, FORMATS)
         if options.precision:
             write = partial(write, precision=options.precision)
         lines = _whole(run, options.to, write)
