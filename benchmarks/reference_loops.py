@@ -264,12 +264,12 @@ def ours(loop: Loop) -> Iterator[None]:
     """nmrun's training steps."""
     loop.model.train()
     while True:
-        epoch, index = divmod(loop.step, loop.task.batches_per_epoch)
-        loop.train_step(epoch, index, measure_flips=False)
+        epoch, index = divmod(loop.steps.step, loop.task.batches_per_epoch)
+        loop.steps.train_step(epoch, index, measure_flips=False)
         # as if a row was logged
-        loop.losses, loop.logged_step = (
-            loop.losses[-10:],
-            loop.step - min(10, len(loop.losses)),
+        loop.steps.losses, loop.steps.logged_step = (
+            loop.steps.losses[-10:],
+            loop.steps.step - min(10, len(loop.steps.losses)),
         )
         yield
 

@@ -13,7 +13,7 @@ import pytest
 from nmrun import recipes
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words import schema, source
 from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
@@ -80,15 +80,15 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def cut_off(made: schema.Config, step: int) -> None:
     """A run that Ctrl-C ends after so many steps, in the middle of it: the loop itself saves nothing."""
-    original = Loop.train_step
+    original = TrainingSteps.train_step
 
-    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def dying(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         if loop.step == step:
             raise KeyboardInterrupt
         original(loop, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "train_step", dying)
+        patch.setattr(TrainingSteps, "train_step", dying)
         assert runner.run(made, run_folder(made))["status"] == "interrupted"
 
 
@@ -96,18 +96,18 @@ def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:
     """``Loop.train`` with a signal behind step ``at``."""
 
     def stopped(loop: Any, folder: Path, tracker: Any, signals: Signals) -> bool:
-        step = loop.train_step
+        step = loop.steps.train_step
 
         def stepped(*where: Any, **how: Any) -> Any:
             found = step(*where, **how)
-            if loop.step == at:
+            if loop.steps.step == at:
                 signals.caught = signal.SIGTERM
             return found
 
-        loop.train_step = stepped
+        loop.steps.train_step = stepped
         try:
             return train(loop, folder, tracker, signals)
         finally:
-            del loop.train_step
+            del loop.steps.train_step
 
     return stopped

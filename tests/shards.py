@@ -136,7 +136,7 @@ def check_shards(loop: Loop) -> None:
         held = ranks.gathered(parameter._local_tensor.numel())
         assert sum(held) == parameter.numel()
         assert max(held) - min(held) <= parameter.numel() / parameter.shape[0]
-        for key, value in loop.optimizer.state.get(parameter, {}).items():
+        for key, value in loop.steps.optimizer.state.get(parameter, {}).items():
             if key == "nmrun_first_mask":
                 assert value.numel() == -(-parameter.numel() // 8)
             elif value.dim():
@@ -267,7 +267,7 @@ def main(output_dir: str) -> None:
 
     def watched(loop: Loop, *args: Any) -> bool:
         done = train(loop, *args)
-        if loop.in_step:
+        if loop.steps.in_step:
             check_shards(loop)
         return done
 

@@ -13,7 +13,7 @@ from runs import config
 
 from nmrun import ranks
 from nmrun.lab.train import checkpoint, runner
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 
 
@@ -27,9 +27,9 @@ def main(distributed: str, output_dir: str, last: int) -> None:
     """
     overrides = ("recipe=step", "recipe.switch=0.4", "trainer.epochs=1", "trainer.limit_batches=12")
     made = config(output_dir, *overrides, f"trainer.distributed={distributed}")
-    step, asked = Loop.train_step, 0
+    step, asked = TrainingSteps.train_step, 0
 
-    def stepped(loop: Loop, *args: Any, **kwargs: Any) -> Any:
+    def stepped(loop: TrainingSteps, *args: Any, **kwargs: Any) -> Any:
         found = step(loop, *args, **kwargs)
         if loop.step == last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +40,7 @@ def main(distributed: str, output_dir: str, last: int) -> None:
         asked += 1
         return ranks.rank() == 1 or asked % 2 == 0
 
-    Loop.train_step = stepped  # type: ignore[method-assign]
+    TrainingSteps.train_step = stepped  # type: ignore[method-assign]
     checkpoint.CheckpointClock.due = due  # type: ignore[method-assign]
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished", result

@@ -24,8 +24,8 @@ from torch import nn
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.train import runner
-from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.optimizers import inverse_sqrt_factor
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation import cli, prepare
 from nmrun.papers.translation.copy_reverse import Symbols
@@ -640,17 +640,17 @@ def test_a_resumed_run_ends_with_the_same_bits(
         made = config(tmp_path / name, *options)
         folder = run_folder(made)
         if name == "cut":
-            step, calls = Loop.train_step, itertools.count(1)
+            step, calls = TrainingSteps.train_step, itertools.count(1)
 
             def dying(
-                self: Loop, *args: Any, step: Any = step, calls: Any = calls, **kwargs: Any
+                self: TrainingSteps, *args: Any, step: Any = step, calls: Any = calls, **kwargs: Any
             ) -> None:
                 if next(calls) == 8:
                     raise KeyboardInterrupt
                 step(self, *args, **kwargs)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Loop, "train_step", dying)
+                patch.setattr(TrainingSteps, "train_step", dying)
                 assert runner.run(made, folder)["status"] == "interrupted"
         result = runner.run(made, folder)
         assert result["status"] == "finished", result

@@ -25,7 +25,7 @@ from nmrun.lab.models.mlp import MLPNetwork
 from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.train import runner
 from nmrun.lab.train.diagnostics import Diagnostics
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
@@ -707,19 +707,19 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
             result["events"],
         )
 
-    original = Loop.train_step
+    original = TrainingSteps.train_step
     alone = outcome(tmp_path / "alone")
     for step in (5, 7, 10):
         made = config(tmp_path / f"cut{step}", *overrides)
 
-        def dying(loop: Loop, *args: Any, at: int = step, **kwargs: Any) -> Any:
+        def dying(loop: TrainingSteps, *args: Any, at: int = step, **kwargs: Any) -> Any:
             first = original(loop, *args, **kwargs)
             if loop.step == at:
                 raise Killed
             return first
 
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "train_step", dying)
+            patch.setattr(TrainingSteps, "train_step", dying)
             with pytest.raises(Killed):
                 runner.run(made, run_folder(made))
         assert outcome(tmp_path / f"cut{step}") == alone

@@ -18,7 +18,7 @@ from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
 from nmrun.lab.train import build, console, runner
 from nmrun.lab.train.flops import Flops, LayerFlops, Products
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
@@ -593,8 +593,8 @@ def test_a_run_that_is_cut_off_ends_the_same(
     density = (8 * 4 + 9 * 4) / (8 * 10 + 9 * 8)
     assert result["sparsity"]["density"] == pytest.approx(density)
     with monkeypatch.context() as patch:
-        step, calls = Loop.train_step, list[int]()
-        patch.setattr(Loop, "train_step", dying)
+        step, calls = TrainingSteps.train_step, list[int]()
+        patch.setattr(TrainingSteps, "train_step", dying)
         with pytest.raises(Killed):
             runner.run(cut, run_folder(cut))
     assert runner.run(cut, run_folder(cut))["status"] == "finished"

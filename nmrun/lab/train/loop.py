@@ -16,22 +16,19 @@ from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
-from nmrun.lab.train import checkpoint, steps
+from nmrun.lab.train import checkpoint
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console, RunProgress
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.evaluation import Evaluation
 from nmrun.lab.train.flops import peak_flops
-from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
+from nmrun.lab.train.steps import TrainingSteps, is_finite, log_interval, synchronize
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
 from nmrun.lab.words.identity import identity
 
 # what a checkpoint keeps of a loop's attributes
-KEPT = (
-    *("step", "accumulate", "updates", "logged_step", "losses", "row"),
-    *("events", "flops", "seconds", "training_seconds"),
-)
+KEPT = ("row", "events", "seconds", "training_seconds")
 
 
 class Due(NamedTuple):
@@ -48,7 +45,7 @@ class Due(NamedTuple):
     diagnose: bool
 
 
-class Loop(TrainingSteps):
+class Loop:
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     Attributes:
@@ -63,22 +60,24 @@ class Loop(TrainingSteps):
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
-        super().__init__(config, parts)
+        self.steps = steps = TrainingSteps(config, parts)
+        self.trainer, self.task, self.model = steps.trainer, steps.task, steps.model
+        self.handle, self.held = steps.handle, steps.held
         self.console = console
         self.id = identity(config)
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
-        self.log_every = log_interval(self.trainer.log_every, self.total_steps)
-        self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
+        self.log_every = log_interval(self.trainer.log_every, self.steps.total_steps)
+        self.epochs = -(-self.steps.total_steps // self.task.batches_per_epoch)
         self.row: dict[str, float] | None = None
-        self.evaluation = Evaluation(self, console)
+        self.evaluation = Evaluation(steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         self.events = self.handle.pop_events()
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
-            self.diagnostics = Diagnostics(self.model, self.handle, self.loss)
+            self.diagnostics = Diagnostics(self.model, self.handle, steps.loss)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
-        self.progress = RunProgress(self)
+        self.progress = RunProgress(steps)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until there is a signal, on any rank.
@@ -94,21 +93,21 @@ class Loop(TrainingSteps):
             RunError: if a loss is not finite.
         """
         earlier, began = self.seconds, time.perf_counter()
-        begun = self.step
+        begun = self.steps.step
         self._open_window()
         self.progress.begin()
         self.clock.begin()
         self.model.train()
-        while self.step < self.total_steps or self.row is not None:
-            due = self._due(self.step if self.row is None else self.step - 1)
-            row = self._step_row(due, self.step > begun) if self.row is None else self.row
+        while self.steps.step < self.steps.total_steps or self.row is not None:
+            due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
+            row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
             evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
             put_off = evaluated is None
             self.row = row if put_off else None
             row = {**row, **(evaluated or {})}
             if row and not put_off:
                 if tracker is not None:
-                    tracker.log({"step": self.step, "epoch": due.epoch + 1, **row})
+                    tracker.log({"step": self.steps.step, "epoch": due.epoch + 1, **row})
                 self.progress.row |= row
             if due.evaluate and not put_off:
                 improved = self.evaluation.improved
@@ -138,7 +137,10 @@ class Loop(TrainingSteps):
         every = trainer.checkpoint_every
         epochs = every if isinstance(every, int) else 1
         evaluated = ranges.steps(trainer.eval_every)
-        last, epoch_ends = step + 1 == self.total_steps, index + 1 == self.task.batches_per_epoch
+        last, epoch_ends = (
+            step + 1 == self.steps.total_steps,
+            index + 1 == self.task.batches_per_epoch,
+        )
         return Due(
             *(epoch, index, epoch_ends or last),
             log=last or (step + 1) % self.log_every == 0,
@@ -158,8 +160,8 @@ class Loop(TrainingSteps):
         if diagnostics is not None:
             diagnostics.before()
         began = time.perf_counter()
-        first = self.train_step(due.epoch, due.batch, measure_flips=due.log)
-        self.progress.step(self.losses[-1])
+        first = self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
+        self.progress.step(self.steps.losses[-1])
         if due.epoch_ends:
             self.average.add(left=self.epochs - due.epoch - 1)
         for event in self.handle.pop_events():
@@ -167,14 +169,14 @@ class Loop(TrainingSteps):
             self.console.say(f"  {event}")
         row = self._training_row() | self._speed() if due.log else {}
         if due.evaluate or due.save or not warm:
-            synchronize(self.device)
+            synchronize(self.steps.device)
         if warm:
             self.training_seconds += time.perf_counter() - began
         return row if diagnostics is None else row | diagnostics.after(first)
 
     def _save(self, folder: Path, tracker: Tracker | None) -> None:
         with self.clock.saving():
-            self.check_losses()
+            self.steps.check_losses()
             state = self.state_dict()
             if tracker is not None:
                 tracker.sync()
@@ -184,32 +186,35 @@ class Loop(TrainingSteps):
     # --- what is logged ---------------------------------------------------------------------------
 
     def _training_row(self) -> dict[str, float]:
-        losses = self.check_losses()
-        self.losses, self.logged_step = [], self.step
+        losses = self.steps.check_losses()
+        self.steps.losses, self.steps.logged_step = [], self.steps.step
         row = {
             "train/loss": sum(losses) / len(losses),
-            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "lr": float(self.steps.optimizer.param_groups[0]["lr"]),
         }
-        if self.scaler.is_enabled():
-            row["loss_scale"] = self.scaler.get_scale()
+        if self.steps.scaler.is_enabled():
+            row["loss_scale"] = self.steps.scaler.get_scale()
         return row | self.handle.metrics()
 
     def _open_window(self) -> None:
         """Speeds count from here on."""
-        self._window = (time.perf_counter(), self.step, self.items)
+        self._window = (time.perf_counter(), self.steps.step, self.steps.items)
 
     def _speed(self) -> dict[str, float]:
         """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``:
         the share of it that a dense network's FLOPs take up (model FLOPs utilisation, Chowdhery et
         al. 2022, appendix B)."""
         began, step, items = self._window
-        seconds, peak = time.perf_counter() - began, peak_flops(self.device, self.precision)
+        seconds, peak = (
+            time.perf_counter() - began,
+            peak_flops(self.steps.device, self.steps.precision),
+        )
         row = {
-            "steps_per_second": (self.step - step) / seconds,
-            "items_per_second": (self.items - items) / seconds,
+            "steps_per_second": (self.steps.step - step) / seconds,
+            "items_per_second": (self.steps.items - items) / seconds,
         }
         if peak is not None:
-            row["mfu"] = row["items_per_second"] * self.cost.dense / (peak * ranks.world())
+            row["mfu"] = row["items_per_second"] * self.steps.cost.dense / (peak * ranks.world())
         return row
 
     # --- the beginning and the end ----------------------------------------------------------------
@@ -222,7 +227,7 @@ class Loop(TrainingSteps):
         """
         self.seconds += seconds
         for name, number in flops.items():
-            self.flops[name] += number
+            self.steps.flops[name] += number
 
     def finalize(self) -> dict[str, Tensor]:
         """End the training: evaluations use the final weights from here on.
@@ -234,10 +239,10 @@ class Loop(TrainingSteps):
             RunError: on all ranks, if one is not finite.
         """
         weights = self.held.final_state_dict()
-        broken = [name for name, part in weights.items() if not steps.is_finite(local(part))]
+        broken = [name for name, part in weights.items() if not is_finite(local(part))]
         if broken := sorted({name for names in ranks.gathered(broken) for name in names}):
             what = "the last update broke the weights"
-            raise RunError(self.not_finite(self.step, what, f"parameter {broken[0]}"))
+            raise RunError(self.steps.not_finite(self.steps.step, what, f"parameter {broken[0]}"))
         self.handle.finalize()
         return weights
 
@@ -249,25 +254,22 @@ class Loop(TrainingSteps):
         Returns:
             Tensors (this rank's parts of what is sharded) and plain data.
         """
-        own = {name: getattr(self, name) for name in KEPT}
-        own |= {"losses": list(self.losses), "flops": dict(self.flops)}
-        own["checkpoint_seconds"] = self.clock.spent
+        state = self.steps.state_dict()
+        state["loop"] |= {name: getattr(self, name) for name in KEPT}
+        state["loop"] |= {"checkpoint_seconds": self.clock.spent, **self.evaluation.state_dict()}
         return {
-            **self.held.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            **state,
             "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
-            "total_steps": self.total_steps,
+            "total_steps": self.steps.total_steps,
             "id": self.id,
-            "loop": own | self.evaluation.state_dict(),
             **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        self.held.load_state_dict(state)
-        self.scaler.load_state_dict(state["scaler"])
+        self.steps.load_state_dict(state)
         self.average.load_state_dict(state["average"], self.held.handed_out)
         # more ranks than before: the new ones draw from where they are
         if ranks.rank() < len(state["random"]):
@@ -276,8 +278,6 @@ class Loop(TrainingSteps):
             setattr(self, name, state["loop"][name])
         # checkpoints of earlier versions have none
         self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)
-        self.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
-        self.losses = [loss.to(self.device) for loss in self.losses]
         self.evaluation.load_state_dict(state["loop"])
         if self.diagnostics is not None:
             self.diagnostics.load_state_dict(state.get("diagnostics"))

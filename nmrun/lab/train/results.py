@@ -43,7 +43,7 @@ def of_outcome(
     Returns:
         Plain data, in which numbers that are not finite are None.
     """
-    described = environment(loop.device if loop else torch.device("cpu"))
+    described = environment(loop.steps.device if loop else torch.device("cpu"))
     strict: dict[str, Any] = _strict(
         {
             "status": outcome["status"],
@@ -51,10 +51,10 @@ def of_outcome(
             "config": config.plain,
             "metrics": {"final": {}, "best": loop.evaluation.best if loop else {}},
             "sparsity": {},
-            "flops": loop.flops_used if loop else {},
+            "flops": loop.steps.flops_used if loop else {},
             "events": loop.events if loop else [],
             "environment": described | ({"command": command} if command else {}),
-            "steps": loop.total_steps if loop else None,
+            "steps": loop.steps.total_steps if loop else None,
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
             "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
@@ -119,7 +119,7 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
-        at = f" at step {loop.step} of {loop.total_steps}" if loop else ""
+        at = f" at step {loop.steps.step} of {loop.steps.total_steps}" if loop else ""
         told = f"  interrupted{at}; the same command goes on from the last checkpoint"
         console.say(f"{told}\n  {folder}", style="yellow")
     else:
@@ -156,7 +156,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     """
     evaluation, report = loop.evaluation, loop.handle.report()
     began, metric = time.perf_counter(), f"eval/{loop.task.metric}"
-    last = evaluation.last if evaluation.last.get("step") == loop.step else {}
+    last = evaluation.last if evaluation.last.get("step") == loop.steps.step else {}
     known = {key: value for key, value in last.items() if key.startswith("eval/")}
     if loop.average.last > 1:
         known = {}
@@ -181,7 +181,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
             for key, value in final.items()
             if key.startswith("test/") and "/dense/" not in key
         }
-        if not known or best.get("step") != loop.step:  # earlier versions kept no step
+        if not known or best.get("step") != loop.steps.step:  # earlier versions kept no step
             loop.held.load_final_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
         best |= {"candidates": evaluation.candidates, **tested}

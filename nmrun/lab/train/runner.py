@@ -187,8 +187,8 @@ class _Run:
                 if self.loop is None:  # a pass that looks at the sizes of layers, or a trial
                     accumulate, where = 2 * accumulate, "before training"
                 else:
-                    accumulate, fresh = 2 * self.loop.accumulate, False
-                    where = f"step {self.loop.step + 1}"
+                    accumulate, fresh = 2 * self.loop.steps.accumulate, False
+                    where = f"step {self.loop.steps.step + 1}"
                 told = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
                 if trainer.on_oom != "halve" or accumulate > trainer.batch_size or several:
                     raise RunError(
@@ -241,11 +241,18 @@ class _Run:
         else:
             _restore(loop, folder, state)
             state = None  # or else it would be kept beside what the loop has
-            self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
-        loop.accumulate = accumulate
+            self.console.say(f"  goes on at step {loop.steps.step} of {loop.steps.total_steps}")
+        loop.steps.accumulate = accumulate
         if ranks.leads():
             self.tracker = Tracker(
-                *(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say),
+                *(
+                    folder,
+                    config.plain,
+                    identity(config),
+                    self.sweep,
+                    loop.steps.step,
+                    self.console.say,
+                ),
                 mark=rows,
             )
             for event in self.tracker.events:

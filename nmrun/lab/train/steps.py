@@ -26,6 +26,7 @@ from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.train.weights import Replicated
 
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
+COUNTS = ("step", "accumulate", "updates", "logged_step", "losses", "flops")  # of a checkpoint
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
 
@@ -141,6 +142,21 @@ class TrainingSteps:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of every forward pass."""
         return autocast(self.device, self.precision)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of model, optimizer and scaler; and under ``loop`` of the counts."""
+        counts = {name: getattr(self, name) for name in COUNTS}
+        counts |= {"losses": list(self.losses), "flops": dict(self.flops)}
+        return {**self.held.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.held.load_state_dict(state)
+        self.scaler.load_state_dict(state["scaler"])
+        for name in COUNTS:
+            setattr(self, name, state["loop"][name])
+        self.losses = [loss.to(self.device) for loss in self.losses]
+        self.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
 
     # --- what it costs ----------------------------------------------------------------------------
 

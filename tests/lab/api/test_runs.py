@@ -91,17 +91,17 @@ def test_a_finished_run_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """SIGINT while it trains: what is done is saved, and the same call ends with the same bits."""
-    from nmrun.lab.train.loop import Loop
+    from nmrun.lab.train.steps import TrainingSteps
 
     whole = nmrun.run(SHORT, output_dir="whole")
-    step, sent = Loop.train_step, list[None]()
+    step, sent = TrainingSteps.train_step, list[None]()
 
-    def interrupted(self: Loop, *where: Any, **how: Any) -> Any:
+    def interrupted(self: TrainingSteps, *where: Any, **how: Any) -> Any:
         if self.step == 3 and not sent:
             sent.append(os.kill(os.getpid(), signal.SIGINT))
         return step(self, *where, **how)
 
-    monkeypatch.setattr(Loop, "train_step", interrupted)
+    monkeypatch.setattr(TrainingSteps, "train_step", interrupted)
     before = process()
     with pytest.raises(KeyboardInterrupt):
         nmrun.run(SHORT)

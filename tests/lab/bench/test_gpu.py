@@ -248,8 +248,10 @@ def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
         loop = Loop(settings, parts := build(settings), Console(None))
         loop.model.train()
         for _ in range(30):
-            loop.train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
-        losses[mode] = torch.stack(loop.losses).float().cpu()
+            loop.steps.train_step(
+                *divmod(loop.steps.step, loop.task.batches_per_epoch), measure_flips=False
+            )
+        losses[mode] = torch.stack(loop.steps.losses).float().cpu()
         packed = [
             weight.layer is not None and weight.layer.packed is not None
             for weight in loop.handle.sparse

@@ -27,7 +27,7 @@ from nmrun.lab.tasks.text import corpus, stdlib, token_bin
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
 from nmrun.lab.train.flops import peak_flops
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.metric import higher_is_better
 
@@ -595,7 +595,7 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
     config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
     runner.run(config, tmp_path / "whole")
 
-    step = Loop.train_step
+    step = TrainingSteps.train_step
 
     def stopped(loop, *arguments, **options):
         step(loop, *arguments, **options)
@@ -603,7 +603,7 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", stopped)
+        patch.setattr(TrainingSteps, "train_step", stopped)
         assert runner.run(config, tmp_path / "cut")["status"] == "interrupted"
     torch.manual_seed(99)
     assert runner.run(config, tmp_path / "cut")["status"] == "finished"

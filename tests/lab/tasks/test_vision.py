@@ -35,7 +35,7 @@ from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision import folders, images, splits
 from nmrun.lab.tasks.vision.stream import ImageStream
 from nmrun.lab.train import build, checkpoint, console, runner
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import identity, run_folder
 
 CPU = torch.device("cpu")
@@ -547,15 +547,15 @@ def test_a_run_cut_off_ends_with_the_same_bits(
         config(tmp_path / name, f"dataset={dataset}", *options) for name in ("alone", "broken")
     )
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    original, calls = Loop.train_step, []
+    original, calls = TrainingSteps.train_step, []
 
-    def dying(self: Loop, *args: Any, **kwargs: Any) -> None:
+    def dying(self: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         calls.append(1)
         if len(calls) in (4, 7):
             raise KeyboardInterrupt
         original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Loop, "train_step", dying)
+    monkeypatch.setattr(TrainingSteps, "train_step", dying)
     statuses = [runner.run(broken, run_folder(broken))["status"] for _ in range(3)]
     assert statuses == ["interrupted", "interrupted", "finished"]
     assert rows(run_folder(alone)) == rows(run_folder(broken))
@@ -646,10 +646,10 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
         *("dataset.val_size=6", "trainer.batch_size=5", "dataset.workers=2"),
     )
     made, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
-    original, readers = Loop.train_step, list[Any]()
+    original, readers = TrainingSteps.train_step, list[Any]()
     before = multiprocessing.active_children()  # of other tests
 
-    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         if loop.step == 4:
             readers.extend(set(multiprocessing.active_children()) - set(before))
             everyone = [str(process.pid) for process in readers] + [str(os.getpid())]
@@ -657,7 +657,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
         original(loop, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", signalled)
+        patch.setattr(TrainingSteps, "train_step", signalled)
         result = runner.run(made, run_folder(made))
     assert (result["status"], result.get("signal")) == ("interrupted", signal.SIGTERM)
     assert len(readers) == 2

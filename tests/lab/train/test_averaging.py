@@ -15,7 +15,7 @@ from torch import nn
 
 import nmrun
 from nmrun.lab.train import runner
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.train.weights import Average
 from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity import nm_mask
@@ -28,16 +28,16 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
-    step = Loop.train_step
+    step = TrainingSteps.train_step
 
-    def watched(self: Loop, *args: Any, **kwargs: Any) -> None:
+    def watched(self: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         step(self, *args, **kwargs)
         if self.step % STEPS_AN_EPOCH == 0:
             dense = {weight.name: weight.dense for weight in self.handle.sparse}
             plain = dict(self.model.named_parameters())
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
-    monkeypatch.setattr(Loop, "train_step", watched)
+    monkeypatch.setattr(TrainingSteps, "train_step", watched)
     made = config(
         tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.lab.train import runner, trials
 from nmrun.lab.train.build import build
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.train.trials import GRID, Probe, find_decay
 from nmrun.lab.words import schema
 from nmrun.lab.words.identity import run_folder
@@ -174,19 +174,19 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     assert result["flops"]["training_dense"] == plain["flops"]["training_dense"]
 
     cut = made("cut", "auto")
-    step = Loop.train_step
+    step = TrainingSteps.train_step
     died = []
 
-    def dies(loop: Loop, epoch: int, index: int, measure_flips: bool) -> None:
+    def dies(loop: TrainingSteps, epoch: int, index: int, measure_flips: bool) -> None:
         if loop.updates == 7:
             died.append(loop.step)
             raise Killed
         step(loop, epoch, index, measure_flips)
 
-    monkeypatch.setattr(Loop, "train_step", dies)
+    monkeypatch.setattr(TrainingSteps, "train_step", dies)
     with pytest.raises(Killed):
         runner.run(cut, run_folder(cut))
-    monkeypatch.setattr(Loop, "train_step", step)
+    monkeypatch.setattr(TrainingSteps, "train_step", step)
     monkeypatch.setattr(trials, "find_decay", lambda *run: pytest.fail("it is searched for once"))
     resumed = runner.run(cut, run_folder(cut))
     assert died == [7]

@@ -229,10 +229,10 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
     loop = Loop(made, build.build(made), Console(None))
     diagnostics = loop.diagnostics
     assert diagnostics is not None
-    loop.train_step(0, 0, measure_flips=False)
+    loop.steps.train_step(0, 0, measure_flips=False)
     diagnostics.before()
     former = copy.deepcopy(loop.model)
-    found = diagnostics.after(loop.train_step(0, 1, measure_flips=False))
+    found = diagnostics.after(loop.steps.train_step(0, 1, measure_flips=False))
     for name, buffer in loop.model.named_buffers():
         if "running" in name:
             former.get_buffer(name).copy_(buffer)

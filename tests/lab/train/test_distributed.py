@@ -142,13 +142,13 @@ def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
     script.write_text(
         "import sys\n"
         "from nmrun import ranks; from nmrun.lab import cli\n"
-        "from nmrun.lab.train.loop import Loop\n"
-        "step = Loop.train_step\n"
+        "from nmrun.lab.train.steps import TrainingSteps\n"
+        "step = TrainingSteps.train_step\n"
         "def broken(loop, *args, **kwargs):\n"
         "    if ranks.rank() == 1 and loop.step == 5:\n"
         "        raise ValueError('a broken disk')\n"
         "    step(loop, *args, **kwargs)\n"
-        "Loop.train_step = broken\n"
+        "TrainingSteps.train_step = broken\n"
         "sys.exit(cli.main())\n"
     )
     words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]

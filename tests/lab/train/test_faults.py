@@ -20,7 +20,7 @@ from runs import TINY, config
 from nmrun.fast.cpu.kernels import products
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words import sweep
 from nmrun.lab.words.identity import run_folder
 
@@ -108,9 +108,9 @@ def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
 def test_a_disk_that_is_full_from_some_step_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, original, full = config(tmp_path), Loop.train_step, []
+    made, original, full = config(tmp_path), TrainingSteps.train_step, []
 
-    def step(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def step(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         full.extend([True] if loop.step == 8 else [])
 
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_from_some_step_on(
         return opened(path, mode, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", step)
+        patch.setattr(TrainingSteps, "train_step", step)
         patch.setattr(os, "fsync", fsync)
         patch.setattr(Path, "open", appending)
         result = runner.run(made, run_folder(made))
@@ -270,7 +270,7 @@ def test_a_batch_of_one_image_cannot_be_halved(
     def never(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(Loop, "train_step", never)
+    monkeypatch.setattr(TrainingSteps, "train_step", never)
     made = config(tmp_path, "trainer.on_oom=halve")
     result = runner.run(made, run_folder(made))
     assert result["status"] == "failed"

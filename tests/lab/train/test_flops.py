@@ -550,10 +550,10 @@ def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
 def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
     made = config(tmp_path, "recipe=asp", "trainer.budget=flops:dense", "schedule=linear")
     loop = Loop(made, build.build(made), Console(None))
-    assert loop.total_steps > 12
-    assert loop.handle.recipe.dense_steps == round(loop.total_steps / 2)
-    assert loop.lr_factor(loop.total_steps) == 0.0
-    assert loop.epochs == -(-loop.total_steps // 3)
+    assert loop.steps.total_steps > 12
+    assert loop.handle.recipe.dense_steps == round(loop.steps.total_steps / 2)
+    assert loop.steps.lr_factor(loop.steps.total_steps) == 0.0
+    assert loop.epochs == -(-loop.steps.total_steps // 3)
 
 
 @pytest.mark.parametrize(

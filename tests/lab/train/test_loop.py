@@ -171,7 +171,7 @@ def test_a_long_run_logs_less_often_and_its_losses_are_means_still(
 
 def with_scale(scale: float) -> Any:
     def prepare(loop: Loop) -> None:
-        loop.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        loop.steps.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
 
     return prepare
 
@@ -212,21 +212,21 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
 
     def prepare(loop: Loop) -> None:
         with_scale(2.0**30)(loop)
-        original = loop.train_step
+        original = loop.steps.train_step
 
         def watched(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             same = all(torch.equal(start[name], now) for name, now in weights(loop).items())
-            seen.append((loop.updates, loop.handle.recipe.step, same))
+            seen.append((loop.steps.updates, loop.handle.recipe.step, same))
 
-        loop.train_step = watched  # type: ignore[method-assign]
+        loop.steps.train_step = watched  # type: ignore[method-assign]
 
     loop, logged = trained(with_trainer(made, epochs=12), tmp_path, prepare)
     updates = [number for number, _, _ in seen]
     before_each = [0, *updates[:-1]]
     assert updates[:3] == [0, 0, 0]
     assert all(after - before in (0, 1) for before, after in zip(before_each, updates, strict=True))
-    assert 18 <= loop.updates < 36
+    assert 18 <= loop.steps.updates < 36
     assert all(number == clock and same == (number == 0) for number, clock, same in seen)
     factor = schedule_factor("linear", 0, 36)
     assert [row["lr"] for row in logged] == pytest.approx(
@@ -338,7 +338,7 @@ def test_a_length_in_steps(length: int, tmp_path: Path) -> None:
     )
     assert loop.handle.recipe.total_steps == length
     # in images of 32 a batch, each of which costs the same densely
-    assert loop.flops["training_dense"] == length * round(32 * loop.cost.dense)
+    assert loop.steps.flops["training_dense"] == length * round(32 * loop.steps.cost.dense)
 
 
 def test_a_length_in_steps_and_a_budget(tmp_path: Path) -> None:
@@ -407,15 +407,15 @@ def failure(made: Config, folder: Path, prepare: Any = None) -> str:
 
 def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> None:
     def prepare(loop: Loop) -> None:
-        original = loop.train_step
+        original = loop.steps.train_step
 
         def sabotaged(*args: Any, **kwargs: Any) -> None:
-            if loop.step == 4:
+            if loop.steps.step == 4:
                 with torch.no_grad():
                     loop.model.inner[1].weight.fill_(3e38)  # type: ignore[index,union-attr,operator]
             original(*args, **kwargs)
 
-        loop.train_step = sabotaged  # type: ignore[method-assign]
+        loop.steps.train_step = sabotaged  # type: ignore[method-assign]
 
     said = failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
     assert said.startswith("step 5: the loss is ")
@@ -485,10 +485,10 @@ def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
     """On a GPU losses are looked at only when a row is due."""
     made = config(tmp_path)
     loop = Loop(made, build.build(made), Console(None))
-    loop.logged_step, loop.step = 4, 8
-    loop.losses = [torch.tensor(x) for x in (1.0, 0.9, math.nan, math.nan)]
+    loop.steps.logged_step, loop.steps.step = 4, 8
+    loop.steps.losses = [torch.tensor(x) for x in (1.0, 0.9, math.nan, math.nan)]
     with pytest.raises(RunError, match=r"^step 7: the loss is nan"):
-        loop.check_losses()
+        loop.steps.check_losses()
 
 
 def test_parts_of_the_build(tmp_path: Path) -> None:
@@ -556,7 +556,7 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
         )
         loop = Loop(made, build.build(made), Console(None))
         before = weights(loop)
-        loop.train_step(0, 0, measure_flips=False)
+        loop.steps.train_step(0, 0, measure_flips=False)
         moved.append({name: weight - before[name] for name, weight in weights(loop).items()})
     for name, delta in moved[0].items():
         factor = 20.0 if name.startswith("head.") else 1.0

@@ -27,7 +27,7 @@ from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.evaluation import Evaluation
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.schema import Config
 
@@ -142,7 +142,7 @@ def test_killed_after_a_step(
     recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make(tmp_path, recipe)
-    cut(monkeypatch, made, Loop, "train_step", step)
+    cut(monkeypatch, made, TrainingSteps, "train_step", step)
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
@@ -154,7 +154,7 @@ def test_killed_where_rows_are_further_apart(
     alone = outcome(make(tmp_path / "alone", "step"))
     assert [row["step"] for row in alone[2] if "train/loss" in row] == [4, 8, 12]
     made = make(tmp_path, "step")
-    cut(monkeypatch, made, Loop, "train_step", 7)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 7)
     assert outcome(made) == alone
 
 
@@ -168,8 +168,8 @@ def test_checkpoints_within_an_epoch(
     """One after each step loses no step to a kill, and changes no bit."""
     alone, made = left_alone(tmp_path, recipe), make(tmp_path, recipe)
     monkeypatch.setattr(checkpoint.CheckpointClock, "due", lambda _: True)
-    cut(monkeypatch, made, Loop, "train_step", 6)
-    cut(monkeypatch, made, Loop, "train_step", 6)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 6)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 6)
     assert outcome(made) == alone
     said = capsys.readouterr().out
     assert "goes on at step 5 of 12" in said
@@ -178,7 +178,7 @@ def test_checkpoints_within_an_epoch(
 
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
-    [(Loop, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
+    [(TrainingSteps, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
 )
 def test_killed_with_evaluations_and_a_length_in_steps(
     owner: Any, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +197,7 @@ def test_killed_again_and_again(
 ) -> None:
     made = make(tmp_path, recipe)
     for _ in range(3):
-        cut(monkeypatch, made, Loop, "train_step", 4)  # three steps forward, one back
+        cut(monkeypatch, made, TrainingSteps, "train_step", 4)  # three steps forward, one back
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
@@ -221,7 +221,7 @@ def test_killed_at_an_awkward_moment(
 
 def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "train_step", 8)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
     metrics = run_folder(made) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
     assert outcome(made) == left_alone(tmp_path, "ste")
@@ -232,15 +232,15 @@ def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_signal_saves_between_epochs_too(
     number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, original = make(tmp_path, "step"), Loop.train_step
+    made, original = make(tmp_path, "step"), TrainingSteps.train_step
 
-    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step == step:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", signalled)
+        patch.setattr(TrainingSteps, "train_step", signalled)
         result = runner.run(made, run_folder(made))
     assert (result["status"], result["signal"]) == ("interrupted", number)
     state = checkpoint.load(run_folder(made) / "checkpoint.pt")
@@ -306,7 +306,7 @@ def test_a_signal_comes_while_an_error_is_on_its_way(
 
     made = make(tmp_path, "ste")
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", broken)
+        patch.setattr(TrainingSteps, "train_step", broken)
         result = runner.run(made, run_folder(made))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     assert "error" not in result
@@ -317,7 +317,7 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """submitit's, for instance, which puts the job into the queue again and exits; others return."""
-    made, original, saved = make(tmp_path, "step"), Loop.train_step, []
+    made, original, saved = make(tmp_path, "step"), TrainingSteps.train_step, []
 
     def handler(number: int, frame: Any) -> None:
         state = checkpoint.load(run_folder(made) / "checkpoint.pt")
@@ -325,7 +325,7 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
         if number == signal.SIGUSR2:
             sys.exit(-1)
 
-    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step in (5, 8) and not any(step == loop.step for _, step in saved):
             os.kill(os.getpid(), {5: signal.SIGTERM, 8: signal.SIGUSR2}[loop.step])
@@ -333,7 +333,7 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR2)}
     try:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(Loop, "train_step", signalled)
+            patch.setattr(TrainingSteps, "train_step", signalled)
             runner.run(made, run_folder(made))
     finally:
         for number, before in former.items():
@@ -346,15 +346,15 @@ def test_a_signal_that_is_sent_twice_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """timeout(1) sends it to the process and to its group."""
-    made, original = make(tmp_path, "ste"), Loop.train_step
+    made, original = make(tmp_path, "ste"), TrainingSteps.train_step
 
-    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         for _ in range(2 * (loop.step == 5)):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", signalled)
+        patch.setattr(TrainingSteps, "train_step", signalled)
         assert runner.run(made, run_folder(made))["signal"] == signal.SIGTERM
     assert outcome(made) == left_alone(tmp_path, "ste")
 
@@ -363,9 +363,9 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool of a data set of one's own, which ends its processes by SIGTERM."""
-    original, codes = Loop.train_step, list[int]()
+    original, codes = TrainingSteps.train_step, list[int]()
 
-    def forking(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def forking(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step == 5:
             ready, told = os.pipe()
@@ -380,7 +380,7 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
 
     made, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", forking)
+        patch.setattr(TrainingSteps, "train_step", forking)
         assert outcome(made) == alone
     assert codes == [signal.SIGTERM]
 
@@ -406,7 +406,7 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "train_step", 8)  # the checkpoint is of step 6
+    cut(monkeypatch, made, TrainingSteps, "train_step", 8)  # the checkpoint is of step 6
     metrics = run_folder(made) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
@@ -432,7 +432,7 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
 
 def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
-    cut(monkeypatch, made, Loop, "train_step", 8)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
     assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
 
 
@@ -461,7 +461,7 @@ def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "train_step", 8)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
     for name in ("checkpoint.pt", "checkpoint.previous.pt")[: 1 + both]:
         path = run_folder(made) / name
         data = path.read_bytes()
@@ -488,7 +488,7 @@ def test_resume_false_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "train_step", 8)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
     capsys.readouterr()
     assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
     assert "goes on at" not in capsys.readouterr().out
@@ -500,7 +500,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     """With its rows beside it nothing but its id shows that it is another seed's."""
     made, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
     for each in (made, other):
-        cut(monkeypatch, each, Loop, "train_step", 8)
+        cut(monkeypatch, each, TrainingSteps, "train_step", 8)
     for name in ("checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"):
         shutil.copy(run_folder(other) / name, run_folder(made) / name)
     result = runner.run(made, run_folder(made))
@@ -515,7 +515,7 @@ def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "train_step", 8)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
     path = run_folder(made) / "checkpoint.pt"
     state = checkpoint.load(path)
     assert state is not None
@@ -534,7 +534,7 @@ def test_a_run_that_begins_anew_says_so(
 ) -> None:
     """Where it was killed before its first checkpoint, and nobody has asked for it."""
     made, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
-    cut(monkeypatch, made, Loop, "train_step", 2)
+    cut(monkeypatch, made, TrainingSteps, "train_step", 2)
     assert told not in capsys.readouterr().out
     assert outcome(made) == left_alone(tmp_path, "ste")
     assert capsys.readouterr().out.count(told) == (not words)
@@ -545,7 +545,7 @@ def test_what_safetensors_leaves_of_a_killed_file_is_removed(
 ) -> None:
     for call in (2, 8):  # it begins anew, it is resumed
         made = make(tmp_path, "ste", f"seed={call}")
-        cut(monkeypatch, made, Loop, "train_step", call)
+        cut(monkeypatch, made, TrainingSteps, "train_step", call)
         (run_folder(made) / ".tmpa1B2c3").write_bytes(bytes(100))
         outcome(made)
         assert not list(run_folder(made).glob(".tmp*"))

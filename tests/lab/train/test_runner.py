@@ -30,6 +30,7 @@ from nmrun.lab.tasks.vision import Classification, digits
 from nmrun.lab.train import build, console, flops, results, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import identity, run_folder, title
 from nmrun.lab.words.schema import Config
 from nmrun.recipes.asp import ASP
@@ -213,14 +214,14 @@ def test_a_weight_that_is_not_finite_is_never_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though no loss tells: the evaluation does not see it."""
-    original = Loop.train_step
+    original = TrainingSteps.train_step
 
-    def last(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def last(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step == 12:
             dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
 
-    monkeypatch.setattr(Loop, "train_step", last)
+    monkeypatch.setattr(TrainingSteps, "train_step", last)
     monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
     made = config(tmp_path, "recipe=dense")
     result = run(made)
@@ -324,9 +325,9 @@ def test_a_forced_run_that_was_cut_off_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
-    original = Loop.train_step
+    original = TrainingSteps.train_step
 
-    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -338,7 +339,7 @@ def test_a_forced_run_that_was_cut_off_goes_on(
 
     def cut(made: Config) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "train_step", signalled)
+            patch.setattr(TrainingSteps, "train_step", signalled)
             return went_on(made)
 
     assert not cut(plain)
@@ -409,7 +410,7 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), 2)
         pytest.fail("went on after the second one")
 
-    monkeypatch.setattr(Loop, "train_step", twice)
+    monkeypatch.setattr(TrainingSteps, "train_step", twice)
     # a shell starts what runs in the background with it ignored
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
