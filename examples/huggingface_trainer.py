@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from nmrun.integrations.huggingface import NMCallback
+from nmrun.integrations.huggingface import NMTrainerCallback
 
 set_seed(0)
 text = Path(argparse.__file__).read_text(encoding="ascii")
@@ -33,7 +33,7 @@ arguments = TrainingArguments(
     report_to="none",
     use_cpu=True,
 )
-sparse = NMCallback("sr_ste", "2:4")
+sparse = NMTrainerCallback("sr_ste", "2:4")
 trainer = Trainer(model, arguments, train_dataset=data, callbacks=[sparse])
 trainer.train()
 if len(sys.argv) > 1:

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face's transformers: ``Trainer(..., callbacks=[NMCallback("step")])``."""
+"""The Trainer of Hugging Face's transformers: ``Trainer(..., callbacks=[NMTrainerCallback("step")])``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ except ImportError:
     ) from None
 
 
-class NMCallback(TrainerCallback):
+class NMTrainerCallback(TrainerCallback):
     """Lets the Trainer train with N:M sparse weights. ::
 
-        trainer = Trainer(model, args, train_dataset=data, callbacks=[NMCallback("sr_ste", "2:4")])
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[NMTrainerCallback("sr_ste", "2:4")])
         trainer.train()
 
     Checkpoints are plain, and ``resume_from_checkpoint`` resumes with the same bits. With

@@ -19,7 +19,7 @@ from training import bits
 from examples import nanogpt
 
 ROOT = Path(__file__).parent.parent.parent
-OURS = re.compile(r"\bnm_?run|\bnmrun|NMCallback|\bhandle\b|\bsparse\b|--nm-|nm_adam")
+OURS = re.compile(r"\bnm_?run|\bnmrun|NM(?:Trainer)?Callback|\bhandle\b|\bsparse\b|--nm-|nm_adam")
 SCRIPTS = [
     pytest.param("plain_loop", marks=pytest.mark.slow),
     pytest.param("huggingface_trainer", marks=pytest.mark.minutes),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import nmrun  # noqa: E402
-from nmrun.integrations.huggingface import NMCallback  # noqa: E402
+from nmrun.integrations.huggingface import NMTrainerCallback  # noqa: E402
 
 
 def middle(folder: Path, sharded: bool) -> None:
@@ -53,7 +53,7 @@ def middle(folder: Path, sharded: bool) -> None:
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    sparse = NMCallback("sr_ste", "2:4", **hf.OPTIONS["sr_ste"])
+    sparse = NMTrainerCallback("sr_ste", "2:4", **hf.OPTIONS["sr_ste"])
     trainer = hf.trainer(folder / "two", [sparse], per_device_train_batch_size=2)
     assert trainer.args.world_size == 2
     trainer.train()

@@ -21,15 +21,15 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'nmrun[h
 import hf
 from transformers import GPT2LMHeadModel, TrainerCallback, get_scheduler
 
-from nmrun.integrations.huggingface import NMCallback
+from nmrun.integrations.huggingface import NMTrainerCallback
 
 
 def weights(model: torch.nn.Module) -> Any:
     return bits(dict(model.state_dict()))
 
 
-def callback(recipe: str, **options: Any) -> NMCallback:
-    return NMCallback(recipe, "2:4", **hf.OPTIONS[recipe], **options)
+def callback(recipe: str, **options: Any) -> NMTrainerCallback:
+    return NMTrainerCallback(recipe, "2:4", **hf.OPTIONS[recipe], **options)
 
 
 def trained(folder: Path, recipe: str, resume: str | None = None, **changes: Any) -> Any:
@@ -221,7 +221,7 @@ def test_two_processes(tmp_path: Path) -> None:
 )
 def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)) as e:
-        NMCallback(**arguments)
+        NMTrainerCallback(**arguments)
     assert "\n" not in str(e.value)
 
 
@@ -238,7 +238,7 @@ def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
 def test_the_trainer_s_schedule_has_no_function_for_an_added_group(
     recipe: str, tmp_path: Path
 ) -> None:
-    trainer = hf.trainer(tmp_path, [NMCallback(recipe, "2:4")])
+    trainer = hf.trainer(tmp_path, [NMTrainerCallback(recipe, "2:4")])
     before = weights(trainer.model)
     with pytest.raises(ConfigError, match=f"{recipe} adds a parameter group, for which a") as e:
         trainer.train()
@@ -252,7 +252,7 @@ def test_another_schedule_moves_the_added_group_too(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer = hf.trainer(
-        tmp_path, [NMCallback("lbc", "2:4")], model=model, optimizers=(optimizer, schedule)
+        tmp_path, [NMTrainerCallback("lbc", "2:4")], model=model, optimizers=(optimizer, schedule)
     )
     trainer.train()
     nmrun.sparsity.check_nm(trainer.model, "2:4")

@@ -259,7 +259,7 @@ def test_without_a_length_the_option_is_named(tmp_path: Path) -> None:
         trainer.fit(lit.Module(), lit.loader())
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """They train what one process trains with twice the batch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
