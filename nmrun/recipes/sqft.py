@@ -50,6 +50,7 @@ class SQFT(AddedParameters):
             keep_mask(weight, self.choose(weight))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
             weight["base"] = weight.dense.clone()
+        self._left: dict[str, tuple[Tensor, int]] = {}
         seed, place = drawn_seed(), {w.name: number for number, w in enumerate(weights)}
 
         def first(weight: SparseWeight) -> dict[str, Tensor]:
@@ -75,9 +76,12 @@ class SQFT(AddedParameters):
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
         for weight in weights:
-            product = self._product(weight)
-            if not torch.equal(weight.dense, weight["base"] + product):  # written from outside
-                weight["base"].copy_(weight.dense * weight["mask"] - product)
+            left = self._left.get(weight.name)
+            # another tensor was loaded or taken over, or this one was written
+            if left is None or left[0] is not weight.dense or left[1] != left[0]._version:
+                product = self._product(weight)
+                if not torch.equal(weight.dense, weight["base"] + product):
+                    weight["base"].copy_(weight.dense * weight["mask"] - product)
             if weight.grad is not None:
                 gradient = self.alpha / self.rank * _matrix(weight, weight.grad * weight["mask"])
                 up, down = (self.parameter(weight, key) for key in ("up", "down"))
@@ -87,7 +91,8 @@ class SQFT(AddedParameters):
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
-            torch.add(weight["base"], self._product(weight), out=weight.dense)
+            dense = torch.add(weight["base"], self._product(weight), out=weight.dense)
+            self._left[weight.name] = dense, dense._version
 
 
 def _matrix(weight: SparseWeight, tensor: Tensor) -> Tensor:

@@ -189,7 +189,11 @@ class SparseWeight:
             self.dense.copy_(local(self.parameter.detach()))
             local(self.parameter.detach()).copy_(local(self._address))
         else:
-            self._tensors["dense"] = self.parameter.data
+            moved = self.parameter.data
+            if moved.data_ptr() == self.dense.data_ptr():
+                torch.autograd.graph.increment_version(self.dense)  # written under another name
+            else:
+                self._tensors["dense"] = moved
             self.parameter.data = self._address
         self._address = None
 

@@ -9,6 +9,7 @@ import torch
 from reference import LR, SPARSE, TOTAL, Weights, data, loss, top
 from test_recipes import Net
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmrun
 from nmrun.recipes.proxsparse import proximal
@@ -460,6 +461,37 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between() -> None:
     step(model, optimizer, batches(5))
     assert not torch.allclose(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
     assert torch.equal(model[0].weight != 0, kept)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_sqft_multiplies_its_adapters_once_a_step() -> None:
+    """With the two gradients of the adapters that is three products for each weight."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    batches = data(1)
+    for t in range(3):
+        x, y = batches(t)[0]
+        (model(x) - y).square().mean().backward()
+        with Products() as products:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert products.count == (4 if t == 0 else 3) * len(handle.sparse)
+    with handle.dense_weights(), torch.no_grad():
+        model[0].weight.mul_(2)
+    doubled = model[0].weight.detach().clone()
+    optimizer.param_groups[-1]["lr"] = 0.0
+    step(model, optimizer, batches(3))
+    torch.testing.assert_close(model[0].weight.detach(), doubled, rtol=1e-6, atol=1e-9)
 
 
 def test_sqft_of_convolutions() -> None:
