@@ -21,6 +21,8 @@ from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
 PIECE = 1 << 18  # entries: a megabyte of float32
+MOST = 1 << 26  # entries that are measured together: their copy takes 256 megabytes
+TOGETHER = {"cpu": 0}  # on a CPU a weight at a time stays in the cache
 
 
 class Masks(Protocol):
@@ -46,12 +48,13 @@ def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
 class MaskMetrics:
     """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
 
-    Each weight keeps the run's first mask, packed, in ``nmrun_first_mask``.
+    Each weight keeps the run's first mask, packed, in ``nmrun_first_mask``. Weights on a GPU are
+    measured together, so that the launches do not grow with their number.
     """
 
     def __init__(self, recipe: Masks, weights: Sequence[SparseWeight]) -> None:
         self.recipe, self.weights = recipe, weights
-        self._before: list[Tensor] = []
+        self._before: list[Tensor] = []  # of each group
 
     def begin(self) -> None:
         """Keep the present masks as the run's first masks, where a weight has none yet."""
@@ -66,17 +69,23 @@ class MaskMetrics:
     def before(self) -> None:
         """Keep the masks of before an optimizer step."""
         self.begin()
-        self._before = [mask_of(w, self.recipe) for w in self.weights]
+        self._before = [self._masks(group) for group in _groups(self.weights)]
 
     def reorder(self, name: str, dim: int, index: Tensor) -> None:
-        """Reorder the kept masks of a weight that became ``weight.index_select(dim, index)``.
-        ``name``: the name of a parameter; one that is not sparse is passed over. ``index``: the
-        new order, int64."""
-        for i, weight in enumerate(self.weights):
+        """Reorder the kept masks of the weight of this name, if there is one: its parameter has
+        become ``parameter.index_select(dim, index)``."""
+        for weight in self.weights:
             if weight.name == name and FIRST_MASK in weight:
                 weight[FIRST_MASK] = pack(self.first(weight).index_select(dim, index))
-            if weight.name == name and self._before:
-                self._before[i] = self._before[i].index_select(dim, index)
+        for number, group in enumerate(_groups(self.weights) if self._before else ()):
+            if any(weight.name == name for weight in group):
+                masks = _apart(self._before[number], [weight.dense.shape for weight in group])
+                self._before[number] = _joined(
+                    [
+                        mask.index_select(dim, index) if weight.name == name else mask
+                        for weight, mask in zip(group, masks, strict=True)
+                    ]
+                )
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -92,19 +101,8 @@ class MaskMetrics:
             pruned dense weights; with Adam, ``sparsity/gradient_noise_kept`` and ``..._pruned``,
             the mean of :func:`gradient_variance` over the kept and the pruned.
         """
-        masks = [mask_of(w, self.recipe) for w in self.weights]
-        variances = gradient_variance([w.parameter for w in self.weights], optimizer)
-        sums = []
-        for i, (weight, mask) in enumerate(zip(self.weights, masks, strict=True)):
-            entries = (mask ^ self._before[i], mask ^ self.first(weight), mask)
-            split = energies(weight.dense, mask) + (_split(variances[i], mask) if variances else [])
-            sums.append(
-                torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split])
-            )
-        self._before = []
-        flips, moved, count, kept, pruned, *noise = global_sum(
-            self.weights, torch.stack(sums).sum(0)
-        ).tolist()
+        sums = global_sum(self.weights, self.sums(optimizer)).tolist()
+        flips, moved, count, kept, pruned, *noise = sums
         numel = sum(w.shape.numel() for w in self.weights)
         measured = {
             "sparsity/flip_rate": flips / numel,
@@ -118,6 +116,65 @@ class MaskMetrics:
             measured["sparsity/gradient_noise_kept"] = _ratio(noise[0], count)
             measured["sparsity/gradient_noise_pruned"] = _ratio(noise[1], numel - count)
         return measured
+
+    def sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """What :meth:`after` is made of, still on the device: float64, sums over this process's
+        parts. Entries that flipped, that differ from the first masks, that are kept; squares of
+        kept and pruned weights; with Adam variances of kept and pruned gradients."""
+        variances = gradient_variance([w.parameter for w in self.weights], optimizer)
+        left, rows = iter(variances or ()), []
+        for number, group in enumerate(_groups(self.weights)):
+            mask = self._masks(group)
+            entries = (mask ^ self._before[number], mask ^ self._firsts(group), mask)
+            row = [torch.count_nonzero(each).double() for each in entries]
+            row += energies(_joined([weight.dense for weight in group]), mask)
+            if variances:
+                row += _split(_joined([next(left) for _ in group]), mask)
+            rows.append(torch.stack(row))
+        self._before = []
+        return torch.stack(rows).sum(0)
+
+    def _masks(self, group: Sequence[SparseWeight]) -> Tensor:
+        if len(group) > 1 and self.recipe.is_sparse:
+            return _joined([weight.weight for weight in group]).bool()
+        return _joined([mask_of(weight, self.recipe) for weight in group])
+
+    def _firsts(self, group: Sequence[SparseWeight]) -> Tensor:
+        if len(group) == 1:
+            return self.first(group[0])
+        return _bits(torch.cat([weight[FIRST_MASK] for weight in group]))
+
+
+def _groups(weights: Sequence[SparseWeight]) -> list[list[SparseWeight]]:
+    """Consecutive weights that are measured together, where their device has many launches to
+    save. A part of a sharded weight has no packed first mask of its own."""
+    groups: list[list[SparseWeight]] = []
+    room, like = 0, None
+    for weight in weights:
+        dense = weight.dense
+        kind = dense.device, dense.dtype, weight.is_sharded
+        room -= dense.numel()
+        if weight.is_sharded or kind != like or room < 0:
+            groups.append([])
+            room, like = TOGETHER.get(dense.device.type, MOST) - dense.numel(), kind
+        groups[-1].append(weight)
+    return groups
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Several tensors as one, (8, -1), in the order of packed bits; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(map(_eighths, tensors)), 1)
+
+
+def _apart(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Undo :func:`_joined`."""
+    if len(shapes) == 1:
+        return [joined]
+    parts = joined.split([-(-shape.numel() // 8) for shape in shapes], 1)
+    return [
+        part.flatten()[: shape.numel()].view(shape)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -148,31 +205,48 @@ def gradient_variance(
     Adam, no step yet, or STEP's frozen second moment.
     """
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
-    variances = []
-    for p in params:
-        state = optimizer.state.get(p, {})
-        if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-            return None
+    states = [optimizer.state.get(p, {}) for p in params]
+    if not all({"exp_avg", "exp_avg_sq", "step"} <= state.keys() for state in states):
+        return None
+    means, squares = ([local(s[key]) for s in states] for key in ("exp_avg", "exp_avg_sq"))
+    of_mean, of_square = [], []
+    for p, steps in zip(params, _numbers([state["step"] for state in states]), strict=True):
         beta1, beta2 = betas[id(p)]  # type: ignore[misc]  # an optimizer with these moments has them
-        steps = float(state["step"])
-        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"]) / (1 - beta2**steps)
-        variances.append(square.addcmul_(mean, mean, value=-1 / (1 - beta1**steps) ** 2))
+        of_mean.append(-1 / (1 - beta1**steps) ** 2)
+        of_square.append(1 - beta2**steps)
+    variances = list(torch._foreach_div(squares, of_square))
+    torch._foreach_addcmul_(variances, means, means, of_mean)
     return variances
+
+
+def _numbers(steps: Sequence[Tensor | float]) -> list[float]:
+    """Counts of steps; those of a fused optimizer lie on the device, which is waited for once."""
+    tensors = [step for step in steps if isinstance(step, Tensor)]
+    if len(tensors) < len(steps) or len({step.device for step in tensors}) > 1:
+        return [float(step) for step in steps]
+    return torch.stack(tensors).tolist() if tensors else []
 
 
 def pack(mask: Tensor) -> Tensor:
     """A mask in bits: uint8, an eighth of its entries long (rounded up). Bit i of the bytes has
     the i-th eighth of the entries."""
-    bits = torch.nn.functional.pad(mask.flatten().view(torch.uint8), (0, -mask.numel() % 8)).view(
-        8, -1
-    )
+    bits = _eighths(mask.view(torch.uint8))
     return (bits << _SHIFTS.to(mask.device)).sum(0, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """Undo :func:`pack`: a mask of this shape."""
-    bits = (packed >> _SHIFTS.to(packed.device)).bitwise_and_(1)
-    return bits.flatten()[: math.prod(shape)].view(*shape).view(torch.bool)
+    return _bits(packed).flatten()[: math.prod(shape)].view(*shape)
+
+
+def _eighths(tensor: Tensor) -> Tensor:
+    """The entries in their order as (8, -1), filled up with zeros."""
+    flat, missing = tensor.flatten(), -tensor.numel() % 8
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(8, -1)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    return (packed >> _SHIFTS.to(packed.device)).bitwise_and_(1).view(torch.bool)
 
 
 _SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)

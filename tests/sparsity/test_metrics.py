@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmrun
+from nmrun.recipes.ste import STE
 from nmrun.sparsity import metrics
 from nmrun.sparsity.metrics import energies, gradient_variance, layer_metrics, mask_of, pack, unpack
+from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.handle import Handle
 
 # three weights (2, 4), with 2:4 masks that can be read off: 1100 0011, then 1001 0011, then the
@@ -249,3 +253,71 @@ def test_packed_masks_come_back(shape: tuple[int, ...]) -> None:
     packed = pack(mask)
     assert (packed.dtype, packed.numel()) == (torch.uint8, -(-mask.numel() // 8))
     assert torch.equal(unpack(packed, shape), mask)
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations but for views: on a GPU each is a launch, or one for dozens of
+    tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def made_sparse(count: int, device: str) -> tuple[list[SparseWeight], Any]:
+    """Weights under 2:4 masks, and an Adam that has stepped."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8 * (i % 3 + 1), 3 * i + 5, device=device) for i in range(count)]
+    pattern = nmrun.Pattern(2, 4)
+    weights = [SparseWeight(str(i), m, "weight", pattern, 1, 0) for i, m in enumerate(layers)]
+    optimizer = torch.optim.Adam([weight.parameter for weight in weights])
+    for weight in weights:
+        weight.begin_sparse()
+        weight.parameter.data.mul_(nmrun.sparsity.nm_mask(weight.dense, pattern))
+        optimizer.state[weight.parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn_like(weight.parameter),
+            "exp_avg_sq": torch.rand_like(weight.parameter),
+        }
+    return weights, optimizer
+
+
+def test_launches_do_not_grow_with_the_weights() -> None:
+    """On the meta device, a GPU's stand-in."""
+    counts = []
+    for count in (2, 40):
+        weights, optimizer = made_sparse(count, "meta")
+        measure = metrics.MaskMetrics(SimpleNamespace(is_sparse=True), weights)  # type: ignore[arg-type]
+        measure.begin()
+        with Launches() as launches:
+            measure.before()
+            measure.sums(optimizer)
+        counts.append(launches.count)
+    assert counts[0] == counts[1] < 50
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_weights_are_measured_together_as_alone(
+    sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for together in (0, 1 << 20, 1000):
+        monkeypatch.setitem(metrics.TOGETHER, "cpu", together)
+        weights, optimizer = made_sparse(7, "cpu")
+        recipe = STE()
+        recipe.dense_forward = not sparse
+        measure = metrics.MaskMetrics(recipe, weights)
+        measure.before()
+        order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+        for weight in weights:
+            weight.dense.add_(torch.randn_like(weight.dense), alpha=0.3)
+        weights[4].parameter.data.copy_(weights[4].parameter.data.index_select(1, order))
+        weights[4].dense.copy_(weights[4].dense.index_select(1, order))
+        measure.reorder("4.weight", 1, order)
+        for weight in weights[:4]:
+            weight.parameter.data.copy_(nmrun.sparsity.hard_threshold(weight.dense, "2:4"))
+        found.append(measure.after(optimizer))
+    assert found[0]["sparsity/sad"] > 0
+    assert found[0] == pytest.approx(found[1], rel=1e-6) == found[2]
