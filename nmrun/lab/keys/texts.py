@@ -149,7 +149,9 @@ class TextFiles(Strided, Fractions, Tokenized, Dataset):
     data: ClassVar[str] = RUNNING_TEXT
     places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
 
-    train: Annotated[str, PATH, "path of the training text"]
+    train: Annotated[
+        str, PATH, "path of the training text, in NMRUN_DATA or else in the current folder"
+    ]
     val: Annotated[
         str | None,
         OPTIONAL_TEXT,
@@ -208,7 +210,7 @@ class TokenBin(Strided, Context, Dataset):
     folder: Annotated[
         str,
         PATH,
-        "that has the files, such as data/openwebtext; without test.bin, runs have validation "
+        "that has the files, in NMRUN_DATA or else in the current folder; without test.bin, runs have validation "
         "metrics alone",
     ]
     vocabulary: Annotated[

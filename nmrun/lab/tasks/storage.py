@@ -42,6 +42,12 @@ def places(name: str) -> list[Path]:
     return [data_folder() / given, given]
 
 
+def path_of(name: str) -> Path:
+    """The first of :func:`places` that is there; in the current folder where none is."""
+    *first, last = places(name)
+    return next((place for place in first if place.exists()), last)
+
+
 def find(dataset: str, names: Iterable[str], how: str) -> Path:
     """Find a file or folder below ``NMRUN_DATA`` (default ``~/.cache/nmrun``) or in the current
     folder.

@@ -438,17 +438,21 @@ def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[s
 
 def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
     kind = options.kind("dataset", dataset["name"])
-    for key in kind.places:
-        if dataset[key] is not None and not Path(dataset[key]).expanduser().exists():
-            yield f"dataset.{key}={dataset[key]}: there is no such file or folder"
-    if kind.within:
-        from nmrun.lab.tasks import storage
+    if not kind.places and not kind.within:
+        return
+    from nmrun.lab.tasks import storage  # numpy
 
-        if not any(place.exists() for place in storage.places(dataset["path"])):
+    for key in kind.places:
+        if dataset[key] is not None and not storage.path_of(dataset[key]).exists():
             yield (
-                f"dataset.path={dataset['path']}: there is no such folder, neither in "
-                f"{storage.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
+                f"dataset.{key}={dataset[key]}: there is no such file or folder, neither in "
+                f"{storage.data_folder()} (NMRUN_DATA) nor here"
             )
+    if kind.within and not storage.path_of(dataset["path"]).exists():
+        yield (
+            f"dataset.path={dataset['path']}: there is no such folder, neither in "
+            f"{storage.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
+        )
 
 
 def _no_layer(

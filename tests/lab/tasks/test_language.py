@@ -370,6 +370,20 @@ def test_splits_are_cut_from_the_end_after_white_space(tmp_path):
     )
 
 
+def test_own_files_are_found_in_the_folder_of_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "data"))
+    folder = tmp_path / "data" / "corpus"
+    folder.mkdir(parents=True)
+    for name in ("train", "val", "test"):
+        (folder / f"{name}.txt").write_text(f"{name} " * 50)
+        np.arange(100, dtype=np.uint16).tofile(folder / f"{name}.bin")
+    names = [f"dataset.{name}=corpus/{name}.txt" for name in ("train", "val", "test")]
+    texts = build(tmp_path, "dataset=text", "dataset.tokenizer=byte", *names)
+    assert texts.splits["val"].tobytes().decode() == "val " * 50
+    tokens = build(tmp_path, "dataset=token_bin", "dataset.folder=corpus")
+    assert tokens.splits["test"].tolist() == list(range(100))
+
+
 def test_files_of_their_own_are_taken_whole(tmp_path):
     for name in ("train", "val", "test"):
         (tmp_path / name).write_text(f"{name} " * 50)
@@ -378,7 +392,7 @@ def test_files_of_their_own_are_taken_whole(tmp_path):
     assert {name: task.splits[name].tobytes().decode() for name in task.splits} == {
         n: f"{n} " * 50 for n in ("train", "val", "test")
     }
-    with pytest.raises(ConfigError, match=r"^dataset\.val=.*nowhere: there is no such file$"):
+    with pytest.raises(ConfigError, match=r"^dataset\.val=.*nowhere: there is no such file, neither in"):
         build(tmp_path, "dataset=text", files[0], f"dataset.val={tmp_path / 'nowhere'}")
 
 

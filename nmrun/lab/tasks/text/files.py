@@ -46,10 +46,13 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
     """
     options = config.dataset.as_kind(TextFiles)
     given = {"train": options.train, "val": options.val, "test": options.test}
-    paths = {split: Path(path).expanduser() for split, path in given.items() if path is not None}
+    paths = {split: storage.path_of(path) for split, path in given.items() if path is not None}
     for split, path in paths.items():
         if not path.is_file():
-            raise ConfigError(f"dataset.{split}={given[split]}: there is no such file")
+            raise ConfigError(
+                f"dataset.{split}={given[split]}: there is no such file, neither in "
+                f"{storage.data_folder()} (NMRUN_DATA) nor here"
+            )
     return task(config, paths, device)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.texts import TokenBin
+from nmrun.lab.tasks import storage
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
     from nmrun.lab.tasks.text.language import LanguageModelling
 
     options = config.dataset.as_kind(TokenBin)
-    folder, vocabulary = Path(options.folder).expanduser(), options.vocabulary
+    folder, vocabulary = storage.path_of(options.folder), options.vocabulary
     splits = {split: read(folder / f"{split}.bin", vocabulary) for split in ("train", "val")}
     test = folder / "test.bin"
     if test.exists():
