@@ -180,12 +180,13 @@ class RunFolder:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def begin(self, config: str, command: str) -> None:
+    def begin(self, config: dict[str, Any], command: str) -> None:
         """Write ``config.yaml``, below the command that asks for the run alone; from now on there is
         no result.
         """
         (self.path / RESULT).unlink(missing_ok=True)
-        atomic.write(self.path / CONFIG, (f"# {command}\n" if command else "") + config)
+        head = f"# {command}\n" if command else ""
+        atomic.write(self.path / CONFIG, head + documents.yaml_of(config))
 
     def write_result(self, result: dict[str, Any]) -> dict[str, Any]:
         """Write ``result.json``, and seal the files of a finished run; returns what is in it."""

@@ -106,8 +106,6 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         What is in ``result.json``: as of a training, with ``eval/dense/...`` and ``test/dense/...``
         from before, and the output ``error`` of each layer.
     """
-    import yaml
-
     from nmrun.lab import tasks
     from nmrun.lab.train import build, results, weights
     from nmrun.oneshot.prune import prune
@@ -130,7 +128,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     results.remove_unfinished(folder)
     there = RunFolder(folder)
     there.clear()
-    there.begin(yaml.safe_dump(config.plain, sort_keys=False), command)
+    there.begin(config.plain, command)
     state = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     results.save_weights(folder / FINAL, state)
     outcome = {

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from nmrun import atomic, ranks
@@ -283,7 +282,7 @@ class _Run:
             folder.clear()
             checkpoint.remove(self.folder)
             shutil.rmtree(self.folder / "wandb", ignore_errors=True)
-        folder.begin(OmegaConf.to_yaml(OmegaConf.create(self.config.plain)), self.command)
+        folder.begin(self.config.plain, self.command)
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:

@@ -51,11 +51,17 @@ class Sweeper:
     def __enter__(self) -> Sweeper:
         for number in ENDING if self.waits else ():
             self._former[number] = signal.signal(number, self.catch)
+        if (
+            self.waits
+        ):  # for the workers, which handle none while they start; the table's thread has it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, former in self._former.items():
             signal.signal(number, former)
+        if self.waits:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def catch(self, number: int, frame: FrameType | None = None) -> None:
         """End the sweep as this signal does."""
@@ -108,6 +114,7 @@ def ends_by_signal() -> Iterator[None]:
     for number in ENDING:
         signal.signal(number, signal.default_int_handler)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
         yield
     finally:
         for number in ENDING:
@@ -180,6 +187,7 @@ class SweepTable:
             self._live.stop()
 
     def _watch(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
         try:
             self._look()
             while not self._over.wait(PAUSE):

@@ -392,7 +392,9 @@ def test_files_of_their_own_are_taken_whole(tmp_path):
     assert {name: task.splits[name].tobytes().decode() for name in task.splits} == {
         n: f"{n} " * 50 for n in ("train", "val", "test")
     }
-    with pytest.raises(ConfigError, match=r"^dataset\.val=.*nowhere: there is no such file, neither in"):
+    with pytest.raises(
+        ConfigError, match=r"^dataset\.val=.*nowhere: there is no such file, neither in"
+    ):
         build(tmp_path, "dataset=text", files[0], f"dataset.val={tmp_path / 'nowhere'}")
 
 

@@ -142,6 +142,49 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
         assert state["loop"]["step"] - last in (0, 1), "what was trained is not all saved"
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("hydra_plugins") is None,
+    reason="needs nmrun[launchers]",
+)
+@pytest.mark.slow
+def test_control_c_while_workers_start(tmp_path: Path) -> None:
+    """They end without a traceback, and no run begins."""
+    words = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "track=local")
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(
+            [sys.executable, "-m", "nmrun", *words],
+            cwd=tmp_path,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        ) as sweep,
+    ):
+        try:
+            until(lambda: len(workers_of(sweep.pid)) == 2)
+            os.killpg(sweep.pid, signal.SIGINT)
+            assert sweep.wait(60) == 130
+            until(lambda: not group_is_alive(sweep.pid))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(sweep.pid, signal.SIGKILL)
+    told = (tmp_path / "said").read_text()
+    assert "Traceback" not in told, told
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+def workers_of(group: int) -> list[Path]:
+    """The processes of a group that are joblib's workers, also while they start."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            command = (process / "cmdline").read_bytes()
+            if int(fields[2]) == group and b"popen_loky_posix" in command:
+                found.append(process)
+    return found
+
+
 def rows_of(place: Path) -> dict[Path, int]:
     return {path: path.read_text().count("\n") for path in place.rglob("metrics.jsonl")}
 
