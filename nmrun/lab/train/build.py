@@ -40,17 +40,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with.
-
-    Attributes:
-        loss: what the training steps minimise.
-        precision: fp32, bf16 or fp16.
-        cost: of one item.
-        activations: of the feed-forward layers, which may be N:M.
-        accelerated: by which products the sparse layers are computed.
-        attached_in: the seconds that the recipe took to begin (searches for a permutation among
-            them).
-    """
+    """What a loop trains with; ``cost`` is that of one item, ``attached_in`` the seconds that the
+    recipe took to begin, a search for a permutation among them."""
 
     task: Task
     loss: Loss
@@ -67,14 +58,8 @@ class Parts:
 
 
 def prepare(config: Config) -> tuple[torch.device, str]:
-    """Seed everything, and choose device and precision.
-
-    Returns:
-        The device, and ``fp32``, ``bf16`` or ``fp16``.
-
-    Raises:
-        ConfigError: for a device that is not there.
-    """
+    """Seed everything, and choose the device and ``fp32``, ``bf16`` or ``fp16``. ConfigError for a
+    device that is not there."""
     trainer = config.trainer
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
@@ -90,11 +75,8 @@ def prepare(config: Config) -> tuple[torch.device, str]:
 
 
 def device_of(asked: str) -> torch.device:
-    """Choose the device, which is torch's current one from then on.
-
-    Args:
-        asked: ``auto``, ``cpu``, ``cuda`` or ``free``.
-    """
+    """The device of ``auto``, ``cpu``, ``cuda`` or ``free``, which is torch's current one from then
+    on."""
     if asked in ("cuda", "free") and not torch.cuda.is_available():
         raise ConfigError(
             f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is"
@@ -117,16 +99,13 @@ def _precision(asked: str, device: torch.device) -> str:
 def build(
     config: Config, total_steps: int | None = None, times: Mapping[str, Any] | None = None
 ) -> Parts:
-    """Seed everything, choose device and precision, and build.
+    """Seed everything, choose device and precision, and build. ConfigError for what only the built
+    model shows.
 
     Args:
-        total_steps: the optimizer steps of the run; None: those of ``trainer.steps``,
-            ``trainer.epochs`` or a budget of FLOPs.
+        total_steps: None: those of ``trainer.steps``, ``trainer.epochs`` or a budget of FLOPs.
         times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
             measured again they might choose others, with other roundings.
-
-    Raises:
-        ConfigError: for what only the built model shows.
     """
     trainer = config.trainer
     device, precision = prepare(config)
@@ -231,7 +210,8 @@ def build(
 
 
 def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model with a part of each parameter in every process, and a copy without values, whole."""
+    """The model with a part of each parameter in every process, and a copy without values,
+    whole."""
     from nmrun.lab.train import fsdp
 
     model = fsdp.built(lambda: weights.network(config, task))
@@ -251,12 +231,6 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Make the context of a forward pass.
-
-    Args:
-        device: where it runs.
-        precision: fp32, bf16 or fp16.
-    """
     return (
         contextlib.nullcontext()
         if precision == "fp32"
@@ -265,14 +239,11 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Store the weights of convolutions with channels last where convolutions are faster so.
+    """Store the weights of convolutions with channels last where convolutions are faster so: on
+    GPUs in 16 bits, and on CPUs.
 
-    That is on GPUs in 16 bits, and on CPUs. It also puts the groups of a mask into one piece of
-    memory. Sums run in another order, so small networks on a CPU are left alone.
-
-    Args:
-        device: where it is.
-        precision: fp32, bf16 or fp16.
+    It also puts the groups of a mask into one piece of memory. Sums run in another order, so small
+    networks on a CPU are left alone.
     """
     faster = device.type == "cpu" or precision != "fp32"
     if faster and not _left_alone(model.parameters(), device):
@@ -280,15 +251,8 @@ def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let one kernel do the whole step, where a step's time is worth it.
-
-    It is torch's, and for sparse weights nmrun's own where it can (``nmrun.kernels.adam``). It
-    rounds differently, so small networks on a CPU are left alone.
-
-    Args:
-        optimizer: its groups get ``fused``.
-        device: where the parameters are.
-    """
+    """Let one kernel do the whole step: torch's, and for sparse weights nmrun's own where it can.
+    It rounds differently, so small networks on a CPU are left alone."""
     if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
         return
     for group in optimizer.param_groups:

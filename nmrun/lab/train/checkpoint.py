@@ -30,14 +30,8 @@ SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
 
 
 class CheckpointClock:
-    """Says when a checkpoint by time is due, and counts what all checkpoints take.
-
-    Args:
-        every: seconds from one checkpoint to the next; None: none is due by time.
-
-    Attributes:
-        spent: seconds in saving, of all sittings.
-    """
+    """Says when a checkpoint by time is due (``every`` seconds; None: never), and counts in
+    ``spent`` the seconds of saving in all sittings."""
 
     def __init__(self, every: float | None) -> None:
         self.every = every
@@ -45,7 +39,6 @@ class CheckpointClock:
         self.begin()
 
     def begin(self) -> None:
-        """A sitting begins."""
         self._since = time.perf_counter()
 
     def due(self) -> bool:
@@ -65,18 +58,14 @@ class CheckpointClock:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Save data, readable with ``torch.load(weights_only=True)``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     atomic.write(path, buffer.getvalue())
 
 
 def save_next(folder: Path, state: dict[str, Any]) -> None:
-    """Save as the run's checkpoint; the one before it stays as ``checkpoint.previous.pt``.
-
-    All ranks call. The leader writes its state but for sharded tensors, of which every rank writes
-    its part.
-    """
+    """Save as the run's checkpoint; the one before it stays as ``checkpoint.previous.pt``. All
+    ranks call: the leader writes its state, every rank its part of sharded tensors."""
     free = SHARDS[0]
     if ranks.leads():
         _keep(folder / CHECKPOINT, folder / PREVIOUS)
@@ -105,20 +94,17 @@ def remove_unnamed(folder: Path) -> set[str]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a run's checkpoints."""
     for name in (CHECKPOINT, PREVIOUS):
         (folder / name).unlink(missing_ok=True)
     remove_unnamed(folder)
 
 
 def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Load the run's newest checkpoint that is whole. It is ``checkpoint.pt`` from here on.
+    """The run's newest checkpoint that is whole, or None, and what is to be said of those that are
+    not. It is ``checkpoint.pt`` from here on.
 
     All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
     the disk until they are looked at.
-
-    Returns:
-        The state, None if there is none, and what is to be said of checkpoints that are not whole.
     """
     several, said = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
@@ -149,14 +135,8 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Give a state that :func:`load_last` gave its shards. All ranks call.
-
-    Args:
-        model: sharded, in however many processes, or whole.
-
-    Returns:
-        The state with this rank's parts if the model is sharded, with whole tensors if not.
-    """
+    """Give a state that :func:`load_last` gave its shards, in parts if ``model`` is sharded, in
+    however many processes, else whole. All ranks call."""
     if record := state.pop("shards", None):
         from nmrun.lab.train import fsdp
 
@@ -184,9 +164,7 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[Any, ...],
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Let ``previous`` be what is at ``path`` now, if anything is, while ``path`` stays as it is at
-    every moment.
-    """
+    """Let ``previous`` be what is at ``path``, which stays as it is at every moment."""
     partial = previous.with_name(previous.name + ".partial")
     partial.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -203,18 +181,11 @@ def _keep(path: Path, previous: Path) -> None:
 
 
 def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
-    """Load what :func:`save` wrote, on the CPU.
+    """What :func:`save` wrote, on the CPU; None if there is no file. ``mapped`` leaves tensors on
+    the disk until they are looked at.
 
     torch writes a checksum of every record and never looks at it again: it is checked here.
-
-    Args:
-        mapped: leave tensors on the disk until they are looked at.
-
-    Returns:
-        The state, None if there is no file.
-
-    Raises:
-        ValueError: if it is damaged, be it by one bit.
+    ValueError where the file is damaged, be it by one bit.
     """
     try:
         with zipfile.ZipFile(path) as records:
@@ -243,7 +214,6 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy and torch (CPU and all CUDA devices)."""
     legacy: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = legacy
     version, numbers, pending = random.getstate()
@@ -256,9 +226,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore :func:`random_state`. CUDA generators are left alone where the number of devices has
-    changed.
-    """
+    """Restore :func:`random_state`; CUDA's where the number of devices is the same."""
     version, numbers, pending = state["python"]
     random.setstate((version, tuple(numbers.tolist()), pending))
     keys, position, has_gauss, gauss = state["numpy"]

@@ -32,16 +32,8 @@ Fact = tuple[str, str]  # what it is, and the figure: ("train loss", "0.4132"), 
 
 @dataclass(frozen=True)
 class Status:
-    """How far a run is.
-
-    Attributes:
-        step, total: of optimizer steps.
-        epoch: ``3/12``.
-        phase: ``dense`` or ``sparse``; empty in a run without sparse weights.
-        facts: the figures, the most important ones first.
-        elapsed: seconds of this sitting.
-        left: seconds to the end of the training; None before that can be guessed.
-    """
+    """How far a run is; ``epoch`` is ``3/12``, ``elapsed`` the seconds of this sitting, ``facts``
+    the figures, the most important ones first."""
 
     step: int
     total: int
@@ -56,8 +48,8 @@ class Console:
     """Lines for the reader. ``brief`` keeps details off the screen (in a sweep); ``run.log`` has
     them always.
 
-    ``log`` is opened at the first line, so a run that is refused leaves no file; None writes none.
-    Colours are for terminals, unless NO_COLOR is set.
+    ``log`` is opened at the first line, so a run that is refused leaves no file. Colours are for
+    terminals, unless NO_COLOR is set.
     """
 
     def __init__(self, log: Path | None, brief: bool = False) -> None:
@@ -68,11 +60,8 @@ class Console:
         self.on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
-        """Show a line on the screen and write it to the log.
-
-        Args:
-            style: its colour on a terminal, such as ``bold green``.
-        """
+        """Show a line on the screen, on a terminal in a ``style`` such as ``bold green``, and log
+        it."""
         self.clear()
         stream = sys.stderr if error else sys.stdout
         # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
@@ -103,9 +92,8 @@ class Console:
             self.log = None
 
     def progress(self, now: Callable[[], Status]) -> None:
-        """Draw how far the training is, at most every ``REFRESH`` seconds; does nothing where there
-        is no terminal.
-        """
+        """Draw how far the training is, at most every ``REFRESH`` seconds and on a terminal
+        alone."""
         if self._due():
             self._shown = now()
             self._draw()
@@ -157,9 +145,8 @@ def _rich(error: bool = False) -> Any:
 
 
 def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = None) -> Any:
-    """The lines that are drawn anew: a bar, the figures, and the bar of the evaluation that is going
-    on: what it is called, its batch, of how many.
-    """
+    """A bar, the figures, and the bar of the evaluation that is going on: its name, batch and
+    batches."""
     from rich.columns import Columns
     from rich.console import Group
     from rich.padding import Padding
@@ -213,15 +200,13 @@ class RunProgress:
         self._widths: dict[str, int] = {}  # of the figures in the lines of epochs so far
 
     def begin(self) -> None:
-        """A sitting begins."""
         self._began, self._begun = time.perf_counter(), self.steps.step
 
     def step(self, loss: Tensor) -> None:
-        """A step is made; its loss may be on the device, where it stays."""
+        """A step is made; its loss stays on the device."""
         self._sum, self._count = self._sum + loss, self._count + 1
 
     def status(self) -> Status:
-        """How far the run is now."""
         steps, elapsed = self.steps, time.perf_counter() - self._began
         done, total = steps.step - self._begun, steps.total_steps
         left = elapsed / done * (total - steps.step) if done else None
@@ -230,8 +215,7 @@ class RunProgress:
 
     def epoch(self, best: bool = False) -> str:
         """The line of an evaluation, with the mean loss since the one before. Columns keep their
-        places from line to line. ``best``: none before was as good.
-        """
+        places from line to line."""
         row = self.row
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
@@ -258,12 +242,7 @@ class RunProgress:
 
 
 def facts(row: Mapping[str, float], metric: str) -> list[Fact]:
-    """The figures of a row, as far as it has them, in words.
-
-    Args:
-        row: by the names of ``metrics.jsonl``.
-        metric: that of the task, such as ``accuracy``.
-    """
+    """The figures of a row of ``metrics.jsonl``, as far as it has them, in words."""
     shown = [
         ("train loss", "train/loss", ".4f"),
         (f"val {metric}", f"eval/{metric}", ".4f"),
@@ -308,10 +287,8 @@ def _memory(device: torch.device) -> list[Fact]:
 
 
 def plan_lines(config: Config, parts: Parts) -> list[str]:
-    """Say how long and on what a run trains, and which weights are sparse.
-
-    Then follow the weights that are left dense and why, and density and FLOPs of the whole.
-    """
+    """How long and on what a run trains, which weights are sparse, which are not and why, density
+    and FLOPs."""
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
     many = "1 epoch" if epochs == 1 else f"{epochs:.4g} epochs"
@@ -367,8 +344,8 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
 
 
 def planned_flops(parts: Parts) -> tuple[float, float, float]:
-    """Count the FLOPs of a whole training as planned: of a dense one, without the zeros, and on 2:4
-    tensor cores."""
+    """FLOPs of a whole training as planned: of a dense one, without the zeros, and on 2:4 tensor
+    cores."""
     cost, recipe, steps = parts.cost, parts.handle.recipe, parts.total_steps
     items = steps * sum(parts.task.sizes(0, 0, 1))
     without, hardware = (items * cost.planned(recipe, steps, on) for on in (False, True))
@@ -376,7 +353,7 @@ def planned_flops(parts: Parts) -> tuple[float, float, float]:
 
 
 def plan_row(config: Config, parts: Parts) -> dict[str, str]:
-    """Say in a few words what a run is going to do, by the names of columns: for a list of runs."""
+    """What a run is going to do, by the names of columns: for a list of runs."""
     dense, without, _ = planned_flops(parts)
     return {
         "recipe": config.recipe.name,
@@ -391,9 +368,8 @@ Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pat
 
 
 def layer_lines(rows: Sequence[Row]) -> list[str]:
-    """Write the weights, those that differ in a number of their names alone in one line:
-    ``sparse  6 x blocks.*.attn.qkv.weight  1536x512  2:4``.
-    """
+    """The weights, those that differ in a number of their names alone in one line: ``sparse 6 x
+    blocks.*.attn.qkv.weight 1536x512 2:4``."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for kind, name, shape, note in rows:
         size = "x".join(map(str, shape))

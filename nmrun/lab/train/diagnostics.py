@@ -24,11 +24,8 @@ Weights = dict[str, Tensor]  # by the names that parameters have in the plain mo
 
 
 class Diagnostics:
-    """The numbers of a diagnosed step: call :meth:`before` and :meth:`after` around it.
-
-    Masks are compared from one such step to the next: :meth:`state_dict` has the flips so far, for
-    a run that is resumed.
-    """
+    """The numbers of a diagnosed step: call :meth:`before` and :meth:`after` around it. Masks are
+    compared from one such step to the next."""
 
     def __init__(self, model: nn.Module, handle: Handle, loss_of: Loss) -> None:
         self.model, self.handle, self.loss_of = model, handle, loss_of
@@ -41,24 +38,23 @@ class Diagnostics:
         handle.stepper.followers.append(self._reorder)
 
     def before(self) -> None:
-        """Training is about to take a step from these weights."""
         self._dense, self._used = self._weights()
 
     def after(self, batch: Batch) -> dict[str, float]:
-        """The step's numbers, with losses of ``batch``. w are all dense weights, mw the weights as
-        the forward pass uses them, primes are after the step.
+        """The step's numbers, with losses F of ``batch``. w are all dense weights, mw those that
+        the forward pass uses; primes are after the step.
 
-        Figure 1: ``diagnose/loss_change`` = F(m'w') - F(mw) and ``diagnose/loss_change_fixed_mask``
-        = F(mw') - F(mw). Where the first is positive and the second is not, the change of masks
-        spoilt the step. m is the factor between the used and the dense weight: 0 or 1 for a hard
-        mask, 1 in a dense phase, ``beta * S(w) / w`` for S-STE. Figure 2:
-        ``diagnose/descent_actual`` = F(mw) - F(m'w'), and what the gradient at mw predicts for it
-        to first order:
-        ``diagnose/descent_predicted_projected`` from the difference mw - m'w',
-        ``diagnose/descent_predicted_dense`` from w - w'. Figure 4: ``diagnose/flipped`` and
-        ``diagnose/flipped_again``, the shares of mask entries that have changed at least once and
-        more than once so far, and ``diagnose/flips``, their changes on average; the last two masks
-        are ``diagnose/flip_interval`` steps apart.
+        ``loss_change`` = F(m'w') - F(mw) and ``loss_change_fixed_mask`` = F(mw') - F(mw), figure 1:
+        where the first is positive and the second is not, the change of masks spoilt the step. m is
+        the used weight over the dense one: 0 or 1 for a hard mask, 1 in a dense phase, ``beta *
+        S(w) / w`` for S-STE.
+
+        ``descent_actual`` = F(mw) - F(m'w'), figure 2, and what the gradient at mw predicts for it:
+        ``descent_predicted_projected`` from mw - m'w', ``descent_predicted_dense`` from w - w'.
+
+        ``flipped`` and ``flipped_again``, figure 4: the shares of mask entries that have changed at
+        least once, and more than once; ``flips``, their changes on average. The last two masks are
+        ``flip_interval`` steps apart.
         """
         dense, used = self._weights()
         fixed = {
@@ -96,13 +92,10 @@ class Diagnostics:
         return {key: float(value) for key, value in found.items()} | self._count_flips()
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks of the last call, how often each entry has changed, and the recipe's step."""
         return {"masks": list(self.masks), "flips": list(self.flips), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore :meth:`state_dict`; None begins to count here. The handle's state has to be back
-        already.
-        """
+        """Restore :meth:`state_dict`, after the handle's; None begins to count here."""
         weights = self.sparse.values()
         if state is None:
             zeros = [torch.zeros(w.shape, dtype=torch.int32) for w in weights]

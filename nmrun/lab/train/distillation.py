@@ -31,13 +31,7 @@ START = "start"
 
 @dataclass(frozen=True)
 class Distilled:
-    """A task's loss with a teacher's term.
-
-    Args:
-        teacher: a network like the one that is trained, frozen and in evaluation mode.
-        weight: of the teacher's term, 0 to 1.
-        temperature: T, above 0.
-    """
+    """A task's loss with a teacher's term: of a network like the one that is trained, frozen."""
 
     task: Categorical
     teacher: nn.Module
@@ -45,7 +39,6 @@ class Distilled:
     temperature: float
 
     def __call__(self, model: Any, batch: Batch) -> Tensor:
-        """The mean loss of a micro-batch, a scalar with gradient."""
         logits = self.task.logits(model, batch)
         with torch.no_grad():
             taught = self.task.logits(self.teacher, batch)
@@ -54,11 +47,8 @@ class Distilled:
 
 
 def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """Compute ``T^2 * KL(softmax(taught / T) || softmax(logits / T))`` in float32.
-
-    Args:
-        logits: of the student, (..., classes).
-    """
+    """``T^2 * KL(softmax(taught / T) || softmax(logits / T))`` in float32, of logits (...,
+    classes)."""
     ours, theirs = (
         functional.log_softmax(each.flatten(0, -2).float() / temperature, -1)
         for each in (logits, taught)
@@ -68,17 +58,11 @@ def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
 
 def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
-    """The loss that a run minimises.
+    """The task's loss, or that with a teacher's term. ``model`` is as it begins; it is copied for a
+    teacher.
 
-    Args:
-        model: as it begins, on its device; it is copied for a teacher.
-
-    Returns:
-        The task's own loss, or that with a teacher's term.
-
-    Raises:
-        ConfigError: for a task without logits over classes, and for a teacher that is not there
-            or of another architecture.
+    ConfigError for a task without logits over classes, and for a teacher that is not there or of
+    another architecture.
     """
     trainer = config.trainer
     if trainer.distill is None:

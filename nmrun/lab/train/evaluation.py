@@ -24,12 +24,10 @@ class Evaluation:
 
     Attributes:
         best: the metrics with the best ``task.metric`` while the forward weights held the pattern
-            (for dense training: of all), and activations were pruned as in the last step, with
-            their ``epoch`` and ``step``; empty before.
+            (for dense training: of all) and activations were pruned as in the last step.
         best_weights: the plain weights of that moment (this rank's parts of them).
         candidates: how many evaluations could have been the best.
-        last: the metrics of the last evaluation, with their ``step``; empty before.
-        improved: whether the last evaluation is the best.
+        last: the metrics of the last evaluation, with their ``step``.
     """
 
     def __init__(self, steps: TrainingSteps, console: Console) -> None:
@@ -45,15 +43,8 @@ class Evaluation:
     def row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
         """Evaluate on the validation split, and keep the weights if they are the best so far.
 
-        Args:
-            epoch: counted from 1.
-            signals: they may interrupt, where there is only one process.
-
-        Returns:
-            What is logged. None, and nothing has changed, where a signal came before or meanwhile.
-
-        Raises:
-            RunError: if the loss is not finite.
+        Returns what is logged; None, and nothing has changed, where a signal came before or meanwhile.
+        RunError if the loss is not finite.
         """
         if ranks.any_of(signals.caught is not None):
             return None
@@ -96,33 +87,13 @@ class Evaluation:
         return not self.best or sign * row[metric] > sign * self.best[metric]
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Compute the task's metrics with the weights as they are.
-
-        Args:
-            split: ``"val"`` or ``"test"``.
-
-        Returns:
-            ``eval/...`` for the validation split, ``test/...`` for the test split; nothing where
-            there is no test split.
-
-        Raises:
-            RunError: if the loss is not finite.
-        """
+        """The task's metrics with the weights as they are: ``eval/...`` for the split ``val``,
+        ``test/...`` for ``test``; nothing where there is no test split."""
         return self._metrics(split, self.handle.evaluation_weights(), "")
 
     def evaluate_dense(self, split: str) -> dict[str, float]:
-        """Compute the task's metrics with the dense weights, if ``trainer.evaluate`` asks for them.
-
-        Args:
-            split: ``"val"`` or ``"test"``.
-
-        Returns:
-            With ``trainer.evaluate=dense`` what takes the place of :meth:`evaluate`'s metrics, with
-            ``both`` ``eval/dense/...`` or ``test/dense/...``, with ``sparse`` nothing.
-
-        Raises:
-            RunError: if the loss is not finite.
-        """
+        """The task's metrics with the dense weights: with ``trainer.evaluate=dense`` in the place
+        of :meth:`evaluate`'s, with ``both`` under ``eval/dense/`` and ``test/dense/``."""
         if self.trainer.evaluate == "sparse":
             return {}
         beside = "dense/" if self.trainer.evaluate == "both" else ""
@@ -151,16 +122,11 @@ class Evaluation:
         return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the evaluations."""
         kept = {"best": self.best, "best_weights": self.best_weights}
         return {**kept, "candidates": self.candidates, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Args:
-            state: it may have other entries too. Weights may be whole or this rank's parts.
-        """
+        """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
         self.best, self.candidates = state["best"], state["candidates"]
         self.last = state.get("last", {})  # checkpoints of earlier versions have none
         best = self.held.handed_out(state["best_weights"])

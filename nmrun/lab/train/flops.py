@@ -36,12 +36,12 @@ class Densities(NamedTuple):
 
 
 def weight_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension
-    that is summed over.
+    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the sum.
 
-    For an even M and N up to M - 2 (6:8, 4:8) it is at most (M - 2) / M. As in SlideSparse (Shao et al.
-    2026, arXiv 2603.05232) the weights of a group are dealt to M / 2 - 1 windows of four that overlap
-    by two, so that each window is 2:4; inputs are copied to match. Else as :func:`hardware_density`.
+    For an even M and N up to M - 2 (6:8, 4:8) it is at most (M - 2) / M. As in SlideSparse (Shao et
+    al. 2026, arXiv 2603.05232) the weights of a group are dealt to M / 2 - 1 windows of four that
+    overlap by two, so that each window is 2:4; inputs are copied to match. Else as
+    :func:`hardware_density`.
     """
     share, (groups, rest) = (
         hardware_density(pattern),
@@ -54,12 +54,12 @@ def weight_density(pattern: Pattern) -> float:
 
 
 def hardware_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with an operand that is N:M along the dimension
-    that is summed over, as it lies.
+    """What 2:4 sparse tensor cores make of a product with an operand that is N:M along the sum, as
+    it lies.
 
-    They halve it where the operand is 2:4 as well. All else they compute as dense: 1.0 for 4:8, 6:8
-    or 2:6. A dimension that four do not divide is filled up with zeros. Of a V:N:M weight, V a
-    multiple of :data:`TILE`, they compute four of M columns (VENOM), halved where N is 2 or 1.
+    They halve it where the operand is 2:4 as well; all else is dense to them: 1.0 for 4:8 or 2:6. A
+    dimension that four do not divide is filled up with zeros. Of a V:N:M weight, V a multiple of
+    :data:`TILE`, they compute four of M columns (VENOM), halved where N is 2 or 1.
     """
     size = pattern.length or math.lcm(pattern.m, 4)
     if pattern.v % TILE == 0:
@@ -72,16 +72,13 @@ def hardware_density(pattern: Pattern) -> float:
 def densities(
     recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False
 ) -> Densities:
-    """Say what the products of a sparse layer cost.
+    """What the products of a sparse layer cost at a planned step, counted from 0; None: at the next
+    one.
 
     Arithmetically, products with the weight have N/M of their multiplications once the weight is
     N:M, and so has the weight's gradient if the rule masks it. In hardware (see
-    :func:`weight_density`) only a sparse operand counts, so the weight's gradient is dense, and
-    the input's, which sums over the outputs, as well unless its weight is N:M along those too.
-
-    Args:
-        step: as planned, counted from 0; None: the next step.
-        hardware: count for 2:4 sparse tensor cores.
+    :func:`weight_density`) only a sparse operand counts. So the weight's gradient is dense, and the
+    input's, which sums over the outputs, unless its weight is N:M along those too.
     """
     if recipe.dense_forward if step is None else recipe.planned_dense(step):
         return Densities()
@@ -103,15 +100,13 @@ def densities(
 
 
 def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -> Densities:
-    """Say what the products of a layer cost beside pruned activations Z = m * A, by the equations of
+    """What the products of a layer cost beside pruned activations Z = m * A, by the equations of
     ``nmrun.step.activations``.
 
     Arithmetically, Y = Z W^T and all gradients are left with N/M of their multiplications: their
-    operand is Z or the gradient of what Z is made of, which is 0 where Z is, or m masks their result.
-    In hardware only an operand that is N:M along the sum counts: in Y = Z W^T and in dX = dB V.
-
-    Args:
-        hardware: count for 2:4 sparse tensor cores.
+    operand is Z or the gradient of what Z is made of, which is 0 where Z is, or m masks their
+    result. In hardware only an operand that is N:M along the sum counts: in Y = Z W^T and in dX =
+    dB V.
     """
     share = hardware_density(pattern) if hardware else pattern.density
     others = 1.0 if hardware else share
@@ -121,8 +116,8 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
 
 
 def both(*shares: Densities, hardware: bool) -> Densities:
-    """What is left by several sparse operands: arithmetically the product of the shares, as on
-    average where zeros lie independently; hardware gains from one."""
+    """What several sparse operands leave: arithmetically the product of the shares, as on average
+    where zeros lie independently; hardware gains from one."""
     return Densities(
         *((min if hardware else math.prod)(each) for each in zip(*shares, strict=True))
     )
@@ -148,9 +143,7 @@ PLANNED = 10_000
 
 
 class Products(NamedTuple):
-    """Dense FLOPs of the three products of layers, for one item. The weight's gradient takes as
-    many as the forward product.
-    """
+    """Dense FLOPs of the three products of layers, for one item."""
 
     forward: float
     input_gradient: float
@@ -162,12 +155,8 @@ class Products(NamedTuple):
 
 
 class LayerFlops(NamedTuple):
-    """Layers that are alike, with their products.
-
-    Attributes:
-        weight: a sparse one that stands for all of theirs; None: they are dense.
-        feeds, reads: see :func:`nmrun.lab.train.flops.beside`; of activations that may be pruned.
-    """
+    """Layers that are alike, with their products. ``weight`` stands for all of theirs; ``feeds``
+    and ``reads``: of activations that may be pruned."""
 
     weight: SparseWeight | None
     feeds: bool
@@ -177,16 +166,12 @@ class LayerFlops(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations for one training item (a multiplication and its addition are two),
-    as a dense network.
+    """Floating-point operations for one training item, as a dense network; a multiplication and its
+    addition are two.
 
     Matrix products, convolutions and attention are counted, by torch's formulas; activations,
-    norms, the projection and the optimizer are not.
-
-    Attributes:
-        sparse: the part in layers with N:M weights or activations.
-        teacher: the forward pass of a teacher, which training has besides.
-        activations: when they are pruned.
+    norms, the projection and the optimizer are not. ``sparse`` is the part in layers with N:M
+    weights or activations, ``teacher`` the forward pass that training has besides.
     """
 
     forward: float
@@ -197,20 +182,17 @@ class Flops:
 
     @property
     def dense(self) -> float:
-        """Forward and backward pass of the dense network."""
         return self.forward + self.backward
 
     @property
     def forward_sparse(self) -> float:
-        """Inference with the final weights, and activations as in the last step: N/M of each product
-        with sparse ones, what leaving out every zero would reach.
-        """
+        """Inference with the final weights, and activations as in the last step, without a product
+        with 0."""
         return self._inference(hardware=False)
 
     @property
     def forward_hardware(self) -> float:
-        """Inference on 2:4 sparse tensor cores; see
-        :func:`nmrun.lab.train.flops.weight_density`."""
+        """The same on 2:4 sparse tensor cores; see :func:`weight_density`."""
         return self._inference(hardware=True)
 
     def _inference(self, hardware: bool) -> float:
@@ -225,12 +207,8 @@ class Flops:
         return left
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
-        """Count the forward and backward pass of one item, and a teacher's forward pass.
-
-        Args:
-            step: as planned, counted from 0; None: the next step.
-            hardware: count for 2:4 sparse tensor cores.
-        """
+        """Forward and backward pass of one item, and a teacher's forward pass, at a planned step or
+        the next."""
         pruned = self.activations is not None and (
             self.activations.sparse if step is None else self.activations.sparse_at(step)
         )
@@ -252,26 +230,14 @@ class Flops:
         return both(own, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware)
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
-        """Compute the mean of :meth:`training` over a run as planned.
-
-        A switch that is found on the way counts where it is at the latest.
-
-        Args:
-            hardware: count for 2:4 sparse tensor cores.
-        """
+        """The mean of :meth:`training` over a run as planned. A switch that is found on the way
+        counts where it is at the latest."""
         steps = range(0, total_steps, -(-total_steps // PLANNED))
         return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Look up what a device can do in a second, dense.
-
-    Args:
-        precision: fp32, bf16 or fp16.
-
-    Returns:
-        FLOPs a second, None if that is not known.
-    """
+    """What a device can do in a second, dense; None if that is not known."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -279,12 +245,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: int) -> int:
-    """Compute how many steps use up a budget, arithmetically.
+    """How many steps use up a budget, arithmetically: ``flops:<number>``, or ``flops:dense`` for
+    what ``total_steps`` dense steps would use.
 
-    Args:
-        budget: ``flops:<number>``, or ``flops:dense`` for what ``total_steps`` dense steps would
-            use.
-        recipe: the one for ``total_steps``; its phases are taken as fractions of the run.
+    The phases of the recipe, which is that for ``total_steps``, are taken as fractions of the run.
     """
     target = budget.removeprefix("flops:")
     wanted = cost.dense * total_steps if target == "dense" else float(target) / items
@@ -298,15 +262,11 @@ def count(
     taught: bool = False,
     activations: SparseActivations | None = None,
 ) -> Flops:
-    """Count one item through a copy of a model, so that no state changes.
+    """Count one item, the task's ``example``, through a copy of a model, so that no state changes.
 
     The copy is on the CPU where that is soon done or the task asks for it, else on the meta device,
-    where nothing is computed.
-
-    Args:
-        task: its ``example`` is counted.
-        taught: whether a dense network like it is the teacher.
-        activations: the model's. The last layer before them feeds them, the next reads them.
+    where nothing is computed. ``taught``: a dense network like it is the teacher. The last layer
+    before ``activations`` feeds them, the next reads them.
     """
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
@@ -350,9 +310,8 @@ def count(
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up torch's own FLOP formulas: of all products, and of those with a weight as an
-    operand, by its place. ``order``: these places as they come, and what others write between.
-    """
+    """Adds up torch's own FLOP formulas: of all products, and of those with a weight as an operand,
+    by its place. ``order``: these places as they come, and what others write between."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -41,14 +41,7 @@ HINT = "use trainer.distributed=ddp"
 
 
 def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
-    """Refuse what cannot be trained on shards.
-
-    Args:
-        precision: fp32, bf16 or fp16.
-
-    Raises:
-        ConfigError: with the option and what to use instead.
-    """
+    """Refuse what cannot be trained on shards; ConfigError says what to use instead."""
     trainer, found = config.trainer, ""
     if wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
         found = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
@@ -72,13 +65,8 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
 def built(make: Callable[[], nn.Module]) -> nn.Module:
     """A model with values in the leader, and without in the others: :func:`shard` gives them.
 
-    Args:
-        make: builds it. What does not build on the meta device (its code reads values) is built on
-            the CPU everywhere.
-
-    Returns:
-        The model, on the meta device or, with the values that it has in a single process, on the
-        CPU. Random generators are the leader's afterwards.
+    What does not build on the meta device (its code reads values) is built on the CPU everywhere.
+    Random generators are the leader's afterwards.
     """
     before = torch.get_rng_state()
     model = None
@@ -97,7 +85,6 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, for which no value is copied."""
     bare: dict[int, Any] = {id(b): b.to("meta") for b in model.buffers()}
     for p in model.parameters():
         bare[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -105,16 +92,10 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = ()) -> None:
-    """Let every process keep its part of each parameter, with the leader's values.
+    """Let every process keep its part of each parameter, with the leader's values, on ``device``.
 
-    Args:
-        model: as :func:`built` gives it.
-        device: where the parts go.
-        transposed: names of the parameters that are stored (in, out), which are cut along their
-            second dimension; all others are cut along their first.
-
-    Raises:
-        ConfigError: for parameters that cannot be cut.
+    Parameters in ``transposed``, which are stored (in, out), are cut along their second dimension,
+    all others along their first. ConfigError for what cannot be cut.
     """
     along = {}
     for name, parameter in model.named_parameters():
@@ -145,18 +126,16 @@ def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = 
 
 
 class Sharded(Replicated):
-    """A sparse model, its optimizer and its handle, of which every process has a part.
-
-    All processes have to call each method, and each gets its parts. Whole parameters exist one at
-    a time.
-    """
+    """A sparse model, its optimizer and its handle, of which every process has a part. All
+    processes have to call each method. Whole parameters exist one at a time."""
 
     def forward(self, model: Any) -> Any:
         """``model`` as it is: its gradients are averaged over the ranks and cut already."""
         return model
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, in parts or whole; every rank has to have it, if only mapped."""
+        """Restore :meth:`state_dict`, in parts or whole; every rank has to have it, if only
+        mapped."""
         self.model.load_state_dict(self.handed_out(state["model"]))
         saved = state["optimizer"]
         own = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -171,14 +150,13 @@ class Sharded(Replicated):
         self.optimizer.load_state_dict({**saved, "state": parts})
 
     def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This process's parts of tensors by the names of parameters and buffers; what is in parts
-        already stays as it is."""
+        """This process's parts of tensors by name; what is in parts already stays as it is."""
         own = self.model.state_dict()
         return {name: ranks.part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`handed_out`, for a file: the leader gets whole tensors on the CPU, the
-        others none."""
+        """The inverse of :meth:`handed_out`: the leader gets whole tensors on the CPU, the others
+        none."""
         found = {}
         for name, tensor in tensors.items():
             whole: Any = tensor
@@ -189,8 +167,6 @@ class Sharded(Replicated):
         return found
 
     def final_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model would have if training ended now, sparse weights N:M; on the
-        CPU."""
         own = {w.name: w for w in self.handle.sparse}
         final: dict[str, Tensor] = {}
         for name, tensor in sorted(self.model.state_dict().items()):
@@ -232,17 +208,11 @@ Parts = Mapping[tuple[Any, ...], Any]  # sharded tensors by their path in a nest
 
 
 def save_shards(folder: Path, parts: Parts) -> dict[str, Any]:
-    """Write a folder of shards. All ranks call; when they return, it is whole and on the disk.
+    """Write one-dimensionally sharded tensors to a folder, which is not there yet and which all
+    processes see. All ranks call; when they return, it is whole and on the disk.
 
-    Args:
-        folder: it is not there yet. All processes see it.
-        parts: one-dimensionally sharded tensors (``DTensor``), the same on all ranks.
-
-    Returns:
-        What :func:`damaged_shards` and :func:`load_shards` need: plain data.
-
-    Raises:
-        RunError: where a file cannot be written. The folder is removed.
+    Returns plain data for :func:`damaged_shards` and :func:`load_shards`. RunError where a file cannot
+    be written; the folder is removed.
     """
     named = {_key(path): part for path, part in parts.items()}
     try:
@@ -266,12 +236,8 @@ def save_shards(folder: Path, parts: Parts) -> dict[str, Any]:
 
 
 def damaged_shards(folder: Path, record: dict[str, Any]) -> str:
-    """What is wrong with the files of a folder; an empty string if they are as they were written,
-    bit for bit. All ranks call; each reads some of the files.
-
-    Args:
-        record: what :func:`save_shards` returned.
-    """
+    """What is wrong with the files of a folder; empty if they are as written, bit for bit. All
+    ranks call; each reads some of the files."""
     place = folder / record["folder"]
     found = _prints(place, sorted(record["files"]))
     wrong = [name for name, own in record["files"].items() if found[name] != own]
@@ -281,17 +247,8 @@ def damaged_shards(folder: Path, record: dict[str, Any]) -> str:
 def load_shards(
     folder: Path, record: dict[str, Any], model: nn.Module
 ) -> dict[tuple[Any, ...], Tensor]:
-    """Read a folder of shards. All ranks call.
-
-    Args:
-        record: what :func:`save_shards` returned, maybe in another number of processes.
-
-    Returns:
-        This process's parts if the model is sharded, whole tensors on the CPU if not.
-
-    Raises:
-        RunError: where a file cannot be read.
-    """
+    """This process's parts if the model is sharded, in however many processes, else whole tensors
+    on the CPU. All ranks call. RunError where a file cannot be read."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     tensors: dict[tuple[Any, ...], Tensor] = {}
     for path, (shape, dtype, dim) in record["tensors"].items():
@@ -307,7 +264,6 @@ def load_shards(
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, as ``fsync`` has a file's content."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -331,7 +287,8 @@ def _plainly(work: Callable[[], object]) -> None:
 
 
 def _prints(folder: Path, names: list[str]) -> dict[str, str]:
-    """Checksums by the names of files, empty for what cannot be read. Every rank reads its share."""
+    """Checksums by the names of files, empty for what cannot be read. Every rank reads its
+    share."""
     own = {}
     for name in names[ranks.rank() :: ranks.world()]:
         try:

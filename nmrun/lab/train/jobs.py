@@ -55,11 +55,8 @@ source.register()
 
 
 def main(argv: list[str]) -> int:
-    """Run what a command line without a verb asks for; returns the exit status.
-
-    Raises:
-        ConfigError: with all that is wrong with it.
-    """
+    """Run what a command line without a verb asks for; returns the exit status. ConfigError with
+    all that is wrong."""
     asked = command_line.options(argv)
     flags = [word for word in argv if word not in asked.overrides]
     if asked.help or asked.hydra_help or asked.shell_completion:
@@ -102,10 +99,7 @@ def checked(
     overrides: list[str], multirun: bool, config_dir: str | None = None
 ) -> tuple[list[list[str]], list[precheck.Findings]]:
     """The overrides of each sweep that a command line asks for, and what was found there.
-
-    Raises:
-        ConfigError: with all that is wrong.
-    """
+    ConfigError with all that is wrong."""
     sweeps = [command_line.own_recipe(words) for words in experiment.expand(overrides, multirun)]
     composed: Done = {}
     looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
@@ -124,12 +118,8 @@ def _one_launch(sweeps: list[list[str]]) -> bool:
 def _in_order(
     folder: Path, jobs: Iterator[tuple[list[str], DictConfig]], config_dir: str | None
 ) -> int:
-    """Run the jobs of sweeps in this process: a launcher of Hydra would compose each from the start,
-    which takes 50 ms.
-
-    Returns:
-        The exit status after an interrupt, or 0.
-    """
+    """Run the jobs of sweeps in this process (a launcher of Hydra would compose each from the
+    start, in 50 ms); the exit status after an interrupt, or 0."""
     try:
         for number, (overrides, composed) in enumerate(jobs, 1):
             command = command_line.of_job(overrides, config_dir)
@@ -142,11 +132,7 @@ def _in_order(
 
 
 def _launch(flags: list[str], launches: list[tuple[list[str], int]]) -> int:
-    """Run the overrides of each launch, which has so many jobs.
-
-    Returns:
-        The exit status after an interrupt, or 0.
-    """
+    """Run the overrides of each launch, which has so many jobs; returns likewise."""
     from nmrun.lab.words import sweeper
 
     sweeper.register()
@@ -248,18 +234,12 @@ def of_sweep(
     command: str,
     begins: Callable[[Path], None] = lambda run: None,
 ) -> dict[str, Any]:
-    """Run the ``number``-th job of the sweep that is recorded in ``folder``.
+    """Run the ``number``-th job, from 1, of the sweep that is recorded in ``folder``, and note its
+    end there.
 
-    Args:
-        folder: that of the record, in which the job's end is noted.
-        number: of the job, from 1.
-        overrides: the job's, as they are typed.
-        command: what asks for this job alone.
-        begins: is called with the folder of each run of the job that begins.
-
-    Returns:
-        The outcome, as of :func:`nmrun.lab.train.runner.run`, with the status ``refused`` for a
-        mistake.
+    ``command`` asks for this job alone; ``begins`` is called with the folder of each of its runs.
+    Returns the outcome as of :func:`nmrun.lab.train.runner.run`, with the status ``refused`` for a
+    mistake.
     """
     began = time.monotonic()
     head = sweep.title(folder, number, overrides)
@@ -305,8 +285,7 @@ def _outcome(
 @functools.cache
 def _runner() -> Any:
     """The module that trains, with torch. What is imported stays until the process ends: searching
-    it for garbage, again and again and once more at the end, would take half a second.
-    """
+    it for garbage, again and again and once more at the end, would take half a second."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -320,17 +299,11 @@ def _runner() -> Any:
 
 
 def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str, Any]:
-    """Run what a config asks for, unless that has finished already.
+    """Run what a config asks for, unless that has finished already; ``command`` asks for this run
+    alone.
 
-    Args:
-        sweep: the name of the sweep that the run belongs to.
-        command: what asks for this run alone.
-
-    Returns:
-        The outcome, as of :func:`nmrun.lab.train.runner.run`.
-
-    Raises:
-        ConfigError: for a mistake that only the built model or the file system shows.
+    Returns as :func:`nmrun.lab.train.runner.run`. ConfigError for a mistake that only the built model or
+    the file system shows.
     """
     folder = run_folder(config)
     there = RunFolder(folder)

@@ -32,9 +32,8 @@ KEPT = ("row", "events", "seconds", "training_seconds")
 
 
 class Due(NamedTuple):
-    """What follows a step. ``epoch`` and ``batch`` are counted from 0; the last step of
-    a run ends its epoch.
-    """
+    """What follows a step. ``epoch`` and ``batch`` count from 0; the last step of a run ends its
+    epoch."""
 
     epoch: int
     batch: int
@@ -49,11 +48,8 @@ class Loop:
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     Attributes:
-        id: the run's, which its checkpoints carry.
         row: what there is to log of a step whose evaluation a signal put off, else None.
-        evaluation: the evaluations, with the best of them.
         events: sentences on what happened, in order.
-        clock: when the next checkpoint by time is due, and what checkpoints have taken.
         seconds: of all sittings, with those that the recipe took beforehand.
         training_seconds: of steps and their logging alone, without the first step of a sitting,
             which warms up.
@@ -80,17 +76,11 @@ class Loop:
         self.progress = RunProgress(steps)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
-        """Train to the last step, or until there is a signal, on any rank.
+        """Train to the last step, or until there is a signal, on any rank; returns whether training
+        is over.
 
-        Args:
-            folder: the run's folder, for ``checkpoint.pt``.
-            tracker: logs rows; None where another rank does.
-
-        Returns:
-            Whether training is over. ``checkpoint.pt`` has the state.
-
-        Raises:
-            RunError: if a loss is not finite.
+        ``checkpoint.pt`` in ``folder`` has the state then. ``tracker`` logs rows; None where
+        another rank does. RunError if a loss is not finite.
         """
         earlier, began = self.seconds, time.perf_counter()
         begun = self.steps.step
@@ -201,9 +191,11 @@ class Loop:
         self._window = (time.perf_counter(), self.steps.step, self.steps.items)
 
     def _speed(self) -> dict[str, float]:
-        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``:
-        the share of it that a dense network's FLOPs take up (model FLOPs utilisation, Chowdhery et
-        al. 2022, appendix B)."""
+        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``.
+
+        That is the share of it that a dense network's FLOPs take up (model FLOPs utilisation,
+        Chowdhery et al. 2022, appendix B).
+        """
         began, step, items = self._window
         seconds, peak = (
             time.perf_counter() - began,
@@ -220,23 +212,16 @@ class Loop:
     # --- the beginning and the end ----------------------------------------------------------------
 
     def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
-        """Count what was needed before the first step as part of the run.
-
-        Args:
-            flops: by the names of :attr:`flops`.
-        """
+        """Count what was needed before the first step as part of the run."""
         self.seconds += seconds
         for name, number in flops.items():
             self.steps.flops[name] += number
 
     def finalize(self) -> dict[str, Tensor]:
-        """End the training: evaluations use the final weights from here on.
+        """End the training: evaluations use the final weights from here on. Returns these by name,
+        exactly N:M (this rank's parts of them where they are sharded).
 
-        Returns:
-            The weights by name, exactly N:M (this rank's parts of them where they are sharded).
-
-        Raises:
-            RunError: on all ranks, if one is not finite.
+        RunError on all ranks, if one is not finite.
         """
         weights = self.held.final_state_dict()
         broken = [name for name, part in weights.items() if not is_finite(local(part))]
@@ -249,11 +234,7 @@ class Loop:
     # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to end with the same bits.
-
-        Returns:
-            Tensors (this rank's parts of what is sharded) and plain data.
-        """
+        """All that a resumed run needs to end with the same bits."""
         state = self.steps.state_dict()
         state["loop"] |= {name: getattr(self, name) for name in KEPT}
         state["loop"] |= {"checkpoint_seconds": self.clock.spent, **self.evaluation.state_dict()}
@@ -268,7 +249,6 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
         self.steps.load_state_dict(state)
         self.average.load_state_dict(state["average"], self.held.handed_out)
         # more ranks than before: the new ones draw from where they are

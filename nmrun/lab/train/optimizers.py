@@ -19,14 +19,8 @@ Named = tuple[str, nn.Parameter]
 
 
 def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a model's parameters.
-
-    Args:
-        options: the config's group ``optimizer``.
-
-    Raises:
-        ConfigError: for ``head_lr`` with a model that has no layer named head.
-    """
+    """The optimizer of a model's parameters. ConfigError for ``head_lr`` without a layer named
+    head."""
     arguments = {k: v for k, v in options.values().items() if k not in ("head_lr", "decay")}
     groups: Any = [
         {"params": [parameter for _, parameter in named], **rate, **decay}
@@ -55,7 +49,6 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 def _by_rate(
     options: Optimizer, model: nn.Module
 ) -> Iterator[tuple[list[Named], dict[str, float]]]:
-    """The parameters by learning rate, with what their group has of its own."""
     every = list(model.named_parameters())
     if options.head_lr is None:
         yield every, {}
@@ -73,7 +66,6 @@ def _by_rate(
 def _by_decay(
     options: Optimizer, named: list[Named]
 ) -> Iterator[tuple[list[Named], dict[str, float]]]:
-    """These parameters by weight decay, with what their group has of its own."""
     if options.decay == "all":
         yield named, {}
         return
@@ -84,19 +76,11 @@ def _by_decay(
 def schedule_factor(
     name: str, warmup_steps: int, total_steps: int, final: float = 0.0
 ) -> Callable[[int], float]:
-    """Make a schedule with linear warm-up, whose first step has ``1 / warmup_steps``.
+    """The fraction of the base learning rate by step, from 0, with linear warm-up, whose first step
+    has ``1 / warmup_steps``.
 
-    Args:
-        name: the shape after the warm-up: ``constant`` at 1, or ``linear`` or ``cosine`` from 1
-            down to ``final`` at step ``total_steps``.
-        warmup_steps: optimizer steps of the warm-up; 0 for none.
-        total_steps: optimizer steps of the whole run.
-
-    Returns:
-        The fraction of the base learning rate by step, from 0.
-
-    Raises:
-        ValueError: for another name.
+    ``name``: the shape after the warm-up, ``constant`` at 1, or ``linear`` or ``cosine`` from 1
+    down to ``final`` at step ``total_steps``.
     """
     if name not in ("constant", "linear", "cosine"):
         raise ValueError(f"schedule {name!r}: allowed are constant, linear, cosine")
@@ -114,16 +98,11 @@ def schedule_factor(
 
 
 def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """Make the schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it.
+    """The schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it,
+    likewise.
 
-    It rises linearly to 1 at step ``warmup_steps``. From there it is ``sqrt(warmup_steps / step)``.
-
-    Args:
-        warmup_steps: optimizer steps of the warm-up, 1 or more.
-        start: the fraction at step 0.
-
-    Returns:
-        The fraction of the base learning rate by step, from 0.
+    It rises linearly from ``start`` to 1 at step ``warmup_steps``, then it is ``sqrt(warmup_steps /
+    step)``.
     """
     return lambda step: (
         start + (1.0 - start) * step / warmup_steps
@@ -133,16 +112,8 @@ def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int]
 
 
 def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
-    """Make the schedule of the config's ``schedule`` group.
-
-    Args:
-        options: the keys of this group; with ``cycles`` above 1 the schedule is run so many times,
-            each time over as many steps.
-        total_steps: optimizer steps of the whole run.
-
-    Returns:
-        The fraction of the base learning rate by step, from 0.
-    """
+    """The schedule of the config's group, likewise. With ``cycles`` above 1 it is run so many
+    times, each time over as many steps."""
     if options["name"] == "inverse_sqrt":
         return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
     cycles = options["cycles"]

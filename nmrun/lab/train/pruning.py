@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prune, evaluate before and after, and write a run folder; returns 0.
-
-    Raises:
-        ConfigError: for a mistake in the command.
-        RunError: where the network's metrics or calibration inputs are not finite.
-    """
+    """Prune, evaluate before and after, and write a run folder; returns 0."""
     parser = verbs.Parser(
         prog="nmrun prune",
         description="Prune a trained network in one shot, and evaluate it before and after.",
@@ -97,14 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
-    """Prune the network of a config, and write the run folder.
+    """Prune the network of a config, and write the run folder, which is there and ours; returns
+    what is in ``result.json``.
 
-    Args:
-        folder: that of the run, which is there and ours.
-
-    Returns:
-        What is in ``result.json``: as of a training, with ``eval/dense/...`` and ``test/dense/...``
-        from before, and the output ``error`` of each layer.
+    That is as of a training, with ``eval/dense/...`` and ``test/dense/...`` from before, and the
+    output ``error`` of each layer.
     """
     from nmrun.lab import tasks
     from nmrun.lab.train import build, results, weights
@@ -147,17 +139,8 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
 
 
 def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
-    """The first samples that a training with this seed would see.
-
-    Args:
-        accumulate: micro-batches of a batch, which pass one by one.
-
-    Yields:
-        Micro-batches, the last of which may be cut.
-
-    Raises:
-        ConfigError: where an epoch has fewer.
-    """
+    """The first samples that a training with this seed would see, in micro-batches of which the
+    last may be cut. ConfigError where an epoch has fewer."""
     found = 0
     for index in range(task.batches_per_epoch):
         for batch in task.micro_batches(0, index, accumulate):

@@ -44,10 +44,9 @@ LONGEST = 50_000
 
 @dataclass(frozen=True)
 class Proposal:
-    """A ratio for every layer.
+    """A ratio for every layer, by module name; N = M means dense.
 
     Attributes:
-        ratios: by module name; N = M means dense.
         kept: the share of squared weights that each layer keeps.
         used: the cost over all, as a share of what the layers cost dense.
         density: the kept weights over all, as a share of all weights of these layers.
@@ -67,18 +66,12 @@ def search_ratios(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> Proposal:
-    """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m``.
+    """Choose N from m, m/2, m/4, ..., 1, m a power of two, for every layer that can hold groups of
+    ``m``.
 
-    Args:
-        budget: what the layers may cost at most, as a share of what they cost dense.
-        costs: what a layer costs, by module name and N, N = ``m`` included
-            (:mod:`nmrun.lab.train.ratio_search`); layers that are not there stay dense. None: the number
-            of weights that are kept.
-        include, exclude: which weights, as in :func:`nmrun.sparsify`.
-
-    Raises:
-        ConfigError: for a budget that no choice holds, with the least that can be had.
-        ValueError: for an ``m`` that is no power of two.
+    ``budget`` is a share of what the layers cost dense. ``costs``: what a layer costs, by module
+    name and N, N = ``m`` included; others stay dense. None: the number of weights that are kept.
+    ConfigError for a budget that no choice holds, with the least that can be had.
     """
     kept = kept_shares(model, m, include, exclude)
     if not kept:
@@ -112,12 +105,8 @@ def best_choice(
     costs: Sequence[Sequence[float]], gains: Sequence[Sequence[float]], most: float
 ) -> list[int]:
     """Choose one option for each layer: the largest sum of gains of all whose costs add up to
-    ``most`` at most; of equal ones the cheapest.
-
-    Args:
-        gains: likewise.
-        most: not less than the cheapest choice costs.
-    """
+    ``most`` at most; of equal ones the cheapest. The cheapest choice costs no more than
+    ``most``."""
     spent, gained = np.zeros(1), np.zeros(1)  # the list, from the cheapest to what gains most
     to_come = sum(map(min, costs))
     came: list[NDArray[np.intp]] = []
@@ -155,14 +144,7 @@ def kept_shares(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> dict[str, Kept]:
-    """Say what each layer keeps at N of m, m/2, ..., 1.
-
-    Args:
-        model, m, include, exclude: as in :func:`search_ratios`.
-
-    Raises:
-        ValueError: for an ``m`` that is no power of two.
-    """
+    """What each layer keeps at N of m, m/2, ..., 1."""
     layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
         layers.setdefault(c.module_name, []).append(
@@ -179,11 +161,7 @@ def kept_shares(
 
 
 def halved(m: int) -> list[int]:
-    """List m, m/2, m/4, ..., 1.
-
-    Raises:
-        ValueError: for an ``m`` that is no power of two.
-    """
+    """m, m/2, m/4, ..., 1; ValueError for an ``m`` that is no power of two."""
     if m < 2 or m & (m - 1):
         raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
     return [m >> times for times in range(m.bit_length())]
@@ -208,12 +186,8 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -
 
 @dataclass(frozen=True)
 class Timed:
-    """What was measured of layers.
-
-    Attributes:
-        costs: milliseconds of one micro-batch, dense's where a ratio is slower than that.
-        left: by module name the reason why its products were not measured.
-    """
+    """Milliseconds of one micro-batch, dense's where a ratio is slower; in ``left``, by module
+    name, why a layer was not measured."""
 
     costs: Costs
     left: dict[str, str]
@@ -223,14 +197,8 @@ def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> Timed:
     """Measure the three products of layers in training, at every ratio, as a run would compute them
     here (:mod:`nmrun.fast.acceleration`), and the packing of their weights.
 
-    The run is built with each ratio, and not trained. What has been measured on this machine before
-    is taken from the cache of such times.
-
-    Args:
-        config_of: the config of the run with a ratio in all layers.
-
-    Raises:
-        ConfigError: where no product is measured, with the reasons.
+    The run is built with each ratio by ``config_of``, and not trained. What has been measured on
+    this machine before is taken from the cache. ConfigError where nothing is measured.
     """
     dense: dict[str, list[float]] = defaultdict(list)  # by weight; measured beside each ratio
     sparse: dict[str, dict[int, float]] = defaultdict(dict)

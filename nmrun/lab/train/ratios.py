@@ -157,8 +157,7 @@ def _checked(words: Sequence[str]) -> Config:
 
 def _settings(config: Config) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
-    seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam.
-    """
+    seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam."""
     from nmrun.lab.words import schema
 
     plain = dict(config.plain)

@@ -33,16 +33,8 @@ from nmrun.lab.words.metric import by_split
 def of_outcome(
     outcome: dict[str, Any], config: Config, command: str, loop: Loop | None
 ) -> dict[str, Any]:
-    """Complete what is known of a run's end with what every result has.
-
-    Args:
-        outcome: its ``status``, and what only runs with this status have.
-        command: what asks for this run alone; empty where nobody can know.
-        loop: its training, None where it ended before.
-
-    Returns:
-        Plain data, in which numbers that are not finite are None.
-    """
+    """Complete what is known of a run's end with what every result has; ``loop`` is None where it
+    ended before training. Numbers that are not finite are None."""
     described = environment(loop.steps.device if loop else torch.device("cpu"))
     strict: dict[str, Any] = _strict(
         {
@@ -74,14 +66,8 @@ def _strict(value: Any) -> Any:
 
 
 def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write ``result.json``, on the leader alone.
-
-    Args:
-        result: as of :func:`of_outcome`. That of a finished run is bound to the folder's files.
-
-    Returns:
-        What is in the file; ``failed``, with the reason, where it cannot be written.
-    """
+    """Write ``result.json``, on the leader alone, that of a finished run bound to the folder's
+    files. Returns what is in it; ``failed`` where it cannot be written."""
     try:
         if ranks.leads():
             return RunFolder(folder).write_result(result)
@@ -92,12 +78,8 @@ def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """What loggers show of a run that has ended, without nesting.
-
-    Returns:
-        The final metrics by name, those of the best weights under ``best/``, FLOPs under
-        ``flops/``; and how the run ended.
-    """
+    """What loggers show of a run that has ended, without nesting: metrics, those of the best
+    weights under ``best/``, FLOPs under ``flops/``, and how it ended."""
     metrics, told = result["metrics"], ("status", "error", "metric", "seconds", "training_seconds")
     return {
         **metrics["final"],
@@ -109,12 +91,6 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | None) -> None:
-    """Say how a run ended, in a few lines.
-
-    Args:
-        console: where to.
-        loop: its training, None where it ended before.
-    """
     if result["status"] == "failed":
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
@@ -137,22 +113,13 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
 
 
 def finish(folder: Path, loop: Loop) -> dict[str, Any]:
-    """Save the final weights and the best ones, and evaluate on each split what was not yet: the
-    last step's validation is that of the final weights, unless these are an average, and the best
-    weights may be the final ones. All ranks call.
+    """Save the final weights and the best ones, and evaluate on each split what was not yet.
+    Returns what is in ``result.json`` of a finished run only.
 
-    All that is done here can be done again from the last checkpoint, and counts as the run's time.
-
-    Args:
-        folder: the run's folder, which gets ``model.safetensors``, if an evaluation held the
-            pattern ``best.safetensors``, and if ``trainer.evaluate`` asks for the dense weights
-            behind sparse ones ``dense.safetensors``.
-
-    Returns:
-        What is in ``result.json`` of a finished run only.
-
-    Raises:
-        RunError: if the metric or a weight is not finite.
+    The last step's validation is that of the final weights, unless these are an average, and the
+    best weights may be the final ones. All ranks call. All that is done here can be done again from
+    the last checkpoint, and counts as the run's time. RunError if the metric or a weight is not
+    finite.
     """
     evaluation, report = loop.evaluation, loop.handle.report()
     began, metric = time.perf_counter(), f"eval/{loop.task.metric}"
@@ -200,21 +167,15 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
 
 
 def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Write a file of safetensors whole, on the leader alone.
-
-    Args:
-        path: where to.
-        weights: whole tensors on the CPU, by name.
-    """
+    """Write a file of safetensors whole, on the leader alone."""
     if ranks.leads():
         with atomic.replaced(path) as partial:
             save_file(weights, partial)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the files that a kill has left of :func:`save_weights`: safetensors writes beside the
-    name that it is given.
-    """
+    """Remove what a kill has left of :func:`save_weights`: safetensors writes beside the name that
+    it is given."""
     for path in folder.glob(".tmp*"):
         path.unlink()
 
@@ -223,9 +184,7 @@ PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wand
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``,
-    ``threads`` and ``ranks``, ``command``.
-    """
+    """Plain data; ``commit`` and ``dirty`` are null outside a checkout."""
     commit, dirty = _checkout()
     return {
         "commit": commit,

@@ -32,23 +32,15 @@ from nmrun.lab.words.identity import identity, title
 def run(
     config: Config, folder: Path, sweep: str | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """Train what a config asks for.
+    """Train what a checked config asks for; with ``dry`` build all and train nothing.
 
-    Args:
-        config: checked. ``dry`` builds all and trains nothing.
-        folder: the run's folder, made if need be.
-        sweep: the name of the sweep that the run belongs to: its W&B group, and fewer lines on the
-            screen.
-        command: what asks for this run alone, for ``result.json`` and the top of ``config.yaml``.
+    ``sweep`` is the name of the sweep that the run belongs to: its W&B group, and fewer lines on
+    the screen. ``command`` asks for this run alone.
 
-    Returns:
-        What is in ``result.json``, and the ``folder``. ``status`` is ``finished``, ``failed`` (with
-        ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned`` for a dry
-        run, ``running`` where another process is at work on the same run, and ``skipped`` where
-        one has finished it.
-
-    Raises:
-        ConfigError: for a mistake that only the built model or the file system shows.
+    Returns what is in ``result.json``, and the ``folder``. ``status`` is ``finished``, ``failed`` (with
+    ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned`` for a dry run,
+    ``running`` where another process is at work on the same run, and ``skipped`` where one has finished
+    it. ConfigError for a mistake that only the built model or the file system shows.
     """
     if config.dry:
         parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)
@@ -116,9 +108,8 @@ class _Run:
         self.tracker: Tracker | None = None
 
     def result(self) -> dict[str, Any]:
-        """Train, and write ``result.json`` whatever happens (but for a configuration error, which
-        leaves nothing).
-        """
+        """Train, and write ``result.json`` whatever happens, but for a ConfigError, which leaves
+        nothing."""
         with self.signals:
             ended = self._written(self._outcome())
             if self.loop is not None:
@@ -171,8 +162,7 @@ class _Run:
 
     def _train(self) -> dict[str, Any]:
         """Train to the end, with smaller and smaller micro-batches where memory runs out and
-        ``trainer.on_oom=halve``.
-        """
+        ``trainer.on_oom=halve``."""
         outcome, trainer = None, self.config.trainer
         accumulate = trainer.accumulate
         fresh = not self.config.resume or (self.config.force and not _forced_before(self.folder))

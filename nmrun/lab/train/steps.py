@@ -35,12 +35,9 @@ class TrainingSteps:
 
     Attributes:
         step: the batches so far. ``updates``: the optimizer steps (loss scaling may skip some).
-        total_steps: the batches of the run.
         accumulate: the micro-batches that a batch is cut into on each rank.
         losses: of the steps since ``logged_step``, on the device until they are logged.
         items: seen in this sitting.
-        flops: of the training so far, see :attr:`flops_used`.
-        held: how model and optimizer are held, replicated or sharded.
     """
 
     def __init__(self, config: Config, parts: Parts) -> None:
@@ -76,15 +73,8 @@ class TrainingSteps:
         self.handle.stepper.mask_metrics.begin()
 
     def train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
-        """Make one step.
-
-        Args:
-            epoch: counted from 0.
-            index: the batch of the epoch, counted from 0.
-
-        Raises:
-            RunError: on a CPU, if the loss is not finite.
-        """
+        """Make one step; ``epoch`` and ``index`` of the batch count from 0. RunError on a CPU, if
+        the loss is not finite."""
         self.activations.at(self.step)
         shares = self._shares(epoch, index)
         total = torch.zeros((), device=self.device)
@@ -119,8 +109,7 @@ class TrainingSteps:
 
     def _shares(self, epoch: int, index: int) -> list[tuple[Batch, float]]:
         """This rank's micro-batches and their shares in the batch's loss. A rank that has none
-        takes part with one whose share is 0.
-        """
+        takes part with one whose share is 0."""
         parts = self.accumulate * ranks.world()
         sizes = self.task.sizes(epoch, index, parts)
         self._count(items := sum(sizes))
@@ -169,8 +158,8 @@ class TrainingSteps:
 
     @property
     def flops_used(self) -> dict[str, int]:
-        """FLOPs of the training steps so far, those of a search for the decay included, and of
-        inference with the final weights on one item; see ``nmrun.lab.train.flops.Flops``.
+        """FLOPs of the training steps so far, a search for the decay included, and of inference
+        with the final weights on one item.
 
         ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there,
         ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the run's
@@ -185,11 +174,8 @@ class TrainingSteps:
     # --- what can go wrong ------------------------------------------------------------------------
 
     def check_losses(self) -> list[float]:
-        """Read the losses since the last training row.
-
-        Raises:
-            RunError: with what is known, if one is not finite, or the loss scale is too small.
-        """
+        """Read the losses since the last training row. RunError if one is not finite, or the loss
+        scale is too small."""
         losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
         for step, loss in enumerate(losses, self.logged_step + 1):
             if not math.isfinite(loss):
@@ -209,12 +195,7 @@ class TrainingSteps:
         return self.not_finite(step, what, where)
 
     def not_finite(self, step: int, what: str, where: str) -> str:
-        """Say what is not finite, and what to try.
-
-        Args:
-            step: the step, counted from 1.
-            what: what was seen, such as ``the loss is nan``.
-        """
+        """Say what is not finite at which step, from 1, and what to try."""
         lr = self.base_lrs[0] * self.lr_factor(self.updates)
         tries = [f"a lower optimizer.lr (it was {lr:.3g})"]
         tries += ["trainer.clip=1"] if self.trainer.clip is None else []
@@ -224,9 +205,8 @@ class TrainingSteps:
 
 
 def log_interval(every: int, total_steps: int) -> int:
-    """Return the steps between two training rows: ``every``, or the smallest multiple of it with
-    which ``total_steps`` make no more than ``MOST_ROWS`` of them.
-    """
+    """The steps between two training rows: ``every``, or the smallest multiple of it that gives
+    ``MOST_ROWS`` at most."""
     return every * max(1, -(-total_steps // (every * MOST_ROWS)))
 
 
@@ -242,10 +222,8 @@ def culprit(
     batches: list[Batch],
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> str:
-    """Find the first non-finite value on the way through one batch.
-
-    It is the input, a parameter, a layer's output or a gradient.
-    """
+    """The first non-finite value on the way through one batch: the input, a parameter, a layer's
+    output or a gradient."""
     for batch in batches:
         if not all(is_finite(tensor) for tensor in batch):
             return "the batch itself"

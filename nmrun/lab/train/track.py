@@ -31,20 +31,12 @@ from nmrun.patterns import written
 
 
 class Tracker:
-    """One run's metrics, in ``metrics.jsonl`` and in W&B.
+    """One run's metrics, in ``metrics.jsonl`` and in the loggers; a resumed run goes on where its
+    checkpoint was.
 
-    Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on where its checkpoint
-    was.
-
-    Args:
-        group: the sweep that it belongs to; None for none.
-        step: where training begins, 0 unless resumed. Rows of later steps are dropped, since they
-            will come again.
-        mark: that of the rows that there should be; None where it is not known.
-
-    Attributes:
-        events: which of the run's rows are lost.
-        mark: that of the rows that there are.
+    Rows of steps later than ``step``, where training begins, are dropped: they will come again.
+    ``mark`` is that of the rows that there should be (None: not known), then of those that there
+    are. ``events`` says which are lost.
     """
 
     def __init__(
@@ -81,9 +73,8 @@ class Tracker:
             self._leave(name, functools.partial(self._begin, name, run))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row, with the ``time`` in seconds since 1970. Numbers that are not finite become
-        null, which every JSON reader knows.
-        """
+        """Write one row, with the ``time`` in seconds since 1970. Numbers that are not finite
+        become null, which every JSON reader knows."""
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -105,11 +96,6 @@ class Tracker:
         os.fsync(self._file.fileno())
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Close all.
-
-        Args:
-            exit_code: 0 for a finished run.
-        """
         with contextlib.suppress(OSError):  # what a full disk did not take has been said already
             self._file.close()
         self._tell(lambda logger: logger.finish(summary, exit_code))
@@ -194,16 +180,8 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a logger needs to know it.
-
-    Attributes:
-        folder: the run's folder.
-        config: the whole config as plain data.
-        id: ten hexadecimal digits.
-        sweep: the name of the sweep that the run belongs to, or None.
-        history: the rows that a resumed run had logged before.
-        say: leaves a line for the reader.
-    """
+    """A run as a logger needs to know it; ``history`` has the rows that a resumed run had logged
+    before."""
 
     folder: Path
     config: dict[str, Any]
@@ -235,11 +213,7 @@ class TrackedRun:
 
 
 class WandBLogger:
-    """A run of W&B.
-
-    Args:
-        say: tells at the end how an offline run is uploaded; None: nothing is told.
-    """
+    """A run of W&B; ``say`` tells at the end how an offline run is uploaded."""
 
     def __init__(self, run: Any, say: Callable[[str], None] | None = None) -> None:
         self._run, self._say = run, say
@@ -306,8 +280,7 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
 
 def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
     """What is logged here is sent; the state of git, the console and statistics of the machine if
-    they are asked for, source code never.
-    """
+    they are asked for, source code never."""
     wanted: dict[str, Any] = {
         "silent": True,
         "console": "wrap" if track["console"] else "off",
@@ -397,11 +370,6 @@ class MLflowLogger:
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Write the summary: numbers as ``final/...`` metrics, all else as tags.
-
-        Args:
-            exit_code: 0 for a finished run.
-        """
         for key, value in summary.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._client.log_metric(self._id, f"final/{key}", float(value))

@@ -29,18 +29,11 @@ from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 def parts(
     config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
 ) -> tuple[Parts, str, FoundDecay | None]:
-    """Build the parts of a run, with what was found out for it.
+    """Build the parts of a run, with what was found out for it, which its checkpoint ``state`` has,
+    if there is one.
 
-    Args:
-        state: its checkpoint, which has what was found; None: the run begins.
-        search: search for the decay of ``recipe.decay=auto``; it is 0 otherwise.
-
-    Returns:
-        The parts; where a budget of seconds was planned now, a sentence on its steps, else
-        nothing; and what a search found now.
-
-    Raises:
-        ConfigError: for what only the built model shows.
+    Without ``search`` the decay of ``recipe.decay=auto`` is 0. Returns the parts; where a budget of
+    seconds was planned now, a sentence on its steps; and what a search found now.
     """
     steps, said, found = None, "", None
     trainer = {**config.plain["trainer"], "accumulate": accumulate}
@@ -61,17 +54,11 @@ WARM_UP = 3  # steps of a phase that are not counted: compilers, caches, a chang
 
 
 def steps_of_budget(config: Config) -> tuple[int, str]:
-    """Compute the steps that fill ``trainer.budget=seconds:...``.
+    """The steps that fill ``trainer.budget=seconds:...``, and a sentence for the log.
 
     Seconds are those of training steps: neither evaluation nor checkpoints, compilation or what
-    happens once between two phases.
-
-    Returns:
-        The number of steps, and a sentence for the log.
-
-    Raises:
-        ConfigError: where the recipe cannot make a run of so few steps, or the budget is shorter
-            than an epoch.
+    happens once between two phases. ConfigError where the recipe cannot make a run of so few steps,
+    or the budget is shorter than an epoch.
     """
     budget = str(config.trainer.budget)
     seconds = float(budget.removeprefix("seconds:"))
@@ -101,10 +88,8 @@ def steps_of_budget(config: Config) -> tuple[int, str]:
 def _trial(
     config: Config, total_steps: int | None, steps: int, log_every: int
 ) -> tuple[float, int]:
-    """The mean seconds of the first ``steps`` of a run of ``total_steps`` (None: of
-    ``trainer.epochs``), by :func:`mean_by_phase` and the leader's clock; and the batches of an
-    epoch.
-    """
+    """The mean seconds of the first ``steps`` of a run, by :func:`mean_by_phase` and the leader's
+    clock; and the batches of an epoch."""
     parts = build(config, total_steps)
     trial = TrainingSteps(config, parts)
     parts.model.train()
@@ -145,15 +130,8 @@ PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
 
 
 class FoundDecay(NamedTuple):
-    """What a search found.
-
-    Attributes:
-        decay: the decay.
-        said: a sentence for the log.
-        seconds: what the search took.
-        flops: likewise, by the names of :attr:`nmrun.lab.train.steps.TrainingSteps.flops`, without
-            ``training_dense``.
-    """
+    """What a search found; ``flops`` are by the names of ``TrainingSteps.flops``, without
+    ``training_dense``."""
 
     decay: float
     said: str
@@ -171,14 +149,8 @@ class Probe(NamedTuple):
 def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
     """Search up or down from 2e-4, by half powers of ten, for the first decay whose mu is in range.
 
-    Every probe trains from the initial weights for a tenth of the run.
-
-    Args:
-        total_steps: of the run, where they are planned; None: those of ``trainer.epochs``.
-
-    Returns:
-        That decay. If no value is in range, the one nearest to it in the direction of the search,
-        which ``said`` tells.
+    Every probe trains from the initial weights for a tenth of the run. If no value is in range, it
+    is the one nearest to it in the direction of the search, which ``said`` tells.
     """
     began, flops = time.perf_counter(), Counter[str]()
 

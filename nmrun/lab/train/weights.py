@@ -24,12 +24,8 @@ from nmrun.step.handle import Handle
 
 
 def network(config: Config, task: Task) -> nn.Module:
-    """Build a run's network with the weights that it begins with.
-
-    Raises:
-        ConfigError: where it cannot be built, and where ``init`` is no finished run of the same
-            network.
-    """
+    """Build a run's network with the weights that it begins with. ConfigError where ``init`` is no
+    finished run of the same network."""
     model = models.build(config.model.mapping(), task.inputs)
     # on meta, another process has the values
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
@@ -39,15 +35,8 @@ def network(config: Config, task: Task) -> nn.Module:
 
 
 def check_masks(place: str) -> None:
-    """Look whether the weights that ``recipe.masks`` names are as their run left them.
-
-    Args:
-        place: as :func:`nmrun.recipes.maskllm.masks_file` takes it; what is in no run's folder is
-            taken as it is.
-
-    Raises:
-        ConfigError: where a run's file was changed since.
-    """
+    """Look whether the weights that ``recipe.masks`` names are as their run left them; what is in
+    no run's folder is taken as it is. ConfigError where they were changed."""
     path = masks_file(place)
     if path.name in WEIGHTS:
         folder = RunFolder(path.parent)
@@ -65,20 +54,14 @@ def load(
     heads: Collection[str] = (),
     part: Collection[str] = (),
 ) -> None:
-    """Give a network the weights of a finished run.
+    """Give a network the weights of a finished run: ``place`` is its folder, for its last weights,
+    or a file of weights in it.
 
-    Args:
-        model: of the same architecture as the run's.
-        place: the run's folder, for its last weights, or a file of weights in it.
-        asked: the key and value that ask for it, for errors.
-        heads: modules that may be another task's: they stay as they are where the run has none of
-            the same shape.
-        part: the module that may be another task's whole network, if there is one: where the run
-            has nothing of that name, the module gets its weights.
-
-    Raises:
-        ConfigError: where no finished run is there, another network's, or weights that were
-            changed since.
+    ``heads`` are modules that may be another task's: they stay where the run has none of the same
+    shape. ``part`` is the module that may be another task's whole network: where the run has
+    nothing of that name, the module gets its weights. ``asked`` is the key and value for errors.
+    ConfigError where no finished run is there, another network's, or weights that were changed
+    since.
     """
     folder, file = weights_in(place)
     if why := folder.without(file):
@@ -111,7 +94,8 @@ def load(
 
 
 class Replicated:
-    """A sparse model, its optimizer and its handle, whole in every process."""
+    """A sparse model, its optimizer and its handle, whole in every process; in shards it is
+    ``nmrun.lab.train.fsdp.Sharded``."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
         self.model, self.optimizer, self.handle = model, optimizer, handle
@@ -130,7 +114,7 @@ class Replicated:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This process's parts of tensors by the names of parameters and buffers: as they are."""
+        """This process's parts of tensors by name: as they are."""
         return dict(tensors)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,13 +141,11 @@ class Replicated:
 
 
 class Average:
-    """Adds up what is saved of a model, parameters and running statistics, at the ends of epochs.
+    """Adds up what is saved of a model, parameters and running statistics, at the ends of the
+    ``last`` epochs; 1 does nothing (Vaswani et al. 2017, arXiv 1706.03762, section 6.1).
 
     Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the
     recipe's, where it is fixed).
-
-    Args:
-        last: how many epochs, at the end of the run, are averaged; 1 does nothing.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, last: int) -> None:
@@ -173,7 +155,6 @@ class Average:
 
     @torch.no_grad()
     def add(self, left: int) -> None:
-        """An epoch is over; ``left`` more will follow."""
         if self.last == 1 or left >= self.last:
             return
         with self.handle.dense_weights():
@@ -199,11 +180,8 @@ class Average:
         state: dict[str, Any],
         handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
-        """Restore :meth:`state_dict`.
-
-        Args:
-            handed_out: gives this process's parts of whole tensors; all of them by default.
-        """
+        """Restore :meth:`state_dict`; ``handed_out`` gives this process's parts of whole
+        tensors."""
         sums = handed_out(state["sums"]) if state["count"] else {}
         self.sums = {
             name: sums[name].to(tensor.device)

@@ -34,12 +34,10 @@ LOOK = 0.1  # seconds between two looks at the others
 
 
 class Sweeper:
-    """While entered, the first signal is ``caught`` and reaches the jobs that run; with a second one
-    the launcher ends them at once.
+    """While entered, the first signal is ``caught`` and reaches the jobs that run; with a second
+    one the launcher ends them at once.
 
-    Args:
-        waits: whether the jobs run in processes that this one has started. Else it leaves signals
-            to the launcher.
+    ``waits``: the jobs run in processes that this one has started. Else signals are the launcher's.
     """
 
     def __init__(self, folder: Path, waits: bool) -> None:
@@ -106,8 +104,7 @@ def end_with_sweep() -> None:
 @contextlib.contextmanager
 def ends_by_signal() -> Iterator[None]:
     """While entered, a signal raises KeyboardInterrupt in a worker, but in a run, which handles it.
-    Afterwards none does anything, since an idle worker has nothing to save.
-    """
+    Afterwards none does anything: an idle worker has nothing to save."""
     if not launched_this():
         yield
         return
@@ -145,14 +142,8 @@ STYLES = {"finished": "green", "failed": "bold red", "refused": "bold red", "kil
 
 
 class SweepTable:
-    """While entered, a thread reads the record of a sweep and the files of its runs.
-
-    Args:
-        left: called once where nobody reads the output any more.
-
-    Attributes:
-        is_drawn: whether the table is on the terminal.
-    """
+    """While entered, a thread reads the record of a sweep and the files of its runs, and draws the
+    table on a terminal. ``left`` is called once where nobody reads the output any more."""
 
     def __init__(self, folder: Path, left: Callable[[], None]) -> None:
         self.folder, self.left = folder, left
@@ -218,9 +209,7 @@ class SweepTable:
             self._live.console.print(folded(text, sys.stdout), style=style, soft_wrap=True)
 
     def _row(self, record: sweep.Record, line: dict[str, Any]) -> tuple[str, ...]:
-        """The cells of a job: which it is, and as far as is known its phase, epoch or step, metric
-        and time left.
-        """
+        """A job's name, phase, epoch or step, metric and time left, as far as they are known."""
         place, name = str(line.get("folder") or ""), sweep.name(record, line)
         trainer = self._trainers.get(place) or RunFolder(place).config.get("trainer", {})
         self._trainers[place] = trainer
