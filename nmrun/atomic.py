@@ -15,15 +15,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def room_told(path: Path) -> Iterator[None]:
-    """Say in the error of a full disk how much is free, while a file is written.
-
-    Args:
-        path: the file.
-
-    Raises:
-        OSError: with a number of ``FULL``, the reason as its ``strerror`` and the file, whatever
-            wrote it; other errors stay as they are.
-    """
+    """Say in the error of a full disk how much is free, while a file is written. Raises OSError
+    with a number of ``FULL``, whatever wrote the file; other errors stay as they are."""
     try:
         yield
     except Exception as error:
@@ -49,17 +42,9 @@ def _size(count: float) -> str:
 @contextlib.contextmanager
 def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
     """Replace a file whole: a kill or a power cut at any moment leaves the old content or the new.
-
-    Args:
-        path: the file.
-        shared: other processes may replace it at the same time; the last one's content stays.
-
-    Returns:
-        A context with the path to write to, beside the file; it takes the file's name at the end.
-
-    Raises:
-        OSError: of a full disk as :func:`room_told` says it.
-    """
+    A context with the path to write to, which takes the file's name at the end. ``shared``:
+    other processes may replace the file at the same time, and the last one's content stays.
+    Raises OSError of a full disk as :func:`room_told` says it."""
     owner = f"{os.getpid()}." if shared else ""
     partial = path.with_name(f"{path.name}.{owner}partial")
     with room_told(path):
@@ -78,13 +63,7 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def write(path: Path, content: bytes | str, shared: bool = False) -> None:
-    """Write a file whole: see :func:`replaced`.
-
-    Args:
-        path: the file.
-        content: bytes, or text for UTF-8.
-        shared: other processes may write it at the same time.
-    """
+    """Write a file whole, text as UTF-8: see :func:`replaced`."""
     with replaced(path, shared) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 

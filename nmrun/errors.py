@@ -1,6 +1,4 @@
-"""The two ways a run can end badly. Neither shows a traceback: the message is for the person who
-typed the command.
-"""
+"""The two ways a run can end badly, each with a message for the person who typed the command."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from typing import TextIO
 
 
 class ConfigError(ValueError):
-    """A mistake in what was asked for: exit status 2. A ValueError, for users of the library.
-    Carries all problems found, one line each.
-    """
+    """A mistake in what was asked for: exit status 2. It carries all problems found, one line each."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -23,11 +19,11 @@ class ConfigError(ValueError):
 
 
 class RunError(Exception):
-    """Work that started and could not go on (a run whose loss is not finite, say): exit status 1."""
+    """Work that started and could not go on: exit status 1."""
 
 
 def leads() -> bool:
-    """Whether this process speaks, of those that torchrun starts for one run; see nmrun.ranks."""
+    """Whether this process speaks, of those that torchrun starts for one run."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -45,8 +41,7 @@ def tell(lines: Iterable[str]) -> None:
 
 def folded(text: str, stream: TextIO) -> str:
     """Break lines at words where a terminal ends, and indent what follows; elsewhere a line stays
-    one line. What is longer than the terminal is wide, a path say, stays whole.
-    """
+    one."""
     if not stream.isatty():
         return text
     width, lines = shutil.get_terminal_size().columns, list[str]()

@@ -23,19 +23,15 @@ class PatternError(ValueError):
 class Pattern:
     """N:M sparsity: at most ``n`` non-zeros in every group of ``m``. ``str(pattern)`` is ``2:4``.
 
-    With ``v`` above 1 it is V:N:M sparsity, a format of VENOM (Castro et al. 2023, arXiv 2310.02065): in
-    every block of V rows and M columns, the rows have their non-zeros in the same four columns, at
-    most N each. Such a weight is N:M as well. ``str(pattern)`` is ``64:2:8``.
+    With ``v`` above 1 it is V:N:M sparsity, a format of VENOM (Castro et al. 2023, arXiv
+    2310.02065). In every block of V rows and M columns, the rows have their non-zeros in the same
+    four columns, at most N each. Such a weight is N:M as well.
 
     Args:
-        n: from 1 to m.
-        m: the size of a group.
-        length: the size of a dimension whose last group may be short (see :meth:`over`). 0, the
+        n: from 1 to m; for v above 1, n <= 4 < m. Anything else is a PatternError.
+        length: the size of a dimension whose last group may be short (:meth:`over`). 0, the
             default: M must divide the size of every dimension.
         v: the rows of a block.
-
-    Raises:
-        PatternError: unless 1 <= n <= m; for v above 1, unless n <= 4 < m.
     """
 
     n: int
@@ -56,11 +52,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str | Pattern) -> Pattern:
-        """Read a pattern.
-
-        Args:
-            text: ``"2:4"``, ``"2of4"``, ``"64:2:8"`` or ``"64of2of8"``. A Pattern is returned as
-                it is.
+        """Read ``"2:4"``, ``"2of4"``, ``"64:2:8"`` or ``"64of2of8"``; a Pattern stays as it is.
 
         Raises:
             PatternError: for any other text.
@@ -82,11 +74,7 @@ class Pattern:
         return cls(int(match[2]), int(match[3]), v=int(match[1] or 1))
 
     def over(self, length: int) -> Pattern:
-        """Return the pattern for one dimension whose last group may be short.
-
-        Args:
-            length: the size of the dimension. Zeros fill up its last group.
-        """
+        """The pattern for a dimension of this size, whose last group zeros fill up."""
         return replace(self, length=length)
 
     @property
@@ -110,17 +98,14 @@ class Pattern:
 
     @property
     def fits_2_4(self) -> bool:
-        """Whether at most two of every aligned four weights are non-zero.
-
-        So it is for 1:M, since four weights lie in two groups at most (M > 1), and for 2:M with M a
-        multiple of 4.
-        """
+        """Whether at most two of every aligned four weights are non-zero. So it is for 1:M, since
+        four weights lie in two groups at most, and for 2:M with M a multiple of 4."""
         return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
 
 
 def written(ratio: Mapping[str, Any]) -> str:
-    """The text of ``n``, ``m`` and, where a config has it, ``v``, as :meth:`Pattern.parse` reads
-    it; ``dense`` where there is neither N nor M."""
+    """The text of a config's ``n``, ``m`` and ``v``, as :meth:`Pattern.parse` reads it, or
+    ``dense``."""
     if ratio["n"] is None and ratio["m"] is None:
         return "dense"
     rows = ratio.get("v", 1)
@@ -128,8 +113,8 @@ def written(ratio: Mapping[str, Any]) -> str:
 
 
 def stepwise(target: Pattern) -> list[Pattern]:
-    """List the patterns of stepwise structure decay: ``M-1:M, M/2:M, M/4:M, ..., N:M``. ``target``:
-    the last pattern, N:M. Raises PatternError unless M / N is a power of two."""
+    """The patterns of stepwise structure decay, ``M-1:M, M/2:M, M/4:M, ..., N:M``. Raises
+    PatternError unless M / N is a power of two."""
     ratio = target.m // target.n
     if target.m % target.n or ratio & (ratio - 1):
         raise PatternError(
@@ -140,8 +125,7 @@ def stepwise(target: Pattern) -> list[Pattern]:
 
 
 def geometric(target: Pattern, frames: int, densify: bool = False) -> list[Pattern]:
-    """List the patterns of geometric structure decay: the same density in ever smaller groups.
-    ``target``: the last pattern, N:M. ``densify``: N stays instead of the density, which rises.
-    Returns ``kN:kM``, or ``N:kM``, for k = 2^(frames - 1), ..., 2, 1."""
+    """The patterns of geometric structure decay: ``kN:kM`` for k = 2^(frames - 1), ..., 2, 1. With
+    ``densify``, ``N:kM``: N stays instead of the density, which rises."""
     times = [1 << i for i in reversed(range(frames))]
     return [replace(target, n=target.n * (1 if densify else k), m=target.m * k) for k in times]

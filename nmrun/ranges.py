@@ -1,6 +1,4 @@
-"""Which values a setting takes, in words and as a test: for hyperparameters, and for whoever has
-other keys.
-"""
+"""Which values a setting takes, in words and as a test."""
 
 from __future__ import annotations
 
@@ -17,9 +15,8 @@ from nmrun.registry import did_you_mean
 
 @dataclass(frozen=True)
 class Check:
-    """What a key takes, in words and as a test; ``convert`` gives equal values one form (1 and
-    1.0), so that they are one run.
-    """
+    """What a key takes, in words and as a test. ``convert`` gives equal values one form (1 and
+    1.0), so that they are one run."""
 
     allowed: str
     holds: Callable[[Any], bool]
@@ -43,7 +40,6 @@ class Search:
 
 
 def among(*values: Any) -> Search:
-    """Look among these values."""
     return Search(values)
 
 
@@ -58,8 +54,7 @@ def log(low: float, high: float) -> Search:
 
 
 def whole(low: int, high: float = math.inf, optional: bool = False) -> Check:
-    """A whole number in a range. ``low``, ``high``: the ends, allowed; no upper end by default.
-    ``optional``: whether null is allowed too."""
+    """A whole number in a range, its ends included."""
     return Check(
         f"a whole number, {low} {'or more' if high == math.inf else f'to {high}'}"
         + (", or null" if optional else ""),
@@ -74,9 +69,7 @@ def number(
     open_high: bool = False,
     optional: bool = False,
 ) -> Check:
-    """A finite number in a range. ``low``, ``high``: the ends; no upper end by default.
-    ``open_low``, ``open_high``: whether the end itself is not allowed. ``optional``: whether
-    null is allowed too."""
+    """A finite number in a range. ``open_low``, ``open_high``: the end itself is not allowed."""
 
     def holds(value: Any) -> bool:
         if value is None or type(value) not in (int, float) or not math.isfinite(value):
@@ -164,8 +157,8 @@ SPAN = Check(
 
 
 def checks(kind: Any) -> dict[str, Check | None]:
-    """The range of each field that a class is made with; None for one that takes anything.
-    ``kind``: a dataclass whose ranges are written ``Annotated[int, whole(1)]``."""
+    """The range of each field that a dataclass is made with, from ``Annotated[int, whole(1)]``;
+    None for one that takes anything."""
     hints = typing.get_type_hints(kind, include_extras=True)
     extras = {
         key.name: getattr(hints[key.name], "__metadata__", ())
@@ -180,8 +173,7 @@ def checks(kind: Any) -> dict[str, Check | None]:
 def wrong_values(
     ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, str]]:
-    """The values out of their ranges: a line for each, with the key that is wrong after
-    ``prefix``."""
+    """The values out of their ranges: a line for each, with the key after ``prefix``."""
     for key, allowed in ranges.items():
         if allowed is not None and key in given and not allowed.holds(given[key]):
             hint = did_you_mean(str(given[key]), allowed.options)

@@ -1,6 +1,5 @@
-"""Classes and functions by name: built-in ones, those of installed packages by entry points, or a
-user's own by the dotted path.
-"""
+"""Classes and functions by name: built-in ones, those of installed packages, or a user's own by the
+dotted path."""
 
 from __future__ import annotations
 
@@ -18,12 +17,9 @@ if TYPE_CHECKING:
 
 
 def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
-    """Import the object that a name stands for.
-
-    ``kind``: the key of the config that has the name, such as ``model.name``, for the error.
-    ``name``: a name of ``known``, or a dotted path. Returns the object. Raises ConfigError for an
-    unknown name, with the nearest one, and for a path that cannot be imported.
-    """
+    """Import the object that a name of ``known``, or a dotted path, stands for. ``kind``: the key
+    that has the name, such as ``model.name``. Raises ConfigError for an unknown name, with the
+    nearest one, and for a path that cannot be imported."""
     if name in known:
         module, _, attribute = known[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
@@ -38,8 +34,8 @@ def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
 
 
 def imported(path: str, what: str) -> Any:
-    """Import an object by its dotted path; modules of the current folder are found too. ``path``:
-    ``package.module.name``. Returns the object. Raises ValueError where it cannot be imported."""
+    """Import an object by its dotted path; modules of the current folder are found too. Raises
+    ValueError where it cannot be imported."""
     module, _, attribute = path.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -78,19 +74,15 @@ ALSO = {
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Ask whether another option was meant. Returns ``"; did you mean ...?"``, or an empty string
-    where no option is near."""
+    """``"; did you mean ...?"``, or an empty string where no option is near."""
     meant = nearest(word, options)
     return f"; did you mean {meant}?" if meant else ""
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option that was probably meant: the one that is called so elsewhere, then the same but
-    for capitals and dashes, the same letters in another order (the most frequent mistake), similar
-    letters, and one that has the word in it.
-
-    Returns the option, or None where none is near.
-    """
+    """The option that was probably meant, or None. In this order: what it is called elsewhere, the
+    same but for capitals and dashes, the same letters in another order, similar letters, one
+    that has the word in it."""
     by_letters: dict[str, str] = {}
     for option in options:
         by_letters.setdefault(_letters(option), option)

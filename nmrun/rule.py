@@ -26,17 +26,15 @@ class Rule:
     Args:
         pruned_gradient_decay: this factor times the dense weight is added to the gradients of
             pruned weights (SR-STE's lambda). Not together with ``pruned_gradient_factor``.
-        pruned_gradient_factor: the gradients of pruned weights are multiplied by this factor; 0
-            masks them.
-        pruned_weight_factor: pruned weights are multiplied by this factor in the forward pass
-            (MdGf's D).
-        soft_threshold_scale: a 0-dimensional tensor; the forward weight is then the soft threshold
-            times this scale (S-STE's beta). None: the hard threshold.
+        pruned_gradient_factor: of the gradients of pruned weights; 0 masks them.
+        pruned_weight_factor: of pruned weights in the forward pass (MdGf's D).
+        soft_threshold_scale: 0-dimensional; the forward weight is then the soft threshold times
+            this scale (S-STE's beta). None: the hard threshold.
         soft_threshold_gamma: where the soft threshold lies between the (N+1)-th largest magnitude
             (0, S-STE's) and the N-th (1).
         mask: a fixed mask: bool, shape of the weight, True = kept. None: the N largest of every M,
             chosen anew after every step.
-        pattern: the pattern of this step. None: the weight's own; structure decay has others.
+        pattern: of this step. None: the weight's own; structure decay has others.
     """
 
     pruned_gradient_decay: float = 0.0
@@ -49,12 +47,8 @@ class Rule:
 
     @property
     def kind(self) -> tuple[bool, bool, bool, bool, bool]:
-        """The variant of the rule that a kernel is compiled for.
-
-        Returns:
-            Whether the rule (decays gradients, scales gradients, has a fixed mask, has a soft
-            threshold, keeps a fraction of pruned weights).
-        """
+        """The variant that a kernel is compiled for: whether the rule decays gradients, scales
+        gradients, has a fixed mask, has a soft threshold, keeps a fraction of pruned weights."""
         return (
             self.pruned_gradient_decay != 0,
             self.pruned_gradient_factor != 1,
@@ -64,14 +58,9 @@ class Rule:
         )
 
     def then(self, after: Rule) -> Rule:
-        """Join the gradient's part of this rule with the forward part of the next step's rule.
-
-        A fused step edits the gradient by the rule of the forward pass before it, and projects by
-        the rule of the forward pass after it.
-
-        Args:
-            after: the rule of the next step.
-        """
+        """Join the gradient's part of this rule with the forward part of the next step's rule. A
+        fused step edits the gradient by the rule of the forward pass before it, and projects by
+        the rule of the forward pass after it."""
         return replace(
             after,
             pruned_gradient_decay=self.pruned_gradient_decay,

@@ -71,12 +71,8 @@ class NMTrainerCallback(TrainerCallback):
         lr_scheduler: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Make the weights sparse. A checkpoint was loaded before.
-
-        Raises:
-            ConfigError: as :func:`nmrun.sparsify`, and for a checkpoint that has no state of the
-                optimizer.
-        """
+        """Make the weights sparse; a checkpoint was loaded before. Raises ConfigError as
+        :func:`nmrun.sparsify`, and for a checkpoint that has no state of the optimizer."""
         assert model is not None
         empty = not any(unwrapped(optimizer).state.values())
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
@@ -101,11 +97,8 @@ class NMTrainerCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See that the optimizer of the beginning has stepped, and when weights become sparse.
-
-        Raises:
-            RunError: where another optimizer moves the weights.
-        """
+        """See when weights become sparse. Raises RunError where another optimizer than the first
+        moves them."""
         assert self.handle is not None
         step = self.handle.recipe.step
         if step == self._step and any(weight.moved() for weight in self.handle.sparse):
@@ -128,10 +121,7 @@ class NMTrainerCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the recipe; the weights of the best model, if the Trainer has loaded it, stay.
-
-        Raises:
-            RunError: as :meth:`nmrun.Handle.finalize`, and where the best model is not N:M.
-        """
+        """End the recipe; the weights of the best model, if the Trainer has loaded it, stay. Raises
+        RunError as :meth:`nmrun.Handle.finalize`, and where the best model is not N:M."""
         assert self.handle is not None
         end(self.handle)

@@ -61,12 +61,9 @@ class NMCallback(Callback):
         self._optimizer, self._was_sparse = optimizer, True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the weights sparse. The optimizer's state is loaded after this.
-
-        Raises:
-            ConfigError: for several optimizers none of which was named, for ``WeightAveraging``,
-                and as :func:`nmrun.sparsify`.
-        """
+        """Make the weights sparse; the optimizer's state is loaded after this. Raises ConfigError
+        as :func:`nmrun.sparsify`, for several optimizers none of which was named, and for
+        ``WeightAveraging``."""
         averaging = getattr(callbacks, "WeightAveraging", None)
         if averaging and any(isinstance(each, averaging) for each in _callbacks(trainer)):
             raise ConfigError(
@@ -104,11 +101,7 @@ class NMCallback(Callback):
         self._was_sparse = self.handle.is_sparse
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the recipe.
-
-        Raises:
-            RunError: as :meth:`nmrun.Handle.finalize`.
-        """
+        """End the recipe. Raises RunError as :meth:`nmrun.Handle.finalize`."""
         assert self.handle is not None
         end(self.handle)
 

@@ -19,12 +19,10 @@ from nmrun.step.sparsify import sparsify, unwrapped
 
 
 class Training:
-    """A sparse training whose model and optimizer a stack makes later. Raises ConfigError for an
-    unknown recipe, pattern or value. Raises TypeError for an unknown hyperparameter.
+    """A sparse training whose model and optimizer a stack makes later.
 
-    Args:
-        recipe, pattern, total_steps: as of :func:`nmrun.sparsify`.
-        own_optimizer: how the stack is given an optimizer of nmrun's, for recipes that need one.
+    ``own_optimizer``: how the stack is given an optimizer of nmrun's. Raises ConfigError for an
+    unknown recipe, pattern or value, TypeError for an unknown hyperparameter.
     """
 
     def __init__(
@@ -51,15 +49,11 @@ class Training:
         resumed: int = 0,
         schedules: Sequence[Any] = (),
     ) -> Handle:
-        """Make the weights sparse, as :func:`nmrun.sparsify` does.
-
-        A training of the same model that was cut off in this process is left first. Where its own
-        optimizer has loaded a checkpoint since, it goes on. ``model``, ``optimizer``: those that
-        train. ``total_steps``: what the stack knows of it, where nothing else was asked for.
-        ``resumed``: the step of the checkpoint that model and optimizer have loaded; 0 for none.
-        Raises ConfigError as :func:`nmrun.sparsify`, and for a recipe that adds a parameter group
-        where a schedule has a function for each group.
-        """
+        """Make the weights sparse, as :func:`nmrun.sparsify` does. A training of the same model
+        that was cut off in this process is left first. Where its own optimizer has loaded the
+        checkpoint of step ``resumed`` since, it goes on. Raises ConfigError as
+        :func:`nmrun.sparsify`, and for a recipe that adds a parameter group where a schedule has
+        a function for each group."""
         if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
             raise ConfigError(
                 f"{self._name} adds a parameter group, for which an older LambdaLR has no function: "
@@ -85,7 +79,7 @@ class Training:
 @torch.no_grad()
 def end(handle: Handle) -> None:
     """End the recipe. N:M weights that the stack has loaded since the last step stay: those of the
-    best checkpoint, or an average. Raises RunError where loaded weights are not N:M, and as
+    best checkpoint, or an average. Raises RunError where they are not N:M, and as
     :meth:`nmrun.Handle.finalize`."""
     loaded = [(w, w.parameter.detach().clone()) for w in handle.sparse if w.moved()]
     for weight, _ in loaded:

@@ -24,11 +24,8 @@ MOST_LAUNCHES = 64  # structure decay changes patterns; older launches are dropp
 
 
 class OnePass:
-    """Steps in one pass, and what they keep from one step to the next.
-
-    ``pending`` are the operands of the coming step by parameter: :meth:`plan` fills it,
-    :meth:`step` uses it up.
-    """
+    """Steps in one pass, and what they keep from one step to the next. ``pending``: the operands of
+    the coming step by parameter."""
 
     def __init__(self) -> None:
         self.pending: dict[Any, Operands] = {}
@@ -41,7 +38,7 @@ class OnePass:
         self.pending, self._counts = {}, {}
 
     def plan(self, group: dict[str, Any], p: Tensor, state: dict[str, Any], update: Update) -> bool:
-        """Take one parameter into the coming step, if a kernel does it; returns whether."""
+        """Take one parameter into the coming step, if a kernel does it."""
         grad = p.grad
         assert grad is not None
         second, frozen = state.get("frozen_denominator"), "frozen_denominator" in state
@@ -64,10 +61,7 @@ class OnePass:
 
     @breaks_graph
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
-        """Step the group's pending parameters: weights, moments and projections.
-
-        Gradients stay as they are. Returns the parameters that were stepped.
-        """
+        """Step the group's pending parameters: weights, moments and projections; returns them."""
         chosen = [p for p in group["params"] if p in self.pending]
         if not chosen:
             return []
@@ -116,10 +110,8 @@ class OnePass:
 
 
 def supports(o: Operands, fused: bool) -> bool:
-    """Whether a kernel does this step: float32 tensors stored alike.
-
-    On the CPU only for ``fused`` optimizers, whose bits it has.
-    """
+    """Whether a kernel does this step: float32 tensors stored alike, on the CPU only for ``fused``
+    optimizers, whose bits it has."""
     dense, rule = o.update.dense, o.update.rule
     if rule.soft_threshold_gamma:
         return False

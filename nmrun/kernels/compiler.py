@@ -36,17 +36,9 @@ IMPORTED_IN = os.getpid()  # libgomp's threads do not survive a fork, and it wou
 def library(
     name: str, sources: Sequence[str], flags: Sequence[str] = (), room: str = "nmrun.kernels"
 ) -> ctypes.CDLL | None:
-    """The shared library of C sources, built if needed.
-
-    Args:
-        name: how its file begins.
-        sources: names of files, without ``.c``; they become one translation unit.
-        flags: of the compiler, after :data:`FLAGS`.
-        room: the package that the files lie in.
-
-    Returns:
-        The library, or None where no C compiler works.
-    """
+    """The shared library of C sources, built if needed; None where no C compiler works.
+    ``sources``: names of files of the package ``room``, without ``.c``; they become one
+    translation unit."""
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -74,11 +66,9 @@ def in_parts(
     """Call a kernel for parts of its rows, on as many of torch's threads as they are worth.
 
     Args:
-        kernel: a function of a :func:`library` that takes pointers and whole numbers.
         operands: what it is called with; :data:`BEGIN` and :data:`END` stand for a part's rows.
-        rows: how many there are.
-        weights: the work in them all, in weights of a pass over memory.
-        unit: all parts but the last are multiples of it.
+        weights: the work in all rows, in weights of a pass over memory.
+        unit: all parts but the last are multiples of so many rows.
 
     Raises:
         MemoryError: where it does not return 0.
@@ -160,8 +150,7 @@ def _digest(path: Path) -> str:
 
 def cache_folder() -> Path:
     """Where what was built or measured on this machine is kept between runs; a folder of this
-    process alone where that one cannot be written or belongs to somebody else.
-    """
+    process alone where that one cannot be written or belongs to somebody else."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "nmrun" / "kernels"
@@ -182,8 +171,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _processor() -> str:
     """What ``-march=native`` depends on: a cache shared between machines must not hand one the
-    other's code.
-    """
+    other's code."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

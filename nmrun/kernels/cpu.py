@@ -36,14 +36,10 @@ def project(
     scale: float = 1.0,
     factor: float = 0.0,
 ) -> bool:
-    """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where
-    this kernel does not apply.
-
-    Hard threshold by default, ``scale * soft threshold`` with ``soft``; of a hard one, pruned
-    weights are kept ``factor`` times. Applies to float32 CPU tensors of at least ``SMALLEST``
-    elements, contiguous or both with channels last, for M up to ``LARGEST_M``. Runs on as many
-    threads as torch does.
-    """
+    """Write the N:M projection of ``weight`` into ``out``, or return False where this kernel does
+    not apply. Hard threshold by default, ``scale * soft threshold`` with ``soft``; of a hard
+    one, pruned weights are kept ``factor`` times. Applies to float32 CPU tensors of at least
+    ``SMALLEST`` elements, contiguous or both with channels last, for M up to ``LARGEST_M``."""
     if not takes(pattern, weight, out) or (kernel := load(pattern, factor != 0)) is None:
         return False
     dim, (weight, out) = as_stored(dim, weight, out)
@@ -60,8 +56,7 @@ def project(
 
 
 def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
-    """Write the N:M mask of ``weight`` into ``out`` (bool) and return True, or return False where
-    this kernel does not apply: as :func:`project`."""
+    """Write the N:M mask of ``weight`` into ``out`` (bool): else as :func:`project`."""
     if not (takes(pattern, weight) and stored_alike(weight, out)):
         return False
     if (kernel := load(pattern)) is None:
@@ -79,9 +74,8 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
 
 
 def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
-    """Write the projection of ``weight`` along dimension 0, as if its rows stood in ``order``
-    (int64), into ``out`` and return True, or return False where this kernel does not apply: as
-    :func:`project`, to whole groups."""
+    """The projection of ``weight`` along dimension 0, as if its rows stood in ``order`` (int64), to
+    whole groups: else as :func:`project`."""
     fits = (
         takes(pattern, weight, out)
         and len(order) == len(weight)
@@ -98,9 +92,8 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
 
 
 def takes(pattern: Pattern, *tensors: Tensor) -> bool:
-    """Whether these kernels are for tensors of one shape: float32, on the CPU, enough weights,
-    stored alike; and for this pattern.
-    """
+    """Whether these kernels are for tensors of one shape and this pattern: float32, on the CPU,
+    enough weights, stored alike."""
     large = tensors[0].numel() >= SMALLEST and pattern.m <= LARGEST_M
     return (
         large
@@ -112,8 +105,8 @@ def takes(pattern: Pattern, *tensors: Tensor) -> bool:
 
 @cache
 def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CDLL | None:
-    """The library for this pattern, with or without a factor for pruned weights, with the step of
-    Adam or without, built if needed; None where no C compiler works."""
+    """The library for this pattern, built if needed, ``fades`` with a factor for pruned weights;
+    None where no C compiler works."""
     names = ("nm_project", "nm_adam") if adam else ("nm_project",)
     flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
     kernel = compiler.library(f"{names[-1]}-{pattern.slug}", names, flags)

@@ -16,17 +16,14 @@ from nmrun.kernels.operands import Operands
 
 
 def supports(o: Operands) -> bool:
-    """Whether there is a kernel for this weight."""
     pattern, dense = o.update.pattern, o.update.dense
     whole = dense.shape[o.update.dim] % pattern.m == 0
     return whole and cpu.takes(pattern, *o.all) and _library(o) is not None
 
 
 def step(o: Operands, scalars: list[float]) -> None:
-    """Update weight and moments, write the projection.
-
-    ``scalars`` are those of ``nmrun.kernels.operands.scalars``.
-    """
+    """Update weight and moments, write the projection. ``scalars`` are those of
+    :func:`nmrun.kernels.operands.scalars`."""
     update, kernel = o.update, _library(o)
     assert kernel is not None  # supports() said so
     rule, pattern = update.rule, update.pattern

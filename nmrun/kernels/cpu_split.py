@@ -17,18 +17,10 @@ SMALLEST = 1 << 16  # entries; below, torch takes less than building pays back
 
 
 def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
-    """The sums of values, or of their squares, over the kept and over the pruned entries.
-
-    Args:
-        values: of any shape, float32.
-        mask: of this shape, bool.
-        squares: sum squares.
-
-    Returns:
-        (2,), float64: the same bits on any number of threads. None where this kernel does not
-        apply: another dtype or device, small tensors, values and mask stored in different orders,
-        no C compiler.
-    """
+    """The sums of values, or of their squares, over the kept and over the pruned entries, on the
+    CPU in one pass. (2,), float64: the same bits on any number of threads. None where this
+    kernel does not apply: another dtype than float32 and bool, small tensors, stored in
+    different orders, no C compiler."""
     fits = values.is_cpu and mask.is_cpu and values.dtype == torch.float32
     if not fits or values.numel() < SMALLEST or not stored_alike(values, mask):
         return None

@@ -12,10 +12,8 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 def breaks_graph(call: Call) -> Call:
     """``torch.compiler.disable``, without its import, which takes seconds, where nothing is
-    compiled.
-
-    The mark alone keeps ``torch.compile`` out of this function, but not out of what it calls.
-    """
+    compiled. The mark alone keeps ``torch.compile`` out of this function, but not out of what it
+    calls."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(call)

@@ -18,8 +18,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a kernel may read this tensor's memory by itself: a plain tensor, whose operations
-    nobody looks at (torch.compile, tracers, ``torch.func``, a dispatch mode).
-    """
+    nobody looks at (torch.compile, tracers, ``torch.func``, a dispatch mode)."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
@@ -33,23 +32,17 @@ def stored_alike(*tensors: Tensor) -> bool:
 
 
 def as_stored(dim: int, *tensors: Tensor) -> tuple[int, list[Tensor]]:
-    """Tensors that are :func:`stored_alike` as they lie in memory, and where their ``dim`` is then.
-
-    With channels last, the channels are behind.
-    """
+    """Tensors that are :func:`stored_alike` as they lie in memory, channels last behind, and where
+    their ``dim`` is then."""
     if all(t.is_contiguous() for t in tensors):
         return dim, list(tensors)
     return (0, 3, 1, 2)[dim], [t.permute(0, 2, 3, 1) for t in tensors]
 
 
 def filled(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """``weight`` itself where M divides ``weight.shape[dim]``.
-
-    A pattern that is :meth:`Pattern.over` this size gives a copy with zeros up to whole groups.
-
-    Raises:
-        ValueError: for any other size.
-    """
+    """``weight`` itself where M divides ``weight.shape[dim]``. A pattern that is
+    :meth:`Pattern.over` this size gives a copy with zeros up to whole groups. Raises ValueError
+    for any other size."""
     size = weight.shape[dim] if weight.dim() else 1
     if weight.dim() and size % pattern.m == 0:
         return weight

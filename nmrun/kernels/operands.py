@@ -11,11 +11,8 @@ from nmrun.rule import Rule
 
 
 class Update(NamedTuple):
-    """The recipe's part of one step for one weight.
-
-    ``dense`` is what the step moves, ``projected`` where its projection goes, ``dim`` the
-    dimension that groups run along, ``rule`` what is done.
-    """
+    """The recipe's part of one step for one weight: ``dense`` is what the step moves, ``projected``
+    where its projection goes, ``dim`` the dimension that groups run along."""
 
     dense: Tensor
     projected: Tensor
@@ -25,11 +22,8 @@ class Update(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """An :class:`Update` with Adam's tensors.
-
-    ``second`` is the second moment, or with ``frozen`` a constant denominator; ``steps`` counts
-    this step too.
-    """
+    """An :class:`Update` with Adam's tensors: ``second`` is the second moment, or with ``frozen`` a
+    constant denominator; ``steps`` counts this step too."""
 
     update: Update
     grad: Tensor
@@ -50,10 +44,8 @@ def decoupled(group: dict[str, Any]) -> bool:
 
 
 def scalars(group: dict[str, Any], steps: float, rule: Rule) -> list[float]:
-    """What the kernels need of a parameter group for step number ``steps`` (from 1).
-
-    Computed in double precision.
-    """
+    """What the kernels need of a parameter group for step number ``steps`` (from 1), in double
+    precision."""
     (beta1, beta2), lr, weight_decay = group["betas"], group["lr"], group["weight_decay"]
     return [
         1 - lr * weight_decay,

@@ -24,13 +24,10 @@ def project(
     scale: float | Tensor = 1.0,
     factor: float = 0.0,
 ) -> bool:
-    """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where no
-    compiled kernel applies.
-
-    Hard threshold by default; ``soft``: the soft threshold times ``scale``, a number or a
-    0-dimensional tensor; ``factor`` above 0: the mixture ``w * (m + (1 - m) * factor)``. Never
-    waits for a CUDA device, but once a pattern for a check.
-    """
+    """Write the N:M projection of ``weight`` into ``out``, or return False where no compiled kernel
+    applies. Hard threshold by default; ``soft``: the soft threshold times ``scale``, a number or
+    a 0-dimensional tensor; ``factor`` above 0: the mixture ``w * (m + (1 - m) * factor)``. Never
+    waits for a CUDA device, but once a pattern for a check."""
     if weight.device.type == "cpu":
         return cpu.project(weight, out, pattern, dim, soft, float(scale), factor)
     if not by_triton(weight, pattern):
@@ -44,9 +41,8 @@ def project(
 
 
 def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
-    """Write the N:M mask of ``weight`` into ``out`` (bool, True = kept) and return True, or return
-    False where no compiled kernel applies.
-    """
+    """Write the N:M mask of ``weight`` into ``out`` (bool, True = kept), or return False as
+    :func:`project`."""
     if weight.device.type == "cpu":
         return cpu.mask(weight, out, pattern, dim)
     if not by_triton(weight, pattern):
@@ -80,11 +76,8 @@ def by_triton(weight: Tensor, pattern: Pattern) -> bool:
 @cache
 def on_cuda(device: torch.device, n: int, m: int) -> bool:
     """Whether Triton's kernels for N:M work on this device: built and compared with the reference
-    once, on a small weight.
-
-    Triton comes with torch for Linux; it needs a C compiler when it runs. What goes wrong is
-    logged, and the reference taken.
-    """
+    once, on a small weight. Triton comes with torch for Linux; it needs a C compiler when it
+    runs. What goes wrong is logged, and the reference taken."""
     try:
         from nmrun.kernels import triton_groups, triton_projection
     except ImportError:

@@ -32,8 +32,7 @@ def adam_many(
     WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One step for all weights of a table; ``scalars`` are those of
-    ``nmrun.kernels.operands.scalars``.
-    """
+    ``nmrun.kernels.operands.scalars``."""
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     block = program - tl.load(row + 3).to(tl.int32)
@@ -99,11 +98,8 @@ def adam_many(
 
 
 class FusedAdam:
-    """Adam's step, with what is done around it, for some weights in as few launches as they allow.
-
-    ``members`` have ``Rule.kind`` in common. Raises ValueError where the kernels do not apply to a
-    weight (see ``triton_projection.project``).
-    """
+    """Adam's step, with what is done around it, for weights whose ``Rule.kind`` is one, in as few
+    launches as they allow. Raises ValueError where the kernels do not apply to a weight."""
 
     def __init__(self, members: Sequence[Operands]) -> None:
         decayed, spared, held, soft, fading = members[0].update.rule.kind
@@ -116,11 +112,8 @@ class FusedAdam:
         self.scalars = torch.empty(11, device=weights[0].device)
 
     def step(self, members: Sequence[Operands], scalars: list[float], frozen: bool = False) -> None:
-        """Update weights, moments and working copies. ``members`` as in the constructor, with their
-        tensors of now.
-
-        Raises ValueError if a tensor does not begin at a multiple of 16 bytes.
-        """
+        """Update weights, moments and working copies of the constructor's ``members``, with their
+        tensors of now. Raises ValueError if a tensor does not begin at a multiple of 16 bytes."""
         self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
         for chosen, table, constants in self._launches:
             rows = table.rows([

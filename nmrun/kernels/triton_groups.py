@@ -47,8 +47,7 @@ def _select_four(w, N: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _select_any(w, j, N: tl.constexpr, M: tl.constexpr, AXIS: tl.constexpr):
     """:func:`select` for a tile whose dimension AXIS is the place j in the group, filled up to a
-    power of two.
-    """
+    power of two."""
     size = _magnitude(w)
     key = (size.to(tl.int64) << 6) | (63 - j)
     if 2 * N <= M:
@@ -82,8 +81,7 @@ def locate(
     SHORT: tl.constexpr,
 ):
     """(offsets of a tile's weights, which of them exist, their place in the group); flat where
-    groups are of four and contiguous.
-    """
+    groups are of four and contiguous."""
     if M == 4 and not STRIDED and not SHORT:
         j = tl.arange(0, COLUMNS * 4)
         offset = block * (COLUMNS * 4) + j
@@ -119,9 +117,8 @@ def select(
     STRIDED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """(the mask, the group's largest magnitude that is not kept): what reference.nm_mask and
-    reference.soft_threshold are made of.
-    """
+    """(the mask, the group's largest magnitude that is not kept): what the reference's mask and
+    soft threshold are made of."""
     if M == 4 and not STRIDED and not SHORT:
         kept, shift = _select_four(w, N, COLUMNS)
     else:
@@ -132,8 +129,7 @@ def select(
 @triton.jit
 def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """What is left of a tile: the kept weights, the soft threshold times ``amount``, or all weights
-    with the pruned ones times ``amount``; or the mask, as ones and zeros.
-    """
+    with the pruned ones times ``amount``; or the mask, as ones and zeros."""
     if MODE == 1:
         shrunk = tl.abs(w) - shift
         shrunk = tl.where(shrunk < 0, 0.0, shrunk)  # not maximum: a NaN stays one
@@ -150,5 +146,5 @@ def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def pointer(row, field, DTYPE: tl.constexpr):
-    """A pointer from a table; ``triton_launches.LaunchTable`` sees to it that 16 divides it."""
+    """A pointer from a table; :class:`LaunchTable` sees to it that 16 divides it."""
     return tl.multiple_of(tl.load(row + field).to(tl.pointer_type(DTYPE)), 16)

@@ -25,8 +25,7 @@ def shape_of(
     weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """((columns, elements between neighbours of a group, size of the dimension), the kernel's
-    constants) for one weight.
-    """
+    constants) for one weight."""
     dim, (weight,) = as_stored(dim, weight)
     inner, size = weight.shape[dim + 1 :].numel(), weight.shape[dim]
     columns = weight.shape[:dim].numel() * -(-size // pattern.m) * inner
@@ -42,8 +41,7 @@ def applies(
     weight: Tensor, out: Tensor, pattern: Pattern, dim: int, *others: Tensor | None
 ) -> bool:
     """Whether these kernels can read ``weight`` and write ``out`` and the others, which have its
-    shape.
-    """
+    shape."""
     size = weight.shape[dim] if weight.dim() else 0
     tensors = [t for t in (weight, out, *others) if t is not None]
     return (
@@ -65,8 +63,7 @@ class LaunchTable:
     tensor has moved.
 
     A row has the number of columns, the elements between neighbours of a group, the size of the
-    dimension, the first program; then the addresses of the tensors that the kernel takes, in its
-    order.
+    dimension, the first program; then the addresses of the kernel's tensors.
     """
 
     def __init__(
@@ -85,8 +82,7 @@ class LaunchTable:
 
     def rows(self, tensors: Sequence[Sequence[Tensor | None]]) -> Tensor:
         """The table (weights, fields) for these tensors of each weight. Raises ValueError for one
-        that does not begin at 16 bytes.
-        """
+        that does not begin at 16 bytes."""
         addresses = [[0 if t is None else t.data_ptr() for t in row] for row in tensors]
         if addresses != self._addresses:
             if any(address % 16 for row in addresses for address in row):
@@ -118,10 +114,7 @@ def launches(
     tile: int = TILE,
 ) -> list[Launch]:
     """The fewest launches for these weights: one for each device, pattern, kind of layout and pair
-    of dtypes.
-
-    Raises ValueError where the kernels do not apply to a weight (see :func:`applies`).
-    """
+    of dtypes. Raises ValueError where the kernels do not apply to a weight."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     found = []
     for i, (weight, out, pattern, dim) in enumerate(
@@ -147,5 +140,4 @@ def launches(
 
 
 def on(tensor: Tensor) -> Any:
-    """Launches go to the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -23,8 +23,7 @@ def estimate_one(
     x, out, seed, columns, inner, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Groups of M entries ``inner`` apart; side by side in memory are the columns, each with a
-    uniform number of its own.
-    """
+    uniform number of its own."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, P)[:, None]
     offset = (column // inner * M)[None, :] * inner + (column % inner)[None, :] + j * inner
@@ -62,8 +61,7 @@ def estimate_one(
 
 def applies(x: Tensor, pattern: Pattern, dim: int) -> bool:
     """Whether :func:`estimate` can do this: 16 or 32 bits, contiguous, groups along a dimension
-    that is not the last, M up to 16.
-    """
+    that is not the last, M up to 16."""
     inner = x.shape[dim + 1 :].numel()
     return (
         x.dtype in DTYPES
@@ -77,8 +75,7 @@ def applies(x: Tensor, pattern: Pattern, dim: int) -> bool:
 
 def estimate(x: Tensor, out: Tensor, pattern: Pattern, dim: int, seed: Tensor) -> None:
     """Write the estimate of ``x`` into ``out``; ``seed`` is an integer on the device, so that
-    nothing waits for it.
-    """
+    nothing waits for it."""
     inner, columns = x.shape[dim + 1 :].numel(), x.numel() // pattern.m
     width = triton.next_power_of_2(pattern.m)
     constants = {"N": pattern.n, "M": pattern.m, "P": width, "COLUMNS": TILE // width}

@@ -39,7 +39,6 @@ def project_one(
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
     MODE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The projection of one weight."""
     _tile(
         tl.program_id(0), weight, out, scale, amount, columns, inner, size,
         N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED,
@@ -79,13 +78,10 @@ def project(
     scale: Tensor | None = None,
 ) -> bool:
     """Write the projection of ``weight`` into ``out``, without waiting for the device; False where
-    these kernels do not apply.
-
-    mode: ``hard``; ``soft``, times ``amount`` or ``scale`` (0-dimensional, on the device);
-    ``decayed``: ``w * (m + (1 - m) * amount)``; ``mask``: ones where weights are kept, else zeros.
-    Applies to float32, bfloat16 and float16 tensors of fewer than 2^30 weights, all
-    contiguous or all with their channels last, and M up to 64.
-    """
+    these kernels do not apply. mode: ``hard``; ``soft``, times ``amount`` or ``scale``
+    (0-dimensional, on the device); ``decayed``: ``w * (m + (1 - m) * amount)``; ``mask``: ones
+    where weights are kept. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30
+    weights, all contiguous or all with their channels last, and M up to 64."""
     dim %= max(1, weight.dim())
     if not applies(weight, out, pattern, dim) or (
         scale is not None and scale.device != weight.device
@@ -108,9 +104,8 @@ def fits(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
 
 
 class Batch:
-    """Weights that are projected in as few launches as they allow. Arguments as those of
-    :func:`project`, one of each for each weight.
-    """
+    """Weights that are projected in as few launches as they allow; arguments as of :func:`project`,
+    one of each for each weight."""
 
     def __init__(
         self, weights: Sequence[Tensor], outs: Sequence[Tensor], patterns: Sequence[Pattern], dims: Sequence[int],

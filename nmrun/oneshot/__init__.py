@@ -25,8 +25,7 @@ METHODS = {
 
 
 def lines(layers: Sequence[Mapping[str, Any]], width: int = 0) -> list[str]:
-    """Write the reports of pruned layers, aligned. ``layers``: each with ``name``, ``pattern`` and
-    ``error``. ``width``: letters at least of a name."""
+    """Write the reports of pruned layers, aligned. ``width``: letters at least of a name."""
     width = max([width, *(len(layer["name"]) for layer in layers)])
     return [
         f"{layer['name']:{width}}  {layer['pattern']}  output error {layer['error']:.3g}"
@@ -35,9 +34,8 @@ def lines(layers: Sequence[Mapping[str, Any]], width: int = 0) -> list[str]:
 
 
 def build(method: str, hyperparameters: Mapping[str, Any]) -> Method:
-    """Make a method. ``method``: a name of ``METHODS``. ``hyperparameters``: the method's own; they
-    are checked. Raises ConfigError for an unknown name or hyperparameter, or a value out of its
-    range."""
+    """Make a method of ``METHODS`` with hyperparameters of its own. Raises ConfigError for an
+    unknown name or hyperparameter, or a value out of its range."""
     if method not in METHODS:
         hint = registry.did_you_mean(method, METHODS)
         raise ConfigError(f"method={method}: no such method{hint} (there are {', '.join(METHODS)})")

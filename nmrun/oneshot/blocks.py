@@ -26,12 +26,9 @@ def stages(
     model: nn.Module, layers: Sequence[LayerMatrix], passes: Sequence[Pass]
 ) -> Iterator[tuple[nn.Module, list[LayerMatrix], Pass]]:
     """Split the layers into blocks and single layers, in the order in which the network calls them.
-
-    ``model``: the network, whose earlier stages may be changed before the next is asked for.
-    ``passes``: lets one calibration batch each through the network. Yields a stage: the block, or
-    the network where the layer is in none; its layers; and what lets all calibration batches
-    through them.
-    """
+    Earlier stages may be changed before the next is asked for. Yields a stage: the block, or the
+    network where the layer is in none; its layers; and what lets all calibration batches through
+    them."""
 
     def through_all() -> None:
         for one in passes:
@@ -103,11 +100,8 @@ def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Modu
 
 
 class Chain:
-    """Blocks that hand one value on: what each takes of every batch, beside that value.
-
-    Args:
-        slot: the argument that is the value that is handed on.
-    """
+    """Blocks that hand one value on, as the argument ``slot``: what each takes of every batch,
+    beside that value."""
 
     def __init__(self, blocks: list[nn.Module], slot: int | str) -> None:
         self.blocks, self.slot = blocks, slot
@@ -154,15 +148,13 @@ def _same(known: Any, value: Any) -> Any:
 
 
 class _Enough(Exception):
-    """The last block has been reached."""
+    pass
 
 
 class _Record:
-    """What the blocks were called with in one pass.
-
-    ``fits`` says whether they were called once each in their order, each with the value that the
-    one before gave, always as the argument ``slot``, and with nothing else that one of them gave.
-    """
+    """What the blocks were called with in one pass. ``fits`` says whether they were called once
+    each in their order, each with the value that the one before gave, always as the argument
+    ``slot``, and with nothing else that one of them gave."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.calls: list[Arguments] = []
@@ -192,7 +184,6 @@ class _Record:
             raise _Enough
 
     def after(self, module: nn.Module, args: Any, out: Any) -> None:
-        """Note what a block gave."""
         tensors = [part for part in _outputs(out) if isinstance(part, Tensor)]
         self.given.append([weakref.ref(part) for part in tensors])
 

@@ -15,7 +15,7 @@ from nmrun.sparsity.layers import Candidate, is_conv1d
 
 
 def input_obstacle(module: nn.Module) -> str:
-    """Say why a layer's inputs cannot be seen, as a clause, or nothing."""
+    """Why a layer's inputs cannot be seen, as a clause, or nothing."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return "a convolution in groups, each with inputs of its own" if module.groups > 1 else ""
     if isinstance(module, nn.Linear) or is_conv1d(module) or is_mixture(module):
@@ -28,10 +28,8 @@ class LayerMatrix:
 
     The columns of a convolution are its input channels, once for every kernel position, so that
     groups of M consecutive columns are the groups of its weight. The experts of a mixture are a
-    stack of such matrices, (experts, outputs, columns), with as many sums ``X^T X``.
-
-    Attributes:
-        pattern: over the runs of columns, as methods take it.
+    stack of such matrices, (experts, outputs, columns), with as many sums ``X^T X``. ``pattern`` is
+    over the runs of columns, as methods take it.
     """
 
     def __init__(self, candidate: Candidate) -> None:
@@ -49,7 +47,6 @@ class LayerMatrix:
 
     @property
     def weight(self) -> Tensor:
-        """The weight itself."""
         return self._candidate.parameter.detach()
 
     def matrix(self) -> Tensor:
@@ -91,17 +88,14 @@ class LayerMatrix:
 
     @property
     def matrix_columns(self) -> int:
-        """The number of columns."""
         return self.weight.numel() // self.weight.shape[self.outputs]
 
 
 @contextlib.contextmanager
 def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
     """Sum up ``X^T X`` of each layer's inputs X (tokens, columns), while the context is entered.
-
-    ``layers``: the layers; a layer that is called several times has the inputs of all calls. Yields
-    the sums by the layer's name, without those of layers that were not called.
-    """
+    Yields the sums by the layer's name, over all its calls, without those of layers that were
+    not called."""
     grams: dict[str, Tensor] = {}
 
     def watch(layer: LayerMatrix) -> Any:
@@ -131,9 +125,9 @@ def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
 
 
 def output_error(matrix: Tensor, pruned: Tensor, gram: Tensor) -> float:
-    """Compute ``||X V^T - X W^T||^2 / ||X W^T||^2``; 0 where the layer's output is. ``matrix``: W,
-    (outputs, columns), or a stack of such. ``pruned``: V, of the same shape. ``gram``: ``X^T
-    X``, or a stack of such; the squares of all are added up."""
+    """``||X V^T - X W^T||^2 / ||X W^T||^2``; 0 where the layer's output is. ``matrix``: W,
+    (outputs, columns); ``pruned``: V; ``gram``: ``X^T X``. Of stacks, the squares of all are
+    added up."""
     change = pruned - matrix
     error = float(((change @ gram) * change).sum())
     output = float(((matrix @ gram) * matrix).sum())
@@ -145,19 +139,15 @@ Seen = Callable[[str, int, Tensor], None]
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether a module's experts are multiplied one by one, so that what each sees can be seen.
-    ``module``: that has the stacked matrices."""
+    """Whether a module's experts are multiplied one by one, so that what each sees can be seen."""
     config = getattr(module, "config", None)
     stacked = isinstance(getattr(module, "is_transposed", None), bool)  # set by transformers
     return stacked and hasattr(config, "_experts_implementation")
 
 
 class ExpertInputs(TorchFunctionMode):
-    """Hands on the inputs of each expert, while the context is entered.
-
-    Args:
-        seen: ``seen(name, expert, x)`` is called with each product's input x (tokens, inputs).
-    """
+    """Hands on the inputs of each expert, while the context is entered: ``seen(name, expert, x)``
+    is called with each product's input x (tokens, inputs)."""
 
     def __init__(self, stacks: Mapping[str, Tensor], seen: Seen) -> None:
         super().__init__()
@@ -179,12 +169,9 @@ class ExpertInputs(TorchFunctionMode):
 
 
 def for_each(prune: Callable[[Tensor, Tensor], Tensor], stack: Tensor, grams: Tensor) -> Tensor:
-    """Prune the matrices of all experts.
-
-    ``prune``: ``prune(matrix, gram)`` prunes one. ``stack``: (experts, outputs, inputs). ``grams``:
-    ``X^T X`` of each, (experts, inputs, inputs). An expert that no token has reached is pruned as
-    if its inputs were alike and independent, so by its weights alone. Returns the pruned matrices.
-    """
+    """Prune the matrices (experts, outputs, inputs) of all experts, by ``X^T X`` of each. An expert
+    that no token has reached is pruned as if its inputs were alike and independent, so by its
+    weights alone."""
     alike = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
     pruned = [
         prune(matrix, gram if bool(gram.any()) else alike)

@@ -42,18 +42,14 @@ class Scored(Method):
 
     Args:
         permute: before a layer is pruned, order its input channels so that the masks keep more of
-            the scores (:mod:`nmrun.oneshot.permute`).
+            the scores.
     """
 
     permute: Annotated[bool, FLAG] = False
 
     def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
-        """Score every weight; shape of ``weight``, 0 or more.
-
-        Args:
-            weight: (outputs, inputs).
-            norms: ``||X_j||_2`` of every input over all calibration tokens, (inputs,).
-        """
+        """Score every weight (outputs, inputs), 0 or more. ``norms``: ``||X_j||_2`` of every input
+        over all calibration tokens, (inputs,)."""
         raise NotImplementedError
 
     def prune(self, weight: Tensor, gram: Tensor, pattern: Pattern) -> Tensor:

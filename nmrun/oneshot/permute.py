@@ -22,9 +22,8 @@ from nmrun.permutation.permute import reorder
 
 
 def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
-    """Find channels that can be reordered inside a part of a model. ``part``: of the model. Where
-    it cannot be traced, its children are. ``model``: the model; channels in a tensor that it has
-    twice are left out."""
+    """Channels that can be reordered inside a part of a model; where it cannot be traced, inside
+    its children. Those in a tensor that the model has twice are left out."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -50,9 +49,8 @@ def permute(
     method: Scored,
     channels: Sequence[Channels],
 ) -> None:
-    """Reorder, in place, channels that are read by layers of this stage alone. ``stage``: layers
-    that are about to be pruned. ``grams``: ``X^T X`` of each, reordered with its inputs.
-    ``method``: gives the scores. ``channels``: that can be reordered."""
+    """Reorder, in place, channels that are read by layers of this stage alone, and ``X^T X`` of
+    each with its inputs."""
     by_module = {id(layer.module): layer for layer in stage if layer.name in grams}
     for free in channels:
         readers = [site for site in free.sites if site.dim == 1]

@@ -30,7 +30,6 @@ class Pruned:
     """What :func:`prune` did.
 
     Attributes:
-        method: its name.
         pattern: N:M, where no override names another.
         layers: of each pruned weight, as of :func:`nmrun.sparsity.check.layer_report`, with
             ``error``: ``||X V^T - X W^T||^2 / ||X W^T||^2``, for its calibration inputs X, the
@@ -77,23 +76,19 @@ def prune(
     The same model and batches give the same bits.
 
     Args:
-        model: any module; linear layers, Hugging Face's Conv1D, the experts of its mixtures, and one-
-            and two-dimensional convolutions without groups are pruned. It is set to evaluation meanwhile.
+        model: any module; linear layers, Hugging Face's Conv1D, the experts of its mixtures, and
+            one- and two-dimensional convolutions without groups are pruned. It is set to evaluation
+            meanwhile.
         batches: calibration inputs: of each batch, the model's argument, a tuple of its positional
             ones or a mapping of its keyword ones. All tokens count, padding too.
         method: ``magnitude``, ``wanda``, ``ria`` or ``sparsegpt``.
         pattern: at most N non-zeros in every M consecutive weights along the input dimension.
-        include: as of :func:`nmrun.sparsify`.
+        include: as of :func:`nmrun.sparsify`; so are ``overrides`` and ``pad``.
         exclude: likewise; by default ``"auto"``, the first layer and the heads, which the papers
             leave dense.
-        overrides: as of :func:`nmrun.sparsify`.
-        pad: likewise.
         forward: ``forward(model, batch)`` in the place of calling the model with the batch.
         tell: called with a line for each layer once it is pruned, such as ``print``.
         hyperparameters: the method's own, under the names of its paper.
-
-    Returns:
-        What was pruned with which error, and what was left dense why.
 
     Raises:
         ConfigError: (a ValueError) for an unknown method, pattern or value, no batches, and a model
@@ -163,7 +158,6 @@ def _selection(
 
 
 def _prune_layer(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, Any]:
-    """Prune one layer; its report."""
     matrix = layer.matrix()
     gram = gram.to(matrix.dtype)
     if not bool(gram.isfinite().all()) or not bool(matrix.isfinite().all()):
@@ -188,9 +182,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation, without a cache of keys and values and with its experts one by one,
-    while the context is entered.
-    """
+    """Set a model to evaluation, without a cache of keys and values and with its experts one by
+    one, while the context is entered."""
     training = {module: module.training for module in model.modules()}
     configs: dict[int, Any] = {
         id(c): c for m in training if hasattr(c := getattr(m, "config", None), "use_cache")

@@ -30,7 +30,15 @@ BLOCK = 128
 
 @dataclass
 class SparseGPT(Method):
-    """The method.
+    """Column by column, with the columns to the right making up for what is pruned (Frantar &
+    Alistarh 2023, arXiv 2301.00774).
+
+    With H = X^T X, the optimal brain surgeon says what pruning weight j costs, w_j^2 / [H^-1]_jj,
+    and how the weights that are left compensate, - w_j / [H^-1]_jj * [H^-1]_j: (equation 3). From
+    left to right, H is that of the columns not yet passed, the same for every row (section 3.2).
+    All these inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a
+    group of M columns is chosen when the group is reached, by w_j^2 / U_jj^2 (section 3.4). Weights
+    on an input that is always 0 are pruned first, as in the authors' code.
 
     Args:
         damping: the share of H's mean diagonal that is added to its diagonal, so that H has an
@@ -64,12 +72,9 @@ class SparseGPT(Method):
 
 
 def inverse_factor(gram: Tensor, damping: float) -> Tensor:
-    """Compute the upper triangular U with ``U^T U = H^-1``, H = gram + damping * mean diagonal.
-
-    Inputs that are always 0 have 1 on the diagonal, which no other column sees. ``gram``: (inputs,
-    inputs), symmetric. ``damping``: as of :class:`SparseGPT`. Raises ValueError where H is not
-    positive definite.
-    """
+    """The upper triangular U with ``U^T U = H^-1``, H = gram + damping * mean diagonal, (inputs,
+    inputs). Inputs that are always 0 have 1 on the diagonal, which no other column sees. Raises
+    ValueError where H is not positive definite."""
     damped = gram + damping * gram.diagonal().mean() * torch.eye(
         len(gram), dtype=gram.dtype, device=gram.device
     )

@@ -29,20 +29,12 @@ class Adam(EagerOptimizer, torch.optim.Adam):
     _one_pass: OnePass | None = None
 
     def plan(self, updates: Mapping[Any, Update]) -> list[Tensor]:
-        """Let the next :meth:`step` carry out rules in the same pass as its own update.
-
-        Kernels (``nmrun.kernels.adam``) do so for float32 weights that are stored like their
-        gradients, in a group without amsgrad, maximize, capturable and differentiable, whose
-        learning rate and betas are no tensors; on the CPU with ``fused=True``. The step updates
-        other parameters as without a plan.
-
-        Args:
-            updates: by parameter, its dense weight, the memory of the projection, and the rule.
-                ``.grad`` is not changed.
-
-        Returns:
-            The parameters whose rule the step will carry out.
-        """
+        """Let the next :meth:`step` carry out rules in the same pass as its own update; returns the
+        parameters for which it will. ``updates``: by parameter, its dense weight, the memory of
+        the projection, and the rule. Kernels (``nmrun.kernels.adam``) do so for float32 weights
+        that are stored like their gradients, in a group without amsgrad, maximize, capturable
+        and differentiable, whose learning rate and betas are no tensors; on the CPU with
+        ``fused=True``."""
         self._one_pass = self._one_pass or OnePass()
         self._one_pass.pending = {}
         for group in self.param_groups:
@@ -61,11 +53,12 @@ class Adam(EagerOptimizer, torch.optim.Adam):
     def freeze_second_moment(
         self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True
     ) -> None:
-        """Replace the second moment v by the constant denominator of STEP's second phase.
+        """Replace the second moment v by the constant denominator of STEP's second phase (Lu et al.
+        2023, arXiv 2302.01172).
 
-        From Lu et al. 2023, arXiv 2302.01172. The denominator takes the place of v in the state, as
-        ``state[p]["frozen_denominator"]``. Let ``v*`` be v, or its running maximum under amsgrad,
-        and 0 for a parameter without state. Calling the method again changes nothing.
+        The denominator takes the place of v in the state, as ``state[p]["frozen_denominator"]``.
+        Let ``v*`` be v, or its running maximum under amsgrad, and 0 for a parameter without state.
+        Calling the method again changes nothing.
 
         Args:
             params: parameters of this optimizer.
@@ -104,7 +97,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
                     )
 
     def _adam_state(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, made as torch makes it if there is none."""
+        """The state of a parameter, made as torch makes it if there is none."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.zeros(
@@ -115,11 +108,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
         return state
 
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """Return the parameter groups that have any of some parameters.
-
-        Args:
-            params: parameters of this optimizer.
-        """
+        """The parameter groups that have any of some parameters."""
         wanted = {id(p) for p in params}
         return [
             group for group in self.param_groups if wanted.intersection(map(id, group["params"]))
@@ -127,14 +116,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, as ``torch.optim.Adam.step`` does.
-
-        Args:
-            closure: computes gradients and returns the loss, or None.
-
-        Returns:
-            The closure's result, or None.
-        """
+        """Make one step, as ``torch.optim.Adam.step`` does."""
         if skipped_by_loss_scaling(self):
             return None
         loss = None
@@ -184,11 +166,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
         torch.autograd.graph.increment_version(params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as ``torch.optim.Adam.load_state_dict`` does.
-
-        Args:
-            state_dict: of an Adam, with or without frozen second moments.
-        """
+        """Load the state of an Adam, with or without frozen second moments."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
             if "frozen_denominator" in state:
@@ -219,8 +197,8 @@ class AdamW(Adam):
 
 
 def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-    """Return gradients as Adam's moments see them: with the sign and coupled weight decay.
-    ``params``: parameters that have a gradient. Of a sharded one it is this process's part."""
+    """The gradients of parameters that have one, as Adam's moments see them: with the sign and
+    coupled weight decay. Of a sharded one it is this process's part."""
     grads = [local(p.grad) for p in params if p.grad is not None]
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
@@ -234,9 +212,8 @@ def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
-    """Check that an optimizer's second moment can be frozen. ``recipe``: the name of the recipe
-    that needs it, for the error. Returns the optimizer. Raises ConfigError for another optimizer
-    than :class:`Adam`; it says what to use instead."""
+    """The optimizer as an :class:`Adam`. Raises ConfigError for another one, with what ``recipe``
+    needs instead."""
     if isinstance(optimizer, Adam):
         return optimizer
     own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
@@ -247,12 +224,9 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
 
 
 def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Unscale the gradients where a GradScaler left that to the optimizer.
-
-    A GradScaler gives its scale and its overflow flag to optimizers whose fused kernel applies
-    them. A recipe edits gradients before this kernel: they must be unscaled, and a step that
-    overflows must not count. Returns whether the gradients overflowed, so that the step is skipped.
-    """
+    """Unscale the gradients where a GradScaler left that to the optimizer; whether they overflowed,
+    so that the step is skipped. A GradScaler gives its scale and its overflow flag to optimizers
+    whose fused kernel applies them. A recipe edits gradients before this kernel."""
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and bool(found_inf):
         return True

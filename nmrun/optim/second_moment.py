@@ -20,14 +20,12 @@ def change(
     adam: Adam, params: Iterable[Tensor], logs: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """AutoSwitch's sample: how far the next step would move the second moment, over all
-    coordinates.
-
-    From the gradients as they are, ``dv = (1 - beta2) (g^2 - v)``, so no copy of v is needed.
-    Parameters without a gradient do not count. Returns ``sum |dv|``; ``sum log |dv|`` and the
-    number of coordinates, both where dv is not 0, and both 0 with ``logs=False``, which saves
-    most of the time; and the number of all. The first three are 0-dimensional float64 tensors on
-    the device, without synchronisation.
-    """
+    coordinates. For step t, ``v_t = beta2 v_(t-1) + (1 - beta2) g^2`` (Kingma and Ba 2015). So
+    ``dv = (1 - beta2) (g^2 - v)`` is known from the gradients, without a copy of v. Parameters
+    without a gradient do not count. Returns ``sum |dv|``; ``sum log |dv|`` and the number of
+    coordinates, both where dv is not 0, and both 0 with ``logs=False``, which saves most of the
+    time; and the number of all. The first three are 0-dimensional float64 tensors on the device,
+    without synchronisation."""
     wanted = {id(p) for p in params}
     sizes: list[Tensor] = []
     log_sum: list[Tensor] = []
@@ -55,8 +53,8 @@ def change(
 
 
 def total(adam: Adam, params: Iterable[Tensor]) -> Tensor:
-    """The sum of the second moment as the next step would leave it: 0-dimensional, float64, on
-    the device. Parameters without a gradient keep theirs."""
+    """The sum of the second moment as the next step would leave it: 0-dimensional, float64, on the
+    device. Parameters without a gradient keep theirs."""
     wanted, sums = {id(p) for p in params}, []
     for group in adam.param_groups:
         chosen = [p for p in group["params"] if id(p) in wanted]

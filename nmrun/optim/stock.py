@@ -20,8 +20,6 @@ def _eager(method: Callable[..., Any]) -> Any:
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """An optimizer that leaves torch's compiler alone where nothing is compiled."""
-
     add_param_group = _eager(torch.optim.Optimizer.add_param_group)
     zero_grad = _eager(torch.optim.Optimizer.zero_grad)
     state_dict = _eager(torch.optim.Optimizer.state_dict)
@@ -29,12 +27,10 @@ class EagerOptimizer(torch.optim.Optimizer):
 
 
 class SGD(EagerOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD``, which does not import torch's compiler where nothing is compiled."""
+    """``torch.optim.SGD`` without the import of torch's compiler where nothing is compiled."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, as ``torch.optim.SGD.step`` does. ``closure``: computes gradients and
-        returns the loss, or None. Returns the closure's result, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

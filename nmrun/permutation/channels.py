@@ -21,12 +21,10 @@ HOMES = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_o
 
 
 def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
-    """Trace a model in training and in evaluation.
-
-    A submodule that cannot be traced is one node of the graph. A copy of the model is traced.
-    Returns both graphs, each with the names of the modules that cannot be traced and of all modules
-    inside them. Raises ValueError in one line, where the model's own ``forward`` cannot be traced.
-    """
+    """Trace a copy of a model in training and in evaluation. A submodule that cannot be traced is
+    one node of the graph. Returns both graphs, each with the names of these modules and of all
+    modules inside them. Raises ValueError in one line, where the model's own ``forward`` cannot
+    be traced."""
     try:
         empty: dict[int, Any] = {
             id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
@@ -79,8 +77,8 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a node's module, attribute, method or function, without underscores at its
-    ends: "relu" for ``relu_``; empty for a function outside torch."""
+    """The name of a node's module, attribute, method or function, without underscores at its ends:
+    "relu" for ``relu_``; empty for a function outside torch."""
     if node.target is getattr:
         return str(node.args[1])
     if node.op == "call_function":
@@ -159,13 +157,13 @@ class ChannelFlow(NamedTuple):
     flat: bool = False
 
     def flattened(self) -> ChannelFlow:
-        """Return the value with all dimensions after the batch as one."""
+        """The value with all dimensions after the batch as one."""
         return self._replace(spatial=0, flat=self.flat or self.spatial > 0)
 
 
 def reshaped(node: fx.Node, name: str, flow: ChannelFlow) -> ChannelFlow | None:
-    """Follow a value through flattening after the batch, or a mean over all positions; None for
-    any other call."""
+    """Follow a value through flattening after the batch, or a mean over all positions; None for any
+    other call."""
     x, *rest = node.args or (node.kwargs.get("input"),)
     if name == "flatten":
         start = rest[0] if rest else node.kwargs.get("start_dim", 0)
@@ -186,8 +184,8 @@ def reshaped(node: fx.Node, name: str, flow: ChannelFlow) -> ChannelFlow | None:
 
 
 def normalised(module: Any, spatial: int) -> int:
-    """The number of entries of a norm layer's parameters; 0 for other layers, and where groups
-    of channels are normalised together."""
+    """The number of entries of a norm layer's parameters; 0 for other layers, and where groups of
+    channels are normalised together."""
     kind = type(module)
     if kind in (nn.LayerNorm, nn.RMSNorm):
         last = spatial == 0 and len(module.normalized_shape) == 1
@@ -206,12 +204,8 @@ PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 
 @dataclass(frozen=True)
 class ChannelDim:
-    """A dimension of a parameter or buffer that runs over channels.
-
-    Attributes:
-        module_name, module, attribute: the module that has the tensor, and its name there.
-        block: the number of consecutive entries of a channel; above 1 after flattened positions.
-    """
+    """A dimension of a parameter or buffer that runs over channels. ``block``: the number of
+    consecutive entries of a channel; above 1 after flattened positions."""
 
     module_name: str
     module: nn.Module
@@ -221,24 +215,18 @@ class ChannelDim:
 
     @property
     def name(self) -> str:
-        """The tensor's name in the model."""
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
     def tensor(self) -> Tensor:
-        """The parameter or buffer."""
         tensor: Tensor = getattr(self.module, self.attribute)
         return tensor
 
 
 @dataclass
 class Channels:
-    """Channels that are reordered at all their sites together.
-
-    Attributes:
-        fixed: why they cannot be reordered, as a clause ("they go into cat"); empty if they can.
-        sites: all dimensions that run over them.
-    """
+    """Channels that are reordered at all their sites together. ``fixed``: why they cannot be, as a
+    clause ("they go into cat"); empty if they can."""
 
     size: int
     fixed: str = ""
@@ -246,14 +234,12 @@ class Channels:
 
 
 def input_channels(model: nn.Module) -> dict[str, Channels]:
-    """Find the channels that every linear layer and convolution reads.
-
-    Both ``forward`` in training and in evaluation are traced. Dimension 0 of all values is assumed
-    to be the batch, and a ``BatchNorm1d`` after a linear layer to normalise its outputs. Channels
-    that go into a submodule that cannot be traced are fixed. Returns the channels by module name.
-    Layers that read the same channels share the object. Raises ValueError in one line, where the
-    model's own ``forward`` cannot be traced, and for a model that several processes train.
-    """
+    """The channels that every linear layer and convolution reads, by module name; those that read
+    the same share the object. Both ``forward`` in training and in evaluation are traced.
+    Dimension 0 of all values is assumed to be the batch, and a ``BatchNorm1d`` after a linear
+    layer to normalise its outputs. Channels that go into a submodule that cannot be traced are
+    fixed. Raises ValueError in one line, where the model's own ``forward`` cannot be traced, and
+    for a model that several processes train."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__}")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -265,10 +251,8 @@ def input_channels(model: nn.Module) -> dict[str, Channels]:
 
 
 class _Ties:
-    """Sides of modules, joined where a value goes from one to another.
-
-    ``root`` is a forest of sides; ``size`` and ``fixed`` are valid at its roots.
-    """
+    """Sides of modules, joined where a value goes from one to another. ``root`` is a forest of
+    sides; ``size`` and ``fixed`` are valid at its roots."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -284,7 +268,7 @@ class _Ties:
                 self.users[id(tensor)] = self.users.get(id(tensor), 0) + 1
 
     def inputs(self) -> dict[str, Channels]:
-        """Return the result of :func:`input_channels`, once all graphs are read."""
+        """The result of :func:`input_channels`, once all graphs are read."""
         channels_of = {
             root: Channels(self.size[root], self.fixed.get(root, ""))
             for root in map(self._find, self.root)
@@ -394,7 +378,7 @@ class _Ties:
         return flow
 
     def _side(self, key: Key, size: int, block: int = 1) -> ChannelFlow:
-        """Return a side of a module; it is fixed if its size or block differs between calls."""
+        """A side of a module; it is fixed if its size or block differs between calls."""
         if key not in self.root:
             self.root[key], self.size[key], self.block[key] = key, size, block
         elif (self.size[self._find(key)], self.block[key]) != (size, block):

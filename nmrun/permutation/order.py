@@ -27,9 +27,8 @@ Columns = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern al
 
 @torch.no_grad()
 def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> float:
-    """Sum the magnitudes ``|w|`` that N:M masks keep. ``layers``: matrices (rows, channels), each
-    with its pattern. ``order``: the order of the channels; None, the default, leaves them as
-    they are."""
+    """The sum of magnitudes ``|w|`` that N:M masks keep of matrices (rows, channels), each with its
+    pattern, in an order of the channels."""
     total = 0.0
     for matrix, pattern in layers:
         columns = matrix if order is None else matrix[:, order]
@@ -39,16 +38,13 @@ def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> fl
 
 @torch.no_grad()
 def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) -> Tensor:
-    """Search the order of channels with which the masks of all layers keep the most magnitude.
-
-    The search is exact where there are no more than 1,000 ways to form groups of M. Else it climbs
-    by greedy swaps to a local optimum, from the present order, and then ``regressions`` times from
-    the best order so far with a few random swaps. The same input gives the same order. ``layers``:
-    matrices (rows, channels), all with the same channels, each with its pattern. The last group of
-    a pattern made ``over`` the number of channels may be short. ``regressions``: climbs from a
-    randomly changed order. Returns the channel at each position: int64, on the CPU. The present
-    order where none is better.
-    """
+    """Search the order of channels with which the masks of all layers keep the most magnitude; the
+    present one where none is better. The search is exact where there are no more than 1,000 ways
+    to form groups of M. Else it climbs by greedy swaps to a local optimum, from the present
+    order, and then ``regressions`` times from the best order so far with a few random swaps. The
+    same input gives the same order. ``layers``: matrices (rows, channels), all with the same
+    channels, each with its pattern, whose last group may be short. Returns the channel at each
+    position: int64, on the CPU."""
     channels = layers[0][0].shape[1]
     start = torch.arange(channels)
     layers = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
@@ -72,7 +68,7 @@ def _ways(channels: int, m: int) -> int:
 
 
 def _partitions(channels: list[int], m: int) -> Iterator[list[int]]:
-    """Yield every way to form groups of m, as an order; the first channel left begins a group."""
+    """Every way to form groups of m, as an order; the first channel left begins a group."""
     if not channels:
         yield []
         return
@@ -121,9 +117,7 @@ class _Swaps:
 
     def _climb(self) -> None:
         """Make all swaps that gain and share no groups, the best first, until no swap gains.
-
-        Rounding could make this endless, so the number of rounds is limited.
-        """
+        Rounding could make this endless, so the number of rounds is limited."""
         least = 1e-12 * self._magnitude()
         for _ in range(2 * self.channels):
             gain = self._gain()
@@ -140,7 +134,7 @@ class _Swaps:
             self._swap(pairs)
 
     def _gain(self) -> Tensor:
-        """Compute [a, b]: the magnitude that all layers gain if channels a and b are swapped."""
+        """[a, b]: the magnitude that all layers gain if channels a and b are swapped."""
         own = self.with_other.diagonal(dim1=1, dim2=2)
         change = self.with_other - own.unsqueeze(2)
         change = change + change.transpose(1, 2)
@@ -156,11 +150,9 @@ class _Swaps:
 
     def _measure(self, changed: Tensor) -> None:
         """Measure ``group`` and ``with_other`` anew for all channels of the groups that changed.
-
-        Let a group be without a, s the sum of its N largest and t the smallest of them: with b it
-        keeps s + max(0, b - t). The sum over all rows of max(0, b - t) is (|b - t| + b - t) / 2, so
-        a distance gives it for all pairs at once.
-        """
+        Let a group be without a, s the sum of its N largest and t the smallest of them: with b
+        it keeps s + max(0, b - t). The sum over all rows of max(0, b - t) is (|b - t| + b - t) /
+        2, so a distance gives it for all pairs at once."""
         place = self.order.argsort()
         for i, (columns, pattern) in enumerate(self.layers):
             n, m = pattern.n, pattern.m
@@ -185,13 +177,10 @@ LEAST = 1e-4  # share of what is kept; a round that gains less is the last
 
 @torch.no_grad()
 def assigned_order(layers: Sequence[Columns]) -> Tensor:
-    """Find an order of channels with which the masks of all layers keep more of their scores.
-
-    ``layers``: scores (rows, channels), 0 or more, all of the same channels, each with its pattern.
-    The last group of a pattern made ``over`` the number of channels may be short. Returns the
-    channel at each position: int64, on the CPU. The present order where none is better, or where a
-    score is not finite.
-    """
+    """An order of channels with which the masks of all layers keep more of their scores, as
+    :func:`best_order` returns it. ``layers``: scores (rows, channels), 0 or more, all of the
+    same channels, each with its pattern. The present order where none is better, or where a
+    score is not finite."""
     channels = layers[0][0].shape[1]
     layers = [(scores, pattern) for scores, pattern in layers if pattern.n < pattern.m]
     present = torch.arange(channels)
@@ -223,12 +212,10 @@ def _deal(sums: Tensor, block: int) -> Tensor:
 
 
 def _assign(by_channel: Sequence[Columns], order: Tensor, places: Tensor) -> None:
-    """Exchange the channels at these places, at most one of a group, as is best; in place.
-
-    In a row, a group whose N-th largest score without the place is t gains max(0, c - t) by a
-    channel of score c. Up to sums over c and t, which are the same for every assignment, that is
-    half of |c - t|.
-    """
+    """Exchange the channels at these places, at most one of a group, as is best; in place. In a
+    row, a group whose N-th largest score without the place is t gains max(0, c - t) by a channel
+    of score c. Up to sums over c and t, which are the same for every assignment, that is half of
+    |c - t|."""
     gains = torch.zeros(len(places), len(places))
     for columns, pattern in by_channel:
         m = pattern.m

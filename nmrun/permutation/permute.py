@@ -15,8 +15,8 @@ MOST_SENTENCES = 8
 
 
 def find_channels(model: nn.Module, events: list[str]) -> dict[str, Channels]:
-    """The channels by module name, as of :func:`nmrun.permutation.channels.input_channels`. None
-    of a model that cannot be traced; ``events`` gets the reason."""
+    """The channels by module name, as of :func:`input_channels`. None of a model that cannot be
+    traced; ``events`` gets the reason."""
     try:
         return input_channels(model)
     except ValueError as error:
@@ -31,14 +31,12 @@ def permute_inputs(
     optimizer: torch.optim.Optimizer,
     reordered: list[tuple[str, int, Tensor]],
 ) -> list[str]:
-    """Reorder input channels of sparse weights, so that magnitude masks keep more.
-
-    All tensors with these channels are reordered in place: parameters, gradients, buffers and the
-    optimizer's state. The network computes the same function, up to rounding, and its next update
-    is the same one, reordered. ``known``: the channels that :func:`find_channels` found; nothing
-    happens if it is empty. ``reordered``: for every tensor that became ``tensor.index_select(dim,
-    index)``, (name, dim, index) is added to this list. Returns sentences for a log.
-    """
+    """Reorder input channels of sparse weights, so that magnitude masks keep more; returns
+    sentences for a log. All tensors with these channels are reordered in place: parameters,
+    gradients, buffers and the optimizer's state. The network computes the same function, up to
+    rounding, and its next update is the same one, reordered. ``known``: of
+    :func:`find_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
+    ``tensor.index_select(dim, index)``."""
     moved: list[str] = []
     left: dict[str, list[str]] = {}  # names by reason
     total = before = after = 0.0
@@ -85,7 +83,7 @@ def _listed(names: Sequence[str]) -> str:
 def _by_channels(
     weights: Sequence[SparseWeight], known: Mapping[str, Channels]
 ) -> list[tuple[Channels, list[SparseWeight]]]:
-    """Group sparse weights by the channels that they read; unknown channels are fixed."""
+    """Sparse weights by the channels that they read; unknown channels are fixed."""
     unknown = Channels(0, "it is not known where they come from")
     readers: dict[int, tuple[Channels, list[SparseWeight]]] = {}
     for weight in weights:
@@ -99,7 +97,7 @@ def _by_channels(
 def _obstacle(
     channels: Channels, readers: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
 ) -> str:
-    """Say why channels cannot be reordered now, as a clause, or nothing."""
+    """Why channels cannot be reordered now, as a clause, or nothing."""
     blocks = {site.module_name: site.block for site in channels.sites if site.dim == 1}
     for weight in readers:
         if blocks[weight.module_name] > 1 and blocks[weight.module_name] % weight.pattern.m:
@@ -126,9 +124,9 @@ def _obstacle(
 def reorder(
     site: ChannelDim, order: Tensor, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[str, int, Tensor]:
-    """Reorder channels in one of the tensors that have them, in place. ``optimizer``: where its
-    gradient and optimizer state follow; None where there is no training. Returns name, dimension
-    and index: the tensor is ``tensor.index_select(dim, index)`` now."""
+    """Reorder channels in one of the tensors that have them, in place, with its gradient and
+    optimizer state in a training. Returns name, dimension and index: the tensor is
+    ``tensor.index_select(dim, index)`` now."""
     tensor = site.tensor.detach()
     index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten().to(tensor.device)
     state = {} if optimizer is None else optimizer.state.get(site.tensor, {})

@@ -32,30 +32,29 @@ class Phase(Protocol):
 
 
 class PackedProducts(Protocol):
-    """Products with the kept weights alone, for one layer: of linear layers or convolutions, on a
-    CPU or a GPU. Whoever has some sets them as :attr:`Layer.packed`.
-    """
+    """Products with the kept weights alone, for one layer, on a CPU or a GPU. Whoever has some sets
+    them as :attr:`Layer.packed`."""
 
     dtype: torch.dtype
 
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Take over a weight. ``weight``: as the layer's products have it, (outputs, inputs) of a
-        linear layer. ``other``: the weight of the input gradient, of the same shape, where it is
-        another one. ``masked``: nobody needs gradients of pruned weights."""
+        """Take over a weight, (outputs, inputs) of a linear layer. ``other``: the weight of the
+        input gradient, where it is another one. ``masked``: nobody needs gradients of pruned
+        weights."""
 
     def __call__(self, *args: Any) -> Any:
-        """The layer's output from input, weight, bias, with gradients for these; a linear layer also
-        takes the pattern that its output gradient is estimated by, or None."""
+        """The layer's output from input, weight, bias, with gradients for these; a linear layer
+        also takes the pattern that its output gradient is estimated by, or None."""
 
 
 class DenseProducts(Protocol):
     """Dense products of linear layers other than torch's own."""
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether they compute this input of a layer."""
+        pass
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.linear``, with gradients."""
+        pass
 
 
 class Layer:
@@ -92,7 +91,6 @@ class Layer:
         return stored if stored is None or self.weight.dim == 1 else stored.t()
 
     def is_on(self, module: Any) -> bool:
-        """Whether this pass of ``module`` is computed here."""
         return self.active and module is self.module and bool(module.training)
 
     @property
@@ -103,10 +101,8 @@ class Layer:
     @torch.no_grad()
     def is_behind(self) -> bool:
         """Whether the weight was written from outside and is no N:M weight: until the next step.
-
-        Where it is one (a checkpoint was loaded), what depends on it follows first. Compiled code
-        does not ask.
-        """
+        Where it is one (a checkpoint was loaded), what depends on it follows first. Compiled
+        code does not ask."""
         weight = self.weight
         if torch.compiler.is_compiling() or not weight.moved():
             return False
@@ -161,15 +157,13 @@ class Layer:
 def install(
     weights: Sequence[SparseWeight], mvue: Pattern | None = None, fp8: bool = False
 ) -> list[str]:
-    """Let the layers of sparse weights compute their products by a :class:`Layer`.
-
-    ``mvue`` and ``fp8`` are as in :func:`nmrun.products.simulation.linear`, for linear layers only
-    (Hugging Face's ``Conv1D`` is one). Left alone are the projections of ``nn.MultiheadAttention``,
-    and layers with a ``forward`` of their own. Code that reads ``layer.weight`` without calling the
-    layer goes past this. Works under ``torch.compile(fullgraph=True)``; gradients of gradients
-    raise. Returns the names of the weights that are left alone. Raises ConfigError for an ``mvue``
-    that is V:N:M.
-    """
+    """Let the layers of sparse weights compute their products by a :class:`Layer`; returns the
+    names of those that are left alone. ``mvue`` and ``fp8`` are for linear layers only
+    (:func:`nmrun.products.simulation.linear`). Left alone are the projections of
+    ``nn.MultiheadAttention``, and layers with a ``forward`` of their own. Code that reads
+    ``layer.weight`` without calling the layer goes past this. Works under
+    ``torch.compile(fullgraph=True)``; gradients of gradients raise. Raises ConfigError for an
+    ``mvue`` that is V:N:M."""
     if mvue is not None and mvue.v > 1:
         raise ConfigError(f"mvue={mvue}: it takes an N:M pattern, such as 2:4")
     left_alone = []
@@ -186,11 +180,9 @@ def install(
 
 
 def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
-    """Double pruning: an ``input_weight`` for every layer, N:M along the outputs as well.
-
-    Returns the names of layers that cannot have one: grouped convolutions, outputs that M does
-    not divide, and what :func:`install` leaves alone.
-    """
+    """Double pruning: an ``input_weight`` for every layer, N:M along the outputs as well. Returns
+    the names of layers that cannot have one: grouped convolutions, outputs that M does not
+    divide, and what :func:`install` leaves alone."""
     left_alone = []
     for weight in weights:
         grouped = getattr(weight.module, "groups", 1) > 1
@@ -204,10 +196,8 @@ def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
 
 def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
     """Compute input gradients with the unbiased estimate of the weight, N:M along the outputs.
-
     Returns the names of layers that keep the exact one: outputs that M does not divide, what is
-    no linear layer, and what :func:`install` leaves alone.
-    """
+    no linear layer, and what :func:`install` leaves alone."""
     left_alone = []
     for weight in weights:
         linear_layer = weight.parameter.dim() == 2

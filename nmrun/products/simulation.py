@@ -1,7 +1,6 @@
 """How the three matrix products of a sparse layer are computed in training.
 
-For a linear layer with input X (tokens, in), output Z (tokens, out) and projected weight W (out,
-in) they are
+With input X (tokens, in), output Z (tokens, out) and projected weight W (out, in) they are
 
     Z = X W^T          the forward product, which sums over the inputs
     dX = dZ W          the input gradient, over the outputs
@@ -9,10 +8,10 @@ in) they are
 
 Hardware for N:M sparsity wants one operand to be N:M along the dimension that is summed over. The
 projection does that for Z. For dX a recipe can give another weight, N:M along the outputs (Bi-Mask,
-arXiv 2302.06058), or W is replaced by its minimum-variance unbiased N:M estimate along them. For
-dW, dZ is replaced by such an estimate along the tokens, and all three products can be rounded to
-FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099). Everything here is simulated: the numbers are those
-of such hardware, the products are dense.
+arXiv 2302.06058), or W's minimum-variance unbiased N:M estimate along them. For dW, dZ is replaced
+by such an estimate along the tokens, and all three products can be rounded to FP8 (S-STE: Hu et al.
+2024, arXiv 2409.09099). Everything here is simulated: the numbers are those of such hardware, the
+products are dense.
 """
 
 from __future__ import annotations
@@ -34,12 +33,9 @@ FORWARD_FP8, BACKWARD_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` in an FP8 ``dtype`` with one scale for the whole tensor: ``x`` is about ``values /
-    scale``.
-
-    The scale maps the largest magnitude to the largest number of the format, from this tensor alone
-    (just-in-time scaling). Returns the values (FP8) and the scale (float32, 0-dimensional; 1 for an
-    all-zero tensor). What is not finite becomes NaN.
-    """
+    scale``. The scale maps the tensor's largest magnitude to the largest number of the format.
+    Returns the values (FP8) and the scale (float32, 0-dimensional; 1 for an all-zero tensor).
+    What is not finite becomes NaN."""
     x = x.float()
     largest = x.abs().amax()
     # finite for subnormal numbers too
@@ -63,14 +59,15 @@ def linear(
 
     x: (..., in), weight: (out, in), bias: (out) or None; returns (..., out). Under autocast all are
     cast as ``F.linear`` would. input_weight: (out, in), the weight of the input gradient ``dX = dZ
-    input_weight``; it gets no gradient itself. None: ``weight``. mvue: the weight gradient is ``E^T
-    X``, E the unbiased estimate of dZ with at most N non-zeros in each M consecutive tokens
-    (:func:`nmrun.sparsity.mvue`); tokens are all leading dimensions of x, in order, the last group
-    filled up with zeros. input_mvue: likewise, the input gradient is ``dZ E``, E the estimate of
-    the weight along the outputs, a multiple of M. Random numbers come from ``generator``, by
-    default torch's global one for the device. fp8: both operands of the forward product are rounded
-    to e4m3fn, those of the backward products to e5m2 (after the estimate), see :func:`quantize`;
-    products are summed in float32. The bias and its gradient stay exact.
+    input_weight``; it gets no gradient itself.
+
+    mvue: the weight gradient is ``E^T X``, E the unbiased estimate of dZ with at most N non-zeros
+    in each M consecutive tokens (:func:`nmrun.sparsity.mvue`). Tokens are all leading dimensions of
+    x, in order; zeros fill up the last group. input_mvue: likewise, the input gradient is ``dZ E``,
+    E the estimate of the weight along the outputs, a multiple of M.
+
+    fp8: operands of the forward product are rounded to e4m3fn, those of the backward products to
+    e5m2 (after the estimate); products are summed in float32. The bias and its gradient stay exact.
     """
     # an expert without tokens: there is no largest magnitude, and no gradient to estimate
     if x.numel() == 0:
@@ -136,8 +133,7 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
     """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled
-    up with zeros.
-    """
+    up with zeros."""
     missing = -len(tokens) % pattern.m
     filled = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
     return estimators.mvue(filled, pattern, 0, generator)[: len(tokens)]
@@ -153,13 +149,10 @@ def convolution(
     dilation: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """A convolution (1, 2 or 3 dimensions) whose input gradient is computed with ``input_weight``
-    instead of ``weight``.
-
-    x: (batch, in, ...), weight and input_weight: (out, in / groups, kernel...), bias: (out) or
-    None; stride, padding and dilation have one number a dimension. Under autocast all are cast as
-    ``F.conv2d`` would. ``input_weight`` gets no gradient itself.
-    """
+    """A convolution (1, 2 or 3 dimensions) whose input gradient is computed with ``input_weight``,
+    which gets no gradient itself. x: (batch, in, ...), weight and input_weight: (out, in /
+    groups, kernel...), bias: (out) or None; stride, padding and dilation have one number a
+    dimension. Under autocast all are cast as ``F.conv2d`` would."""
     return _Convolution.apply(
         *_autocast(x, weight, bias, input_weight),
         list(stride),

@@ -1,9 +1,5 @@
-"""The recipes by name. ``find("step")`` gives the class; a dotted path such as
-``mypkg.recipes.Mine`` gives a user's own.
-
-An installed package adds names by entry points of the group ``nmrun.recipes``, such as ``mine =
-"mypkg.recipes:Mine"``.
-"""
+"""The recipes by name: of ``RECIPES``, of entry points ``nmrun.recipes`` of installed packages
+(``mine = "mypkg.recipes:Mine"``), or by the dotted path."""
 
 from __future__ import annotations
 
@@ -57,9 +53,8 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """The recipes of other installed packages: name to dotted path. A name of ``RECIPES`` is not
-    theirs to take.
-    """
+    """The recipes of other installed packages, name to dotted path; a name of ``RECIPES`` is not
+    theirs."""
     paths = {
         name: point.value.replace(":", ".")
         for name, point in registry.installed("nmrun.recipes").items()
@@ -68,9 +63,8 @@ def installed() -> dict[str, str]:
 
 
 def find(name: str) -> type[Recipe]:
-    """The class of a recipe. ``name``: one of ``RECIPES`` or :func:`installed`, or a dotted path,
-    also of a module in the current folder. Raises ConfigError for an unknown name, with the
-    nearest match, and for what is no recipe."""
+    """The class of a recipe. Raises ConfigError for an unknown name, with the nearest match, and
+    for what is no recipe."""
     from nmrun.recipes.base import Recipe
 
     kind: type[Recipe] = registry.find("recipe", name, {**RECIPES, **installed()})
@@ -80,9 +74,9 @@ def find(name: str) -> type[Recipe]:
 
 
 def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
-    """Make a recipe. ``recipe``: its name, or a recipe, which stays as it is. ``hyperparameters``:
-    of the recipe of that name; they are checked. Raises ConfigError for an unknown name, or a
-    value out of its range. Raises TypeError for an unknown hyperparameter."""
+    """Make a recipe of a name and its hyperparameters, or check a recipe that is made already.
+    Raises ConfigError for an unknown name or a value out of its range, TypeError for an unknown
+    hyperparameter."""
     from nmrun.recipes.base import Recipe, check_hyperparameters
 
     if isinstance(recipe, Recipe):

@@ -108,7 +108,6 @@ class AST(AdamDecay):
 
     @property
     def factor(self) -> float:
-        """The decay factor of this step."""
         rises = self.rise * (self.total_steps or 0)
         return self.decay * min(1.0, self.step / rises) if rises else self.decay
 

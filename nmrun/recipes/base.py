@@ -64,20 +64,15 @@ class Recipe:
     # --- what a recipe may override --------------------------------------------------------------
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
-        """Take the target and the length of the run; here phases are laid out.
-
-        Raises:
-            ValueError: for hyperparameters that do not fit the run.
-        """
+        """Take the target and the length of the run; here phases are laid out. Raises ValueError
+        for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
         if self.needs_total_steps and total_steps is None:
             raise ValueError(f"{self.name} needs total_steps: {self.needs_total_steps}")
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         """Why this recipe cannot make a weight of this shape sparse, or an empty string.
-
-        ``outputs`` is the dimension of the outputs.
-        """
+        ``outputs``: the dimension of the outputs."""
         if self.transposable and shape[outputs] % pattern.m:
             return f"{shape[outputs]} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
         return ""
@@ -87,11 +82,8 @@ class Recipe:
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called once, with all weights dense: check the optimizer, keep tensors by
-        ``weight[key]``.
-
-        Raises:
-            ValueError: for an optimizer or a weight that the recipe cannot work with.
-        """
+        ``weight[key]``. Raises ValueError for an optimizer or a weight that the recipe cannot
+        work with."""
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
         """Called once, at the end: take from the optimizer what :meth:`attach` gave it."""
@@ -101,10 +93,7 @@ class Recipe:
         return Rule()
 
     def choose(self, weight: SparseWeight) -> Tensor:
-        """The mask of ``weight.dense``: bool, its shape, True = kept.
-
-        Default: :meth:`largest_mask`.
-        """
+        """The mask of ``weight.dense``: bool, its shape, True = kept."""
         return self.largest_mask(weight)
 
     def before_step(
@@ -116,12 +105,7 @@ class Recipe:
         """Called after each step, when ``self.step`` counts it: the place to change phase."""
 
     def project(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the forward weight: by the rule, with the mask of a :meth:`choose` of its own.
-
-        Args:
-            weight: the sparse weight.
-            out: written; of the shape of its ``dense``.
-        """
+        """Write the forward weight: by the rule, with the mask of a :meth:`choose` of its own."""
         rule = self.rule(weight)
         pattern = rule.pattern or weight.pattern
         if rule.mask is None and self.chooses and rule.soft_threshold_scale is None:
@@ -148,7 +132,7 @@ class Recipe:
 
     def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the weight under the mask that the recipe would choose now, while what the forward
-        pass uses does not hold the pattern: for metrics of masks. Default: the largest weights."""
+        pass uses does not hold the pattern: for metrics of masks."""
         self.largest(weight, out)
 
     def metrics(self) -> dict[str, float]:
@@ -160,7 +144,6 @@ class Recipe:
         return {"step": self.step, "dense_forward": self.dense_forward}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
         self.step, self.dense_forward = int(state["step"]), bool(state["dense_forward"])
 
     @property
@@ -170,8 +153,8 @@ class Recipe:
 
     @property
     def evaluates_final(self) -> bool:
-        """Whether evaluation is by the weights that the run would leave now (which hold the
-        pattern), and not by those of the forward pass."""
+        """Whether evaluation is by the weights that the run would leave now, not by those of the
+        forward pass."""
         return False
 
     @property
@@ -214,8 +197,7 @@ class Recipe:
 
     def largest_mask(self, weight: SparseWeight) -> Tensor:
         """The N largest magnitudes of every M, or the best transposable mask: bool, shape of the
-        weight, True = kept.
-        """
+        weight, True = kept."""
         if not self.transposable:
             return masks.nm_mask(weight.dense, weight.pattern, weight.dim)
         sides = (weight.outputs, weight.dim)
@@ -226,36 +208,21 @@ class Recipe:
         return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
 
     def largest(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the magnitude projection: what :class:`Recipe` itself would.
-
-        Args:
-            weight: the sparse weight.
-            out: written; of the shape of its ``dense``.
-        """
+        """Write the magnitude projection: what :class:`Recipe` itself would."""
         if self.transposable:
             torch.mul(weight.dense, self.largest_mask(weight), out=out)
         else:
             projections.keep_largest(weight.dense, out, weight.pattern, weight.dim)
 
     def make_transposable(self) -> None:
-        """Choose transposable masks from now on.
-
-        Raises:
-            ValueError: for a recipe whose masks are not simply chosen.
-        """
+        """Choose transposable masks from now on. Raises ValueError for a recipe whose masks are not
+        simply chosen."""
         if not self.masks_are_largest:
             raise ValueError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
-        """Check that the masks can be of a V:N:M pattern.
-
-        Args:
-            pattern: the pattern.
-
-        Raises:
-            ValueError: for a recipe whose masks are not the largest weights, or are transposable.
-        """
+        """Raise ValueError for a recipe whose masks cannot be of a V:N:M pattern."""
         if self.transposable:
             raise ValueError(f"transposable masks are for N:M patterns, not for {pattern}")
         if not self.masks_are_largest:
@@ -307,6 +274,6 @@ def drawn_seed() -> int:
 
 
 def generator_of(*words: object) -> torch.Generator:
-    """A generator on the CPU that depends on these words alone: a seed, the place of a weight
-    among all (names differ within DDP), a step."""
+    """A generator on the CPU that depends on these words alone: a seed, the place of a weight among
+    all (names differ within DDP), a step."""
     return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, words)).encode()))

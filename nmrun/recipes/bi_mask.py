@@ -77,7 +77,6 @@ class BiMask(Recipe):
             self._search(weights)
 
     def _prune_rows(self, weight: SparseWeight) -> None:
-        """Write the weight of the input gradient from the projected weight."""
         order, again = _order(weight), weight.layer.keep_input_weight()
         used, pattern = weight.weight, weight.pattern
         if weight.outputs == 0 and projection.project_rows(used, again, pattern, order):

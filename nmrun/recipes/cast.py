@@ -32,8 +32,8 @@ from nmrun.sparsity.weight import SparseWeight
 
 
 class PartScales(AddedParameters):
-    """Learnable scales beside the weights (equations 11 and 12): parameters (outputs, parts) that begin as ones. Groups of M stay whole; the
-    positions of a convolution's kernel share them."""
+    """Learnable scales beside the weights (equations 11 and 12): parameters (outputs, parts) that
+    begin as ones. Groups of M stay whole; the positions of a convolution's kernel share them."""
 
     parts: int
 
@@ -59,8 +59,7 @@ class PartScales(AddedParameters):
         self.parameter(weight, "scales").data.fill_(1)
 
     def chain(self, weight: SparseWeight, gradient: Tensor) -> None:
-        """From the gradient at ``scale * w`` make those of the scales and of w. ``gradient``: of
-        the weight's shape; becomes that of w, in place."""
+        """From ``gradient`` at ``scale * w`` make that of the scales, and in place that of w."""
         sides = (weight.outputs, weight.dim)
         of_entries = (gradient * weight.dense).movedim(sides, (0, 1))
         of_inputs = of_entries.reshape(*of_entries.shape[:2], -1).sum(2)

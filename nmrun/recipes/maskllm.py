@@ -144,15 +144,14 @@ class MaskLLM(MaskScores, FrozenWeights):
 
 
 def masks_file(place: str) -> Path:
-    """The file of weights that ``masks=`` names: such a file, or a folder with a
-    ``model.safetensors``."""
+    """The file of weights that ``masks=`` names, or its folder's ``model.safetensors``."""
     path = Path(place).expanduser()
     return path if path.is_file() else path / "model.safetensors"
 
 
 def agreement(path: Path | None, weight: SparseWeight) -> Tensor:
     """How many entries every candidate shares with the masks to begin with, less N / 2: (groups,
-    C). Those are of the largest weights, or of a file (:func:`masks_in`)."""
+    C). Those are of the largest weights, or of a file."""
     if path is None:
         groups = by_group(weight.dense, weight.pattern, weight.dim)
         masks = nm_mask(groups, weight.pattern, -1)
@@ -187,8 +186,8 @@ def masks_in(path: Path, weight: SparseWeight) -> Tensor:
 
 
 def gumbel_softmax(logits: Tensor, temperature: float, seed: int) -> Tensor:
-    """``softmax((logits + noise) / temperature)`` over the last dimension, with Gumbel noise of
-    the seed (Jang et al. 2017)."""
+    """``softmax((logits + noise) / temperature)`` over the last dimension, with Gumbel noise of the
+    seed (Jang et al. 2017)."""
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
     return torch.softmax((logits + noise) / temperature, -1)

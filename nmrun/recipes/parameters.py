@@ -43,13 +43,9 @@ class AddedParameters(Recipe):
         first: Callable[[SparseWeight], Mapping[str, Tensor]],
         **options: Any,
     ) -> None:
-        """Give every weight its parameters.
-
-        ``optimizer``: gets a parameter group with them. ``first``: ``first(weight)`` makes their
-        first values, by name. ``options``: those of the parameter group; others are the optimizer's
-        defaults. Raises ConfigError where nobody can say what the optimizer would do with such a
-        group.
-        """
+        """Give every weight the parameters that ``first(weight)`` makes, by name. ``options``:
+        those of the parameter group; others are the optimizer's defaults. Raises ConfigError
+        where nobody can say what the optimizer would do with such a group."""
         common = _common_keys(optimizer, self.name)
         self.parameters: dict[tuple[str, str], nn.Parameter] = {}
         for weight in weights:
@@ -94,12 +90,10 @@ class AddedParameters(Recipe):
 
 
 def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
-    """Check that an optimizer passes over parameters without a gradient, as torch's do.
-
-    One without a learning rate by default reads keys of its own from each group. Such optimizers
-    (nanochat's, Muon's with an Adam beside it) take missing gradients for 0 or do not expect them.
-    Raises ConfigError for such an optimizer.
-    """
+    """Raise ConfigError for an optimizer that may move parameters without a gradient, as torch's do
+    not. One without a learning rate by default reads keys of its own from each group. Such
+    optimizers (nanochat's, Muon's with an Adam beside it) take missing gradients for 0 or do not
+    expect them."""
     if "lr" not in optimizer.defaults:
         raise ConfigError(
             f"{recipe} freezes weights or adds parameters, and {type(optimizer).__name__} has a "
@@ -108,7 +102,7 @@ def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
 
 
 def _common_keys(optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any]:
-    """Return what all groups of an optimizer say besides its defaults."""
+    """What all groups of an optimizer say besides its defaults."""
     check_groups(optimizer, recipe)
     first, *others = optimizer.param_groups
     common = {}
@@ -149,7 +143,7 @@ def candidates(pattern: Pattern, like: Tensor) -> Tensor:
 
 
 def too_many(pattern: Pattern) -> str:
-    """Why a pattern has too many candidates: more than 256; else an empty string."""
+    """Why a pattern has too many candidates, or an empty string."""
     count = math.comb(pattern.m, pattern.n)
     return (
         f"{pattern} has {count:,} possible masks a group, more than the {MOST} that can have a score each"
@@ -182,7 +176,6 @@ class MaskScores(AddedParameters):
         self.add(weights, optimizer, made, **options)
 
     def scores(self, weight: SparseWeight) -> nn.Parameter:
-        """The scores of a weight's masks."""
         return self.parameter(weight, "scores")
 
     @staticmethod
@@ -206,10 +199,11 @@ class MaskScores(AddedParameters):
 
 
 class FrozenWeights(Recipe):
-    """Dense training first, then masks alone are learned, until the last step.
+    """Dense training in the fraction ``dense`` of the steps, then masks alone are learned, until
+    the last step.
 
-    The forward pass is N:M from the last step on, and dense in the fraction ``dense`` of the steps;
-    between the two a final weight is what the masks would leave now.
+    The forward pass is N:M from the last step on. Between the two a final weight is what the masks
+    would leave now.
     """
 
     dense: float
@@ -230,8 +224,8 @@ class FrozenWeights(Recipe):
         return not self.dense_forward and not self.is_sparse
 
     def freeze(self, optimizer: torch.optim.Optimizer, but: Iterable[nn.Parameter] = ()) -> None:
-        """Take all gradients away, so that the optimizer passes over the parameters. ``but``: those
-        that keep theirs."""
+        """Take the gradients of all parameters ``but`` some away, so that the optimizer passes over
+        them."""
         moved = {id(parameter) for parameter in but}
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         self.frozen = [p for p in owned if id(p) not in moved]
@@ -239,9 +233,8 @@ class FrozenWeights(Recipe):
             parameter.grad = None
 
     def check_frozen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check after a step that the optimizer has passed over what :meth:`freeze` took. Raises
-        RunError where it took missing gradients for 0, as some Muons do: momentum and weight
-        decay then move frozen weights."""
+        """Raise RunError where an optimizer took the missing gradients of :meth:`freeze` for 0, as
+        some Muons do: momentum and weight decay then move frozen weights."""
         frozen, self.frozen = self.frozen, []
         if any(parameter.grad is not None for parameter in frozen):
             raise RunError(

@@ -104,13 +104,10 @@ class ProxSparse(FrozenWeights):
 
 @torch.no_grad()
 def proximal(weight: Tensor, pattern: Pattern, dim: int, strength: float) -> Tensor:
-    """Find the w that minimises ``1/2 ||w - weight||^2 + strength * R(w)`` in every group.
-
-    Algorithm 3 of the paper (EnumALM): a minimiser has the signs and the order of ``weight`` and k
-    non-zeros, N to M of them; for each k the k largest magnitudes are moved in turn to their best
-    values, and the best k counts. ``pattern``: the N:M pattern, M at most 8. ``strength``: the
-    factor of the regulariser, lambda. Returns a new tensor of the same shape.
-    """
+    """Find the w that minimises ``1/2 ||w - weight||^2 + strength * R(w)`` in every group of M, 8
+    at most. Algorithm 3 of the paper (EnumALM): a minimiser has the signs and the order of
+    ``weight`` and k non-zeros, N to M of them. For each k the k largest magnitudes are moved in
+    turn to their best values, and the best k counts."""
     groups = by_group(weight, pattern, dim)
     ordered, places = groups.abs().sort(-1, descending=True)
     magnitudes = ordered.flatten(0, -2).T.contiguous()  # (M, groups): a product reads whole rows

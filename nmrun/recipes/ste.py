@@ -43,7 +43,6 @@ class PeriodicMask(Recipe):
         self.renew(weights)
 
     def renew(self, weights: Sequence[SparseWeight]) -> None:
-        """Choose the masks anew."""
         for weight in weights:
             keep_mask(weight, self.choose(weight))
 

@@ -1,8 +1,5 @@
 """When STEP's second phase begins: AutoSwitch, the two rules that the paper compares it with, and a
-fixed point (Lu et al. 2023, arXiv 2302.01172).
-
-:func:`switch_of` makes the one that ``recipe.switch`` names.
-"""
+fixed point (Lu et al. 2023, arXiv 2302.01172)."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ class Switch:
 
     A rule fires when what it measures has settled and t > t_min * T, or when t > t_max * T, with T
     steps in all. On a GPU the measure is read one step late, so that no step waits for the device;
-    there a rule fires a step later than on a CPU. Raises ValueError for fractions out of order.
-
-    Args:
-        t_min, t_max: fractions of all steps.
-        total_steps: T.
+    there a rule fires a step later. Raises ValueError for fractions out of order.
     """
 
     automatic: ClassVar[bool] = True
@@ -50,7 +43,6 @@ class Switch:
     # --- what a rule says -------------------------------------------------------------------------
 
     def length(self, beta2: float) -> int:
-        """How many samples are remembered."""
         return steps_of(beta2)
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
@@ -67,7 +59,6 @@ class Switch:
         raise NotImplementedError
 
     def has_settled(self, measure: float) -> bool:
-        """Whether a measure means that phase two may begin."""
         raise NotImplementedError
 
     def reading(self) -> str:
@@ -75,7 +66,6 @@ class Switch:
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Scalars for the log."""
         raise NotImplementedError
 
     # --- what follows from it ---------------------------------------------------------------------
@@ -153,8 +143,7 @@ def steps_of(beta2: float) -> int:
 
 
 class AutoSwitch(Switch):
-    """The paper's rule: when Adam's second moment has settled enough to be frozen (arXiv 2302.01172,
-    algorithm 2).
+    """The paper's rule: when Adam's second moment has settled enough to be frozen (algorithm 2).
 
     With v_t Adam's second moment and d the number of sparse weights::
 
@@ -171,12 +160,10 @@ class AutoSwitch(Switch):
     begins at ``1 / (1 - beta2)``; steady gradients bring it to about 1, growing ones keep it above.
 
     Args:
-        geometric: the geometric mean of the changes, not the arithmetic one.
-        partial: average over the samples that there are; else all of the window have to be there.
-            The paper's text does not say which (as far as we know), the code at
-            huyz2023/2by4-pretrain takes those that there are.
+        partial: average over the samples that there are, as the code at huyz2023/2by4-pretrain
+            does; else all of the window have to be there. The paper's text does not say which (as
+            far as we know).
         threshold: the relative one (above 1, say 1.2); None: Adam's eps, as in the paper.
-        t_min, t_max, total_steps: see :class:`Switch`.
     """
 
     def __init__(
@@ -271,13 +258,13 @@ class NormSwitch(Switch):
 
 class VarianceRatio(NormSwitch):
     """A switch by the norm of Adam's second moment, after 1-bit Adam (Tang et al. 2021, arXiv
-    2102.02888), one of the two rules that STEP's paper compares AutoSwitch with::
+    2102.02888)::
 
         settled   ||v_t-D||_1 / ||v_t||_1 > 0.96,   D = 1 / (1 - beta2)
 
     It looks at the sum over all weights alone: changes that cancel out are not seen, and a falling
     variance counts as settled. Form and constant are as they are commonly reported; the paper's own
-    run of this rule could not be looked up. Clipped to t_min and t_max like AutoSwitch.
+    run of this rule could not be looked up.
     """
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
@@ -294,20 +281,18 @@ class VarianceRatio(NormSwitch):
         return f"ratio of variances {float(self.measure()):.3g}, threshold {RATIO}"
 
     def metrics(self) -> dict[str, float]:
-        """The ratio, once there is one."""
         return {"step/variance_ratio": float(self.measure())} if self.ready else {}
 
 
 class GradientNorm(NormSwitch):
-    """A switch by the norm of the gradient, after Accordion (Agarwal et al. 2021, arXiv 2010.16248),
-    one of the two rules that STEP's paper compares AutoSwitch with::
+    """A switch by the norm of the gradient, after Accordion (Agarwal et al. 2021, arXiv
+    2010.16248)::
 
         settled   | ||g_t-D|| - ||g_t|| | / ||g_t-D|| < 0.5,   D = 1 / (1 - beta2)
 
-    Condition and constant are those of its code (uw-mad-dash/Accordion), which compares, layer by
+    Condition and constant are those of its code (uw-mad-dash/Accordion). That compares, layer by
     layer, gradients added up over an epoch with those ten epochs before. Here the norm is over all
-    sparse weights, of single steps, and D steps apart as in the rule by variances: STEP's own form
-    could not be looked up. Clipped to t_min and t_max like AutoSwitch.
+    sparse weights, of single steps, D apart: STEP's own form could not be looked up.
     """
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
@@ -326,7 +311,6 @@ class GradientNorm(NormSwitch):
         return f"change of the gradient's norm {float(self.measure()):.3g}, threshold {CHANGE}"
 
     def metrics(self) -> dict[str, float]:
-        """The change, once there is one."""
         return {"step/gradient_norm_change": float(self.measure())} if self.ready else {}
 
 
@@ -343,8 +327,7 @@ def switch_of(
     total_steps: int,
 ) -> Switch:
     """The switch of a run. ``rule``: a name, or the fraction of all steps at which to switch.
-    ``t_min``, ``t_max``, ``total_steps``: see :class:`Switch`. Raises ValueError for an unknown
-    rule, and for options that it does not have."""
+    Raises ValueError for an unknown rule, and for options that it does not have."""
     if rule in OF_AUTOSWITCH:
         geometric, partial = rule == "auto_geometric", window == "partial"
         return AutoSwitch(geometric, partial, threshold, t_min, t_max, total_steps)

@@ -22,21 +22,16 @@ def check_nm(
     pad: bool = False,
     dims: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Check that at most N of every M consecutive weights are non-zero.
-
-    Of a V:N:M pattern, the blocks are checked as well.
+    """Check that at most N of every M consecutive weights are non-zero; of V:N:M, the blocks as
+    well.
 
     Of a model, all weights are checked that :func:`nmrun.sparsity.select.select` chooses.
 
     Args:
-        model_or_tensor: a model, or one weight.
-        pattern: the N:M pattern.
         dim: the dimension that the groups of a tensor run along; not read for a model.
-        include: which weights of a model are checked, as in ``select``; not read for a tensor.
-        exclude: likewise.
-        overrides: likewise.
+        include: which weights of a model, as in ``select``; so are ``exclude``, ``overrides``,
+            ``dims``.
         pad: let the last group be short. Without it, M must divide the tensor's size.
-        dims: as ``include``.
 
     Returns:
         The names of the weights that were checked; ``["tensor"]`` for a tensor.
@@ -76,8 +71,8 @@ def check_nm(
 
 
 def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[str, Any]:
-    """One layer's weight for a report: ``name``, ``shape``, ``pattern`` (text), ``dim``,
-    ``numel``, ``nonzeros``, and ``holds``: whether it holds the pattern."""
+    """One layer's weight for a report: ``name``, ``shape``, ``pattern`` (text), ``dim``, ``numel``,
+    ``nonzeros``, ``holds``."""
     return {
         "name": name,
         "shape": list(weight.shape),
@@ -92,13 +87,10 @@ def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[
 def weights_report(
     pattern: str, layers: list[dict[str, Any]], left_dense: Sequence[LeftDense]
 ) -> dict[str, Any]:
-    """Describe the weights of a network, for a report.
-
-    ``pattern``: N:M, where no override names another. ``layers``: of each sparse weight, as of
-    :func:`layer_report`. Returns plain data: ``pattern``, ``dense`` without sparse weights;
-    ``density``, the share of non-zeros in the sparse weights; ``layers``; ``left_dense``, each with
-    ``name``, ``shape`` and ``reason``.
-    """
+    """Describe the weights of a network, by its layers' reports of :func:`layer_report`. Returns
+    plain data: ``pattern``, ``dense`` without sparse weights; ``density``, the share of
+    non-zeros in the sparse weights; ``layers``; ``left_dense``, each with ``name``, ``shape``
+    and ``reason``."""
     numel = sum(layer["numel"] for layer in layers)
     return {
         "pattern": pattern if layers else "dense",

@@ -12,14 +12,10 @@ from nmrun.sparsity.reference import grouped
 
 @torch.no_grad()
 def inclusion_probabilities(x: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
-    """Compute the probability with which :func:`mvue` keeps each entry.
-
-    The probabilities are ``min(1, c |x|)``, with c such that each group sums to N. This choice has
-    the smallest variance. Entries whose share would exceed 1 get 1, and the others are scaled anew,
-    until nothing changes (N rounds at most). Returns the probabilities: shape of x, float64. In a
-    group with N non-zeros or fewer they are 1 where x is not 0, and 0 elsewhere. Raises ValueError
-    where M does not divide the size of ``dim``.
-    """
+    """The probability with which :func:`mvue` keeps each entry: shape of x, float64. ``min(1, c
+    |x|)``, with c such that each group sums to N: the smallest variance. Entries whose share
+    would exceed 1 get 1, and the others are scaled anew, N times at most. In a group with N
+    non-zeros or fewer it is 1 where x is not 0."""
     groups, pattern, d = grouped(x, pattern, dim)
     size = groups.abs().double()
     capped = torch.zeros_like(size, dtype=torch.bool)
@@ -43,22 +39,19 @@ def mvue(
     """Draw the minimum-variance unbiased N:M estimate of a tensor (Chmiel et al. 2023, arXiv
     2203.10991).
 
-    Entry i is kept with probability p_i of :func:`inclusion_probabilities` and then divided by p_i
-    (Horvitz-Thompson), so the estimate's mean is x. All designs with these probabilities have the
-    same variance, the smallest one: ``sum x_i^2 (1 / p_i - 1)``. Here entries are drawn by
-    systematic sampling, with one uniform number a group.
+    Entry i is kept with probability p_i and then divided by p_i (Horvitz-Thompson), so the
+    estimate's mean is x. All designs with these probabilities have the same, smallest variance,
+    ``sum x_i^2 (1 / p_i - 1)``. Here entries are drawn by systematic sampling, with one uniform
+    number a group.
 
     Args:
-        x: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-        generator: of the random numbers; by default torch's global generator of the device. On CUDA
-            devices the default may run as one Triton kernel, with random numbers of its own
-            (``nmrun.kernels.triton_mvue``).
+        x: of any shape.
+        generator: of the random numbers; by default torch's global one of the device. On CUDA
+            devices the default may run as one Triton kernel, with random numbers of its own.
 
     Returns:
         The estimate: shape and dtype of x, at most N non-zeros in each group. A group with a NaN or
-        an infinity has no such estimate and becomes NaN.
+            an infinity has no such estimate and becomes NaN.
 
     Raises:
         ValueError: where M does not divide the size of ``dim``.
@@ -93,7 +86,7 @@ def _reference(x: Tensor, pattern: Pattern, dim: int, generator: torch.Generator
 
 @torch.library.custom_op("nmrun::mvue", mutates_args=())
 def _on_device(x: Tensor, n: int, m: int, dim: int) -> Tensor:
-    """Estimate by one kernel where there is one; torch.compile sees a single operator."""
+    """By one kernel where there is one; torch.compile sees a single operator."""
     pattern = Pattern(n, m)
     if projection.by_triton(x, pattern):
         from nmrun.kernels import triton_mvue

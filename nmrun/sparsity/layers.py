@@ -1,6 +1,5 @@
 """Which dimension of a layer's weight is summed over, why some weights cannot be sparse, and the
-parameters of a model under all their names.
-"""
+parameters of a model under all their names."""
 
 from __future__ import annotations
 
@@ -26,12 +25,8 @@ ORDINARY = ("DTensor", "FakeTensor")  # tensor classes that hold ordinary number
 
 @dataclass(frozen=True)
 class Axes:
-    """What the dimensions of a weight mean.
-
-    Attributes:
-        dim: the dimension that a product sums over. Groups run along it.
-        parts: how many equal parts of ``dim`` have sums of their own.
-    """
+    """What the dimensions of a weight mean: a product sums over ``dim``, and groups run along it.
+    ``parts``: how many equal parts of ``dim`` have sums of their own."""
 
     dim: int
     outputs: int
@@ -44,14 +39,13 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def forward_class(module: nn.Module) -> type:
-    """Return the class whose ``forward`` a module has; a subclass may compute something else.
-    ``module``: a module without a ``forward`` of its own."""
+    """The class whose ``forward`` a module has; a subclass may compute something else."""
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
 def axes(module: nn.Module) -> dict[str, Axes]:
-    """The axes of the weights that a known layer multiplies its input with, by attribute.
-    Submodules do not count; a module that is not known has none."""
+    """The axes of the weights that a known layer multiplies its input with, by attribute,
+    submodules apart."""
     if isinstance(module, nn.MultiheadAttention):
         return dict.fromkeys(ATTENTION, Axes(1, 0))
     if isinstance(module, _ConvTransposeNd):  # (in, out / groups, kernel...)
@@ -70,19 +64,17 @@ def axes(module: nn.Module) -> dict[str, Axes]:
 
 
 def axes_along(dim: int, ndim: int) -> Axes:
-    """Return the axes of a weight whose input dimension the user named.
-
-    In a matrix, or in a stack of matrices (E, ., .), the outputs are the other dimension of the
-    matrix. In any other weight they are the first dimension besides ``dim``.
-    """
+    """The axes of a weight whose input dimension the user named. In a matrix or a stack of matrices
+    (E, ., .) the outputs are the matrix's other dimension, else the first dimension besides
+    ``dim``."""
     if ndim == 3 and dim > 0:
         return Axes(dim, 3 - dim)
     return Axes(dim, 0 if dim else 1)
 
 
 def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
-    """Why a parameter cannot be sparse, whatever its size, or an empty string. ``named``: the
-    user named the input dimension."""
+    """Why a parameter cannot be sparse, whatever its size, or an empty string. ``named``: the user
+    named the input dimension."""
     parameter = module._parameters[attribute]
     assert parameter is not None
     known = axes(module)
@@ -103,12 +95,11 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Say whether a module looks rows up in a table."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _foreign_kind(parameter: nn.Parameter) -> str:
-    """Name the dtype or class of a tensor that holds no ordinary numbers; empty for any other."""
+    """The dtype or class of a tensor that holds no ordinary numbers; empty for any other."""
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         return str(parameter.dtype)
     kind = type(parameter)
@@ -121,7 +112,7 @@ def _foreign_kind(parameter: nn.Parameter) -> str:
 
 
 def _experts(module: nn.Module) -> dict[str, Axes]:
-    """Find stacked matrices by the module's own flag, by its sizes, or by how two fit together."""
+    """Stacked matrices by the module's own flag, by its sizes, or by how two fit together."""
     stacks = {
         name: p
         for name, p in module._parameters.items()
@@ -137,7 +128,7 @@ def _experts(module: nn.Module) -> dict[str, Axes]:
 
 
 def _by_attributes(module: nn.Module, stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
-    """Find the input dimension by the module's ``input_size`` and ``output_size``."""
+    """The input dimension by the module's ``input_size`` and ``output_size``."""
     ((name, stack),) = stacks.items()
     for ends in (("input_size", "output_size"), ("in_features", "out_features")):
         inputs, outputs = (getattr(module, end, None) for end in ends)
@@ -148,11 +139,9 @@ def _by_attributes(module: nn.Module, stacks: Mapping[str, Tensor]) -> dict[str,
 
 
 def _gated_pair(stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
-    """Find the input dimensions of a fused gate-and-up stack, H to 2I, and a down stack, I to H.
-
-    The sizes fit in one way at most: only the stack that writes 2I is twice as wide as the stack
-    that reads I.
-    """
+    """The input dimensions of a fused gate-and-up stack, H to 2I, and a down stack, I to H. The
+    sizes fit in one way at most: only the stack that writes 2I is twice as wide as the one that
+    reads I."""
     for (up, wide), (down, narrow) in itertools.permutations(stacks.items(), 2):
         for dim in (1, 2):
             inner = narrow.shape[dim]
@@ -163,7 +152,7 @@ def _gated_pair(stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
 
 
 def _mixture(module: nn.Module) -> bool:
-    """Say whether the name of a module's class or of an attribute contains "expert"."""
+    """Whether the name of a module's class or of an attribute contains "expert"."""
     return any("expert" in name.lower() for name in (type(module).__name__, *vars(module)))
 
 
@@ -198,35 +187,30 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The whole name."""
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
     def module_names(self) -> list[str]:
-        """The whole names of the modules that have the parameter."""
         return [name.rpartition(".")[0] for name in self.names]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape; empty before a lazy module knows it."""
+        """Empty before a lazy module knows it."""
         lazy = isinstance(self.parameter, UninitializedParameter)
         return () if lazy else tuple(self.parameter.shape)
 
     @property
     def dim(self) -> int:
-        """The dimension that a product sums over, of known axes. Groups run along it."""
         assert self.axes is not None
         return self.axes.dim
 
     @property
     def outputs(self) -> int:
-        """The dimension of the outputs, of known axes."""
         assert self.axes is not None
         return self.axes.outputs
 
     @property
     def may_be_sparse(self) -> bool:
-        """Whether its axes are known and nothing stands against it."""
         return self.axes is not None and not self.obstacle
 
 
@@ -250,12 +234,9 @@ def with_axes(
     parameters: Sequence[Candidate],
     named_dim: Callable[[Candidate], int | None],
 ) -> list[Candidate]:
-    """Find the axes of named parameters, and the obstacles.
-
-    ``named_dim``: returns the input dimension that the user named for a parameter, or None. Returns
-    the same entries in the same order, completed. Names of one parameter that differ in their axes,
-    or of which one has an obstacle, are obstacles to each other.
-    """
+    """The same entries with axes and obstacles. ``named_dim``: the input dimension that the user
+    named, or None. Names of one parameter that differ in their axes, or of which one has an
+    obstacle, are obstacles to each other."""
     prefixes = _adapters(model)
     known = [_complete(each, named_dim(each), prefixes) for each in parameters]
     same: dict[int, list[Candidate]] = {}
@@ -279,7 +260,7 @@ def _complete(entry: Candidate, dim: int | None, prefixes: Sequence[str]) -> Can
 
 
 def _tie(entry: Candidate, same: Sequence[Candidate]) -> str:
-    """Say which other name of a parameter keeps it dense, or nothing."""
+    """Which other name of a parameter keeps it dense, or nothing."""
     others = [p for p in same if p.name != entry.name]
     for other in sorted(others, key=lambda p: p.obstacle != EMBEDDING):
         if other.obstacle:
@@ -290,10 +271,8 @@ def _tie(entry: Candidate, same: Sequence[Candidate]) -> str:
 
 
 def _adapters(model: nn.Module) -> list[str]:
-    """List the prefixes of adapters: PEFT's layers name the children that belong to one.
-
-    ``modules_to_save`` among them is a whole layer, trained in full.
-    """
+    """The prefixes of adapters: PEFT's layers name the children that belong to one.
+    ``modules_to_save`` among them is a whole layer, trained in full."""
     return [
         f"{name}.{child}.".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)

@@ -25,29 +25,28 @@ from nmrun.sparsity import reference
 def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False) -> Tensor:
     """Find the N largest magnitudes of every group of M.
 
-    Of a V:N:M pattern, every block of V outputs and M inputs first keeps the four inputs with the
-    largest sum of magnitudes; the N largest of each row are among these. That is the rule of Zhao et
-    al. 2024 (arXiv 2410.16135). VENOM's code searches all sets of four inputs instead.
-
     Ties keep the lower index. Zeros count like any magnitude. A NaN is always kept, beside the N
-    largest, so that it shows in the loss instead of being pruned away.
+    largest, so that it shows in the loss.
+
+    Of V:N:M, every block of V outputs and M inputs first keeps the four inputs with the largest sum
+    of magnitudes. The N largest of each row are among these (Zhao et al. 2024, arXiv 2410.16135;
+    VENOM's code searches all sets of four inputs instead).
 
     Example: ``nm_mask(torch.tensor([[3., -1., 2., 0.]]), "2:4")`` is ``[[True, False, True,
     False]]``.
 
     Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
+        weight: of any shape.
         dim: the dimension that groups run along.
         pad: let the last group be short.
 
     Returns:
         The mask: bool, shape of ``weight``, True = kept. Exactly N are True in each group, and all
-        in a short last group of N or fewer.
+            in a short last group of N or fewer.
 
     Raises:
-        ValueError: where M does not divide the size of ``dim`` and the last group may not be short,
-            and where V does not divide the number of outputs: dimension 0, or 1 where ``dim`` is 0.
+        ValueError: where M does not divide the size of ``dim`` and the last group may not be short;
+            where V does not divide the number of outputs, dimension 0, or 1 where ``dim`` is 0.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     if weight.dim() and has_memory(weight):
@@ -62,20 +61,9 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
 def hard_threshold(
     weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
 ) -> Tensor:
-    """Keep the N largest magnitudes of every M: the projection of SR-STE and STEP.
-
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-        pad: let the last group be short.
-
-    Returns:
-        ``weight`` where the mask is True and +0.0 elsewhere; shape and dtype of ``weight``.
-
-    Raises:
-        ValueError: as :func:`nm_mask`.
-    """
+    """Keep the N largest magnitudes of every M: the projection of SR-STE and STEP. Arguments and
+    errors are those of :func:`nm_mask`. Returns ``weight`` where the mask is True and +0.0
+    elsewhere, in shape and dtype of ``weight``."""
     pattern, dim = _over(weight, pattern, dim, pad)
     projected = _kernel_projection(weight, pattern, dim, soft=False)
     return reference.hard_threshold(weight, pattern, dim) if projected is None else projected
@@ -85,25 +73,15 @@ def hard_threshold(
 def soft_threshold(
     weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False, gamma: float = 0.0
 ) -> Tensor:
-    """Compute S-STE's continuous projection before scaling, ``S(w) = sign(w) * max(|w| - t, 0)``.
+    """S-STE's continuous projection before scaling, ``S(w) = sign(w) * max(|w| - t, 0)``.
 
     The threshold t is the (N+1)-th largest magnitude of the group, and 0 in a group of N or fewer.
-    No smaller t leaves at most N non-zeros. For c > 0, ``S(c * w) = c * S(w)``. From Hu et al.
-    2024, arXiv 2409.09099, section 4.1. Every t from there up to the N-th largest magnitude is
-    continuous too: ``gamma`` says how far t is on the way.
+    No smaller t leaves at most N non-zeros. For c > 0, ``S(c * w) = c * S(w)`` (Hu et al. 2024,
+    arXiv 2409.09099, section 4.1). Every t from there up to the N-th largest magnitude is
+    continuous too: ``gamma``, 0 to 1, says how far t is on the way.
 
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-        pad: let the last group be short.
-        gamma: 0, the default, to 1.
-
-    Returns:
-        S(w): shape and dtype of ``weight``.
-
-    Raises:
-        ValueError: as :func:`nm_mask`.
+    Other arguments and errors are those of :func:`nm_mask`. Returns S(w), in shape and dtype of
+    ``weight``.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     projected = None if gamma else _kernel_projection(weight, pattern, dim, soft=True)
@@ -119,25 +97,14 @@ def soft_threshold_scale(
     gamma: float = 0.0,
     fit: str = "mse",
 ) -> Tensor:
-    """Compute S-STE's scale of a weight tensor, ``beta = <w, S(w)> / ||S(w)||^2``.
+    """S-STE's scale of a weight tensor, ``beta = <w, S(w)> / ||S(w)||^2``: ``beta * S(w)`` is then
+    closest to ``w`` in the mean square.
 
-    Of all factors, beta brings ``beta * S(w)`` closest to ``w`` in the mean square. ``fit="l1"``
-    gives the beta that keeps the sum of magnitudes instead, ``||w||_1 / ||S(w)||_1``. From Hu et
-    al. 2024, arXiv 2409.09099, section 4.2 and table 2. Sums are in double precision.
+    ``fit="l1"`` keeps the sum of magnitudes instead, ``||w||_1 / ||S(w)||_1`` (Hu et al. 2024,
+    arXiv 2409.09099, section 4.2 and table 2). Sums are in double precision. Other arguments and
+    errors are those of :func:`soft_threshold`.
 
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-        pad: let the last group be short.
-        gamma: of the threshold.
-        fit: ``mse`` or ``l1``.
-
-    Returns:
-        beta: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is 0 everywhere.
-
-    Raises:
-        ValueError: as :func:`nm_mask`.
+    Returns beta: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is 0 everywhere.
     """
     shrunk = soft_threshold(weight, pattern, dim, pad, gamma).double()
     dense = weight.detach().double()
@@ -149,9 +116,6 @@ def soft_threshold_scale(
 
 
 def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[Pattern, int]:
-    """The parsed pattern, over the size of the dimension if groups may be short, and the dimension
-    counted from the front.
-    """
     pattern = Pattern.parse(pattern)
     if not weight.dim():
         return pattern, 0
@@ -160,7 +124,6 @@ def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[
 
 
 def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -> Tensor | None:
-    """The projection by a kernel, None where there is none for this weight."""
     if not weight.dim() or not has_memory(weight):
         return None
     stored, order = _memory_order(weight)
@@ -171,8 +134,7 @@ def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -
 
 def _memory_order(weight: Tensor) -> tuple[Tensor, list[int]]:
     """The weight with its dimensions as they lie in memory, contiguous (a copy if it has gaps), and
-    which of its dimensions these are.
-    """
+    which of its dimensions these are."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     return weight.detach().permute(order).contiguous(), order
 

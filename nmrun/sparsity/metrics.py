@@ -1,9 +1,8 @@
 """What masks, weights and gradients do in training, as numbers for a log.
 
-The mask of a weight is where the forward weight is not 0. While the forward weight is not N:M (in a
-dense phase, or in the transition to a sparse one), the mask is a virtual one: the N largest of
-every M dense weights, or the best transposable mask, or the best candidates of a recipe that scores
-masks. So curves begin with the run.
+The mask of a weight is where the forward weight is not 0. While that is not N:M (in a dense phase
+or a transition), it is a virtual one: the mask that the recipe would choose. So curves begin with
+the run.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Masks(Protocol):
 
 @torch.no_grad()
 def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
-    """The mask of a weight as it is now, real or virtual (see above): bool, shape of
-    ``weight.dense``."""
+    """The mask of a weight as it is now, real or virtual: bool, shape of ``weight.dense``."""
     if recipe.is_sparse:
         return weight.weight.bool()  # several times as fast as != 0
     projection = torch.empty_like(weight.dense)
@@ -63,11 +61,10 @@ class MaskMetrics:
                 weight[FIRST_MASK] = pack(weight.whole(mask_of(weight, self.recipe)))
 
     def first(self, weight: SparseWeight) -> Tensor:
-        """The run's first mask of a weight, after :meth:`begin` or :meth:`before`."""
+        """The run's first mask of a weight, after :meth:`begin`."""
         return weight.part(unpack(weight[FIRST_MASK], weight.shape))
 
     def before(self) -> None:
-        """Keep the masks of before an optimizer step."""
         self.begin()
         self._before = [self._masks(group) for group in _groups(self.weights)]
 
@@ -179,9 +176,8 @@ def _apart(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 @torch.no_grad()
 def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
-    """Measure each sparse weight by itself. Returns ``layer/<name>/density``, the share of
-    non-zeros in the forward weight, and ``layer/<name>/kept_energy``, as in
-    :meth:`MaskMetrics.after`."""
+    """Each sparse weight by itself: ``layer/<name>/density``, the share of non-zeros in the forward
+    weight, and ``layer/<name>/kept_energy``, as in :meth:`MaskMetrics.after`."""
     rows = []
     for weight in weights:
         nonzeros = torch.count_nonzero(weight.weight.bool()).double()
@@ -197,13 +193,10 @@ def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, f
 def gradient_variance(
     params: Sequence[Tensor], optimizer: torch.optim.Optimizer
 ) -> list[Tensor] | None:
-    """Estimate the variance of each gradient coordinate over the last steps by Adam's ``v - m^2``.
-
-    Both moments are bias-corrected. They contain coupled weight decay, if Adam has any. They
-    average over different spans, so single values can be below 0. Returns a tensor for each
-    parameter, of its shape. None where a parameter has not both moments: another optimizer than
-    Adam, no step yet, or STEP's frozen second moment.
-    """
+    """Estimate the variance of each gradient coordinate over the last steps by Adam's ``v - m^2``,
+    both bias-corrected. They contain coupled weight decay and average over different spans, so
+    single values can be below 0. A tensor for each parameter, of its shape. None where one has
+    not both moments: another optimizer, no step yet, or STEP's frozen second moment."""
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     states = [optimizer.state.get(p, {}) for p in params]
     if not all({"exp_avg", "exp_avg_sq", "step"} <= state.keys() for state in states):
@@ -228,14 +221,14 @@ def _numbers(steps: Sequence[Tensor | float]) -> list[float]:
 
 
 def pack(mask: Tensor) -> Tensor:
-    """A mask in bits: uint8, an eighth of its entries long (rounded up). Bit i of the bytes has
-    the i-th eighth of the entries."""
+    """A mask in bits: uint8, an eighth of its entries long (rounded up). Bit i of the bytes has the
+    i-th eighth of the entries."""
     bits = _eighths(mask.view(torch.uint8))
     return (bits << _SHIFTS.to(mask.device)).sum(0, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo :func:`pack`: a mask of this shape."""
+    """Undo :func:`pack`."""
     return _bits(packed).flatten()[: math.prod(shape)].view(*shape)
 
 
@@ -258,11 +251,9 @@ def energies(weight: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def _split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
-    """The sums of ``values``, or of their squares, over the kept and over the pruned entries.
-
-    In one pass where the compiled kernel applies. Else piece by piece on a CPU, in memory that is
-    used again: what is computed on the way stays in the cache.
-    """
+    """The sums of ``values``, or of their squares, over the kept and over the pruned entries. In
+    one pass where the compiled kernel applies. Else piece by piece on a CPU: what is computed on
+    the way stays in the cache."""
     if has_memory(values) and (sums := cpu_split.split(values, mask, squares)) is not None:
         return list(sums)
     size = min(values.numel(), PIECE) if values.is_cpu else values.numel()

@@ -1,6 +1,5 @@
 """Weights of a run with several processes: what replicas (DDP) must have alike, which shards (FSDP)
-can be sparse, and sums over them.
-"""
+can be sparse, and sums over them."""
 
 from __future__ import annotations
 
@@ -25,14 +24,11 @@ class RecipeClock(Protocol):
 
 @torch.no_grad()
 def agree_over_ranks(recipe: RecipeClock, weights: Sequence[SparseWeight]) -> bool:
-    """Give every rank rank 0's tensors of replicated weights where they differ.
-
-    Ranks that called ``sparsify`` before DDP synchronised their models have equal projected weights
-    but different dense weights, masks and scales. Ranks with different seeds have different scores.
-    A weight whose projected and dense values both differ is not replicated and stays as it is.
-    ``recipe``: the recipe; where a tensor was replaced, it goes on from rank 0's clock and seed.
-    Returns whether a tensor was replaced.
-    """
+    """Give every rank rank 0's tensors of replicated weights where they differ; whether there were
+    any. Ranks that called ``sparsify`` before DDP synchronised their models have equal projected
+    weights but different dense weights, masks and scales. Ranks with different seeds have
+    different scores. A weight whose projected and dense values both differ is not replicated and
+    stays. Where a tensor was replaced, the recipe goes on from rank 0's clock and seed."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
     plain = [w for w in weights if w.has_dense and not w.is_sharded]
@@ -62,20 +58,17 @@ def agree_over_ranks(recipe: RecipeClock, weights: Sequence[SparseWeight]) -> bo
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Compute three sums (3,), float64, which are the same for hardly any two tensors."""
+    """Three sums (3,), float64, which are the same for hardly any two tensors."""
     flat = tensor.detach().double().flatten()
     positions = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
     return torch.stack([flat.sum(), flat.square().sum(), (flat * positions.sqrt()).sum()])
 
 
 def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
-    """Refuse sharded weights whose masks a process cannot choose from its own part.
-
-    ``across``: who looks across the rows of a weight, if anybody does. V:N:M masks do anyway.
-    Raises ConfigError for a part of a weight that is looked at across rows; for a weight that is
-    sharded along the dimension of its groups, or whose placement is neither replicated nor a plain
-    shard; where weights differ in their device mesh or placements.
-    """
+    """Refuse sharded weights whose masks a process cannot choose from its own part. ``across``: who
+    looks across the rows of a weight, if anybody does; V:N:M masks do anyway. Raises ConfigError
+    for such a weight, for one that is sharded along its groups or placed otherwise than
+    replicated or sharded, and where weights differ in their device mesh or placements."""
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:
         if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
@@ -103,9 +96,8 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
 
 
 def global_sum(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
-    """Add up the sums of all processes, in place. ``sums``: sums over this process's parts of the
-    weights. Returns ``sums``, now over the whole weights; unchanged where the weights are not
-    sharded."""
+    """Add up sums over this process's parts of the weights over all processes, in place; unchanged
+    where the weights are not sharded."""
     if weights and weights[0].is_sharded:
         like: Any = weights[0].parameter
         for dim, placement in enumerate(like.placements):

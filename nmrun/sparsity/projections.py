@@ -21,12 +21,9 @@ from nmrun.sparsity.weight import SparseWeight
 
 @torch.no_grad()
 def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) -> None:
-    """Apply the gradient's part of a rule to a gradient, in place.
-
+    """Apply the gradient's part of a rule to the gradient at the projected weight, in place.
     Without a mask in the rule, an entry counts as pruned where the projection changed the dense
-    weight. An entry whose dense weight is 0 then counts as kept. ``grad``: the gradient at the
-    projected weight; all tensors have the weight's shape.
-    """
+    weight. An entry whose dense weight is 0 then counts as kept."""
     if rule.pruned_gradient_decay:
         # (1 - m) * w is dense minus projected, exactly
         grad.add_(dense - projected, alpha=rule.pruned_gradient_decay)
@@ -43,11 +40,8 @@ def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) ->
 
 @torch.no_grad()
 def edit_gradients(weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> None:
-    """Apply the gradient's part of a rule to the gradient of each weight, which has one, in place.
-
-    On a GPU the weights of one decay share two launches. On a CPU a weight at a time stays in the
-    cache.
-    """
+    """:func:`edit_gradient` of weights that have gradients. On a GPU the weights of one decay share
+    two launches. On a CPU a weight at a time stays in the cache."""
     decayed = defaultdict(list)
     for weight, rule in zip(weights, rules, strict=True):
         grad, decay = weight.grad, rule.pruned_gradient_decay
@@ -63,9 +57,8 @@ def edit_gradients(weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> No
 
 @torch.no_grad()
 def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) -> None:
-    """Write the projection of a dense weight, by the forward part of a rule. ``pattern``: the N:M
-    pattern; the rule's own pattern is not read. Raises ValueError where M does not divide the
-    size of ``dim`` (see :mod:`nmrun.sparsity.masks`)."""
+    """Write the projection of a dense weight, by the forward part of a rule whose own pattern is
+    not read. Raises ValueError where M does not divide the size of ``dim``."""
     factor, scale = rule.pruned_weight_factor, rule.soft_threshold_scale
     if scale is not None:
         gamma = rule.soft_threshold_gamma
@@ -84,7 +77,7 @@ def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) 
 
 def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
     """Write ``m * w``, where the mask m keeps the N largest magnitudes of every M. Raises
-    ValueError where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`)."""
+    ValueError as :func:`project`."""
     if not projection.project(dense, out, pattern, dim):
         out.copy_(reference.hard_threshold(dense, pattern, dim))
 
@@ -100,9 +93,8 @@ class WeightBatch:
         self._launch: Any = None
 
     def project(self, weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> list[SparseWeight]:
-        """Project the weights whose rule keeps the N largest and that Triton's kernel can project.
-        ``weights``: sparse weights with a dense weight. Returns the weights that were not
-        projected."""
+        """Project the weights whose rule keeps the N largest and that Triton's kernel can project;
+        returns the others."""
         rest: list[SparseWeight] = []
         members: list[Any] = []  # (weight, its dense tensor, its projected tensor)
         for weight, rule in zip(weights, rules, strict=True):
@@ -128,7 +120,7 @@ class WeightBatch:
 
 
 def _keeps_largest(rule: Rule) -> bool:
-    """Say whether the forward weight is the hard threshold by the weight's own pattern."""
+    """Whether the forward weight is the hard threshold by the weight's own pattern."""
     plain = rule.mask is None and rule.soft_threshold_scale is None and rule.pattern is None
     return plain and not rule.pruned_weight_factor
 

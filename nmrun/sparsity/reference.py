@@ -14,13 +14,10 @@ from nmrun.patterns import COLUMNS, Pattern
 def grouped(
     weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
 ) -> tuple[Tensor, Pattern, int]:
-    """View a weight with ``dim`` split into (groups, M).
-
-    ``pad``: let the last group be short. The view is then of a copy that zeros fill up. Returns the
-    view, without gradient; the pattern; and the dimension of the view that runs over the members of
-    a group. Raises ValueError where M does not divide the size of ``dim`` and the last group may
-    not be short.
-    """
+    """View a weight with ``dim`` split into (groups, M), without gradient. ``pad``: let the last
+    group be short; the view is then of a copy that zeros fill up. Returns the view, the pattern,
+    and the view's dimension that runs over the members of a group. Raises ValueError where M
+    does not divide the size of ``dim``."""
     pattern = Pattern.parse(pattern)
     dim = dim % weight.dim() if weight.dim() else 0
     if pad and weight.dim():
@@ -29,35 +26,30 @@ def grouped(
 
 
 def ungrouped(groups: Tensor, size: int, d: int) -> Tensor:
-    """Undo :func:`grouped`: one dimension of ``size`` again, without what filled up a short last
-    group. ``d`` runs over the members of a group."""
+    """Undo :func:`grouped`, whose ``d`` runs over the members of a group: one dimension of ``size``
+    again, without what filled up a short last group."""
     whole = groups.flatten(d - 1, d)
     return whole if whole.shape[d - 1] == size else whole.narrow(d - 1, 0, size).contiguous()
 
 
 def by_group(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """View a weight by group.
-
-    Returns a view (..., M) whose last dimension runs over the members of a group. A copy where the
-    last group is short: zeros fill that group up. Raises ValueError where M does not divide the
-    size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
-    """
+    """A view (..., M) whose last dimension runs over the members of a group; a copy where the last
+    group is short. Raises ValueError as :func:`grouped`."""
     groups, _, d = grouped(weight, pattern, dim)
     return groups.movedim(d, -1)
 
 
 def from_groups(groups: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Undo :func:`by_group`: a tensor of this shape, without what filled up a short last group."""
+    """Undo :func:`by_group`."""
     return ungrouped(groups.movedim(-1, dim + 1), shape[dim], dim + 1)
 
 
 def _sizes(groups: Tensor) -> Tensor:
-    """Compute ``|w|``, and -1 for a NaN, which so takes no place among the N largest."""
+    """``|w|``, and -1 for a NaN, which so takes no place among the N largest."""
     return groups.abs().masked_fill_(groups.isnan(), -1.0)
 
 
 def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """:func:`nmrun.sparsity.nm_mask`, in torch."""
     groups, pattern, d = grouped(weight, pattern, dim)
     size = _sizes(groups)
     if pattern.v > 1:
@@ -70,12 +62,9 @@ def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
 
 
 def in_blocks(groups: Tensor, pattern: Pattern, d: int) -> Tensor:
-    """View groups with the outputs split into (blocks, V), as the first two dimensions.
-
-    ``groups``: a tensor (..., groups, M, ...) of :func:`grouped`. ``d``: the dimension of
-    ``groups`` that runs over the members of a group. Returns the view; the members of a group then
-    lie along the last dimension. Raises ValueError where V does not divide the number of outputs.
-    """
+    """View groups of :func:`grouped` with the outputs split into (blocks, V), as the first two
+    dimensions, and the members of a group last. Raises ValueError where V does not divide the
+    number of outputs."""
     outputs = 0 if d > 1 else 2
     rows = groups.movedim((outputs, d), (0, -1))
     if len(rows) % pattern.v:
@@ -87,8 +76,7 @@ def in_blocks(groups: Tensor, pattern: Pattern, d: int) -> Tensor:
 
 def _shared_columns(size: Tensor, pattern: Pattern, d: int) -> Tensor:
     """The columns that each V x M block keeps: the four with the largest sum of magnitudes; ties
-    keep the lower index. Bool, of the shape of ``size``.
-    """
+    keep the lower index. Bool, of the shape of ``size``."""
     blocks = in_blocks(size, pattern, d)
     total = blocks.double().sum(1, keepdim=True)
     places = total.argsort(dim=-1, descending=True, stable=True)[..., :COLUMNS]
@@ -98,7 +86,7 @@ def _shared_columns(size: Tensor, pattern: Pattern, d: int) -> Tensor:
 
 
 def holds(groups: Tensor, pattern: Pattern, d: int) -> bool:
-    """Say whether a weight holds a pattern. ``groups``, ``pattern``, ``d``: as of :func:`grouped`."""
+    """Whether a weight holds a pattern, from what :func:`grouped` returns."""
     filled = groups != 0
     if bool((filled.sum(d) > pattern.n).any()):
         return False
@@ -108,12 +96,10 @@ def holds(groups: Tensor, pattern: Pattern, d: int) -> bool:
 
 
 def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """:func:`nmrun.sparsity.hard_threshold`."""
     return torch.where(nm_mask(weight, pattern, dim), weight.detach(), 0.0) + 0.0
 
 
 def soft_threshold(weight: Tensor, pattern: Pattern, dim: int, gamma: float = 0.0) -> Tensor:
-    """:func:`nmrun.sparsity.soft_threshold`, in torch."""
     if pattern.v > 1:
         raise ValueError(f"there is no soft threshold for V:N:M patterns such as {pattern}")
     groups, pattern, d = grouped(weight, pattern, dim)

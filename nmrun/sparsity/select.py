@@ -22,12 +22,8 @@ Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, patte
 
 @dataclass(frozen=True)
 class LeftDense:
-    """A parameter of two dimensions or more that is not sparse, with the reason.
-
-    Attributes:
-        shape: its shape; empty before a lazy module knows it.
-        reason: why it is dense, as a clause for a report.
-    """
+    """A parameter of two dimensions or more that is not sparse, with the reason as a clause.
+    ``shape`` is empty before a lazy module knows it."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +31,7 @@ class LeftDense:
 
 
 def by_reason(left: Sequence[LeftDense]) -> str:
-    """Name the first parameter for each reason, and how many more there are; eight at most."""
+    """The first parameter for each reason, and how many more there are; eight at most."""
     groups: dict[str, list[LeftDense]] = {}
     for each in left:
         groups.setdefault(each.reason, []).append(each)
@@ -48,13 +44,10 @@ def by_reason(left: Sequence[LeftDense]) -> str:
 
 
 def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Iterator[Candidate]:
-    """List every weight that multiplies an input.
-
+    """Every weight that multiplies an input, each once, in the order of ``named_parameters``.
     Linear layers, convolutions, attention projections, recurrent and bilinear layers and the
-    experts of a mixture have such weights. A weight that is computed (weight_norm and the like) is
-    left out. ``dims``: as in :func:`select`. Yields the weights in the order of
-    ``named_parameters``, each once. Raises ConfigError for a mistake in ``dims``.
-    """
+    experts of a mixture have such weights. One that is computed (weight_norm and the like) is
+    left out. Raises ConfigError for a mistake in ``dims``, which is as in :func:`select`."""
     seen: set[int] = set()
     for entry in Options(model, dims=dims).parameters:
         if entry.may_be_sparse and id(entry.parameter) not in seen:
@@ -78,29 +71,29 @@ def select(
     A regular expression must match a whole name. An expression that matches nothing is a mistake.
 
     Args:
-        model: the model; its parameters may be on the meta device.
-        pattern: the N:M pattern where no override names another.
+        model: its parameters may be on the meta device.
+        pattern: where no override names another.
         include: expressions for module names; all other modules stay dense. None, the default,
             includes every module without adapters (LoRA), which have to be named.
-        exclude: expressions for module names; these modules stay dense. ``"auto"`` among them means
-            the first layer and the heads.
+        exclude: expressions for module names that stay dense; ``"auto"`` means the first layer and
+            the heads.
         owned: ids of the parameters that an optimizer updates; others stay dense. None, the
             default, does not ask whether a parameter is trained.
         overrides: another pattern, or ``"dense"``, by expressions for module names. The first that
             matches counts, and more than ``exclude``.
-        refuses: a recipe's own check, ``refuses(shape, outputs, pattern)``, with the dimension of
-            the outputs; returns the reason against a weight, or an empty string.
-        pad: let the last group of a weight be short (see :meth:`Pattern.over`).
+        refuses: a recipe's own check, ``refuses(shape, outputs, pattern)``; returns the reason
+            against a weight, or an empty string.
+        pad: let the last group of a weight be short (:meth:`Pattern.over`).
         dims: the dimension that groups run along, by expressions for parameter names. It makes
             weights of unknown layers candidates. The first that matches counts.
 
     Returns:
-        The sparse weights, and the parameters left dense with the reason, both in the order of
+        The sparse weights, and those left dense with the reason, in the order of
         ``named_parameters``. A weight that two layers share is sparse once, under its first name.
 
     Raises:
-        ConfigError: for regular expressions that do not compile or match nothing, for wrong
-            patterns and dimensions, and for an override that none of its layers can hold.
+        ConfigError: for expressions that do not compile or match nothing, wrong patterns and
+            dimensions, and an override that none of its layers can hold.
     """
     options = Options(model, include, exclude, overrides, dims)
     sparse: list[Candidate] = []
@@ -137,14 +130,13 @@ def select(
 
 
 def _training_obstacle(entry: Candidate, owned: Collection[int] | None) -> str:
-    """Say why the optimizer does not train a parameter, or nothing."""
     if owned is None or (entry.parameter.requires_grad and id(entry.parameter) in owned):
         return ""
     return "not in the optimizer" if entry.parameter.requires_grad else "frozen"
 
 
 def _size_obstacle(entry: Candidate, pattern: Pattern, pad: bool) -> str:
-    """Say why a weight of this size cannot hold the pattern, or nothing."""
+    """Why a weight of this size cannot hold the pattern, or nothing."""
     assert entry.axes is not None
     dim, outputs = entry.dim, entry.outputs
     if pattern.v > 1 and outputs != (1 if dim == 0 else 0):
@@ -174,15 +166,8 @@ Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches c
 
 
 class Options:
-    """The options of a selection, checked together. Raises ConfigError with all mistakes in the
-    options.
-
-    Args:
-        include, exclude, overrides, dims: as in :func:`nmrun.sparsity.select.select`.
-
-    Attributes:
-        parameters: the parameters of two dimensions or more, under all their names.
-    """
+    """The options of a selection (:func:`select`), checked together, and the parameters under all
+    their names. Raises ConfigError with all mistakes in the options."""
 
     def __init__(
         self,
@@ -207,11 +192,10 @@ class Options:
         self._ends = _ends(model, self.parameters) if AUTO in unwanted else {}
 
     def pattern(self, parameter: Candidate, default: Pattern) -> Pattern:
-        """Return the pattern of a parameter."""
         return _first(self._overrides, parameter.module_names) or default
 
     def override(self, parameter: Candidate) -> str | None:
-        """Return the expression of the override that gives a parameter its pattern, if one does."""
+        """The expression of the override that gives a parameter its pattern, if one does."""
         texts = [
             (expression, expression.pattern) for expression, pattern in self._overrides if pattern
         ]
@@ -265,7 +249,6 @@ class Options:
         return choices
 
     def _dims(self, parameters: Sequence[Candidate], dims: Mapping[str, int]) -> Choices[int]:
-        """Read the dimensions; note those that some parameter does not have."""
         named: Choices[int] = []
         for text, dim in dims.items():
             if (expression := self._compiled("dims", text)) is None:
@@ -294,7 +277,7 @@ class Options:
 
 
 def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
-    """Name the weights of the first layer and the heads, with the reason."""
+    """The weights of the first layer and the heads, with the reason."""
     adapters = {each.module_name for each in parameters if each.adapter}
     layers = [n for n, module in model.named_modules() if axes(module) and n not in adapters]
     last, first = heads(model, layers), first_layer(model)
@@ -308,7 +291,6 @@ def _several(texts: str | Sequence[str]) -> list[str]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Write a dozen of the names."""
     every = list(dict.fromkeys(names))
     return ", ".join(every[:12]) + (", ..." if len(every) > 12 else "")
 
@@ -318,7 +300,7 @@ def _match(expressions: Iterable[re.Pattern[str]], names: Sequence[str]) -> bool
 
 
 def _first(choices: Iterable[tuple[re.Pattern[str], T]], names: Sequence[str]) -> T | None:
-    """Return the value of the first expression that matches."""
+    """The value of the first expression that matches."""
     return next((value for expression, value in choices if _match([expression], names)), None)
 
 
@@ -337,8 +319,7 @@ ANYWHERE = re.compile(
 
 def first_layer(model: nn.Module) -> str | None:
     """The parameter that multiplies the model's input, of modules in the order of use; of a
-    bidirectional layer the forward direction's. None where an embedding comes first, or without
-    a known layer."""
+    bidirectional layer the forward direction's. None where an embedding comes first."""
     for name, module in model.named_modules():
         if is_embedding(module):
             return None
@@ -350,12 +331,10 @@ def first_layer(model: nn.Module) -> str | None:
 
 
 def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
-    """Those of ``layers`` whose output is the model's.
-
-    A model may name its heads (``get_classifier`` of timm, ``get_output_embeddings`` of Hugging
-    Face). Layers with a usual name (``fc``, ``classifier``, ``lm_head`` and the like) are heads
-    too. Without either, the last layer is the head if it is linear.
-    """
+    """Those of ``layers`` whose output is the model's. A model may name its heads
+    (``get_classifier`` of timm, ``get_output_embeddings`` of Hugging Face). Layers with a usual
+    name (``fc``, ``classifier``, ``lm_head``) are heads too. Without either, the last layer is
+    the head if it is linear."""
     core, prefix = _unwrapped(model)
     ends = {n for n in layers if ANYWHERE.fullmatch(n.rpartition(".")[2])}
     names = {id(m): n for n, m in model.named_modules()}
@@ -372,7 +351,7 @@ def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the first module inside wrappers (DDP, PEFT) that has several children."""
+    """The first module inside wrappers (DDP, PEFT) that has several children."""
     prefix = ""
     while len(children := list(model.named_children())) == 1 and list(children[0][1].children()):
         name, model = children[0]
@@ -381,7 +360,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _headless(model: nn.Module) -> bool:
-    """Say whether a model whose head was not found has none: timm's models name theirs."""
+    """Whether a model whose head was not found has none: timm's models name theirs."""
     return hasattr(model, "get_classifier") or getattr(model, "base_model", None) is model
 
 
@@ -398,7 +377,7 @@ def _declared(model: nn.Module) -> list[nn.Module]:
 
 
 def _named(model: nn.Module) -> Iterator[str]:
-    """Name the children that are called heads, and every member of a list of them."""
+    """The children that are called heads, and every member of a list of them."""
     for name, child in model.named_children():
         if CHILDREN.fullmatch(name):
             members = isinstance(child, nn.ModuleList | nn.ModuleDict)

@@ -1,13 +1,12 @@
-"""Transposable masks: every M x M block keeps N weights in each row and in each column.
-
-The weight and its transpose are then both N:M.
+"""Transposable masks: every M x M block keeps N weights in each row and in each column, so that the
+weight and its transpose are both N:M.
 
 Where M is too large to compare all masks of a block, its mask is a transportation problem: N units
-leave each row and N reach each column, one at most by each entry. All blocks are solved together. As
-in TSENOR (Meng et al. 2025, arXiv 2505.23949) the problem is regularised by the entropy, solved by
-Dykstra's projections and rounded. What the rounding misses is then found exactly: units move along a
-cycle of rows as long as that keeps more. A mask without such a cycle is the best one (Klein 1967, "A
-primal method for minimal cost flows").
+leave each row and N reach each column, one at most by each entry. As in TSENOR (Meng et al. 2025,
+arXiv 2505.23949) it is regularised by the entropy, solved by Dykstra's projections and rounded.
+What the rounding misses is then found exactly: units move along a cycle of rows as long as that
+keeps more. A mask without such a cycle is the best one (Klein 1967, "A primal method for minimal
+cost flows").
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ TOLERANCE = 1e-12  # of gains, where a block's largest is 1: the optimum up to r
 
 @cache
 def block_patterns(n: int, m: int) -> Tensor:
-    """All 0/1 matrices whose rows and columns each sum to n: (count, m, m), float64; 90 of them
-    for 2:4. Feasible for m up to 4."""
+    """All 0/1 matrices whose rows and columns each sum to n: (count, m, m), float64. Feasible for m
+    up to 4."""
     rows = [row for row in itertools.product((0, 1), repeat=m) if sum(row) == n]
     blocks = [
         b
@@ -47,14 +46,12 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
 
     For M <= 4 all masks of a block are compared at once (Hu et al. 2024, arXiv 2404.01847,
     algorithm 1). For larger M each block is an assignment problem at 1:M, solved on the CPU by
-    scipy; else all blocks are solved together as transportation problems
-    (:func:`best_masks`).
+    scipy; else all blocks are solved together as transportation problems.
 
     Args:
         weight: a matrix (out, in); both sizes are multiples of M.
-        pattern: the N:M pattern.
-        pad: let ``in`` be any size. Zeros fill up the last blocks. They take places in their rows,
-            so rows keep N or fewer there.
+        pad: let ``in`` be any size. The zeros that fill up the last blocks take places in their
+            rows, which keep N or fewer there.
 
     Returns:
         The mask: bool, shape of ``weight``, True = kept.
@@ -94,7 +91,6 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
 
 
 def _assignment(block: Tensor) -> Tensor:
-    """The best mask of one block (M, M) with one in each row and column."""
     from scipy.optimize import linear_sum_assignment
 
     mask = torch.zeros_like(block)
@@ -103,8 +99,8 @@ def _assignment(block: Tensor) -> Tensor:
 
 
 def best_masks(blocks: Tensor, n: int) -> Tensor:
-    """The masks of blocks (count, M, M), float64, that have N in each row and column and keep
-    the largest sum, up to rounding; the same bits on every call. n is below M."""
+    """The masks of blocks (count, M, M), float64, that have N < M in each row and column and keep
+    the largest sum, up to rounding; the same bits on every call."""
     large = torch.finfo(blocks.dtype).max
     finite = blocks.nan_to_num(large, large)  # NaN and infinity are kept first
     most = finite.amax((1, 2), keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
@@ -125,10 +121,8 @@ def best_masks(blocks: Tensor, n: int) -> Tensor:
 
 def dykstra(gains: Tensor, n: int) -> Tensor:
     """Approach the solution of the regularised problem: TSENOR's algorithm 1, with logarithms.
-
-    Projected onto rows that sum to N, columns that do, and entries of 1 at most, in turn.
-    ``gains``: (count, M, M), from 0 to 1. Returns the logarithm of the plan, shape of ``gains``.
-    """
+    ``gains``: (count, M, M), from 0 to 1. Returns the logarithm of the plan. Projected onto rows
+    that sum to N, columns that do, and entries of 1 at most, in turn."""
     plan, correction = gains * SHARPNESS, torch.zeros_like(gains)
     for _ in range(STEPS):
         plan = plan - plan.logsumexp(2, keepdim=True) + math.log(n)
@@ -140,20 +134,17 @@ def dykstra(gains: Tensor, n: int) -> Tensor:
 
 
 def _top(plan: Tensor, n: int, dim: int) -> Tensor:
-    """The N largest along a dimension, as a mask."""
     places = plan.topk(n, dim).indices
     return torch.zeros_like(plan, dtype=torch.bool).scatter_(dim, places, True)
 
 
 def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
-    """Add entries to masks with N or fewer in each row and column until all have N.
-
-    An entry is added where row and column lack one. Where every such entry is taken, one in another
-    row i' and column j' moves into row i and column j, which lack one: (i, j') and (i', j) take the
-    place of (i', j'). There always is one: else all entries between the rows without column j and
-    the columns without row i were free. More than M - N columns are, so these rows lack entries,
-    likewise these columns, and a free entry between them could be added.
-    """
+    """Add entries to masks with N or fewer in each row and column until all have N. An entry is
+    added where row and column lack one. Where every such entry is taken, one at (i', j') moves
+    into row i and column j, which lack one: (i, j') and (i', j) take its place. There always is
+    one: else all entries between the rows without column j and the columns without row i were
+    free. More than M - N columns are, so these rows lack entries, likewise these columns, and a
+    free entry between them could be added."""
     size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
     while len(todo):
         mask = masks[todo]
@@ -183,12 +174,10 @@ def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
 
 
 def _improve(masks: Tensor, gains: Tensor) -> None:
-    """Move units along cycles of rows, in place, until no cycle keeps more.
-
-    A step from row i to row i' takes an entry of a column out of i and adds that of i' in the same
-    column; the best column counts. A cycle of such steps keeps the sums of rows and columns. Cycles
-    that gain are those of negative length, by Bellman and Ford's algorithm.
-    """
+    """Move units along cycles of rows, in place, until no cycle keeps more. A step from row i to
+    row i' takes an entry of a column out of i and adds that of i' in the same column; the best
+    column counts. A cycle of such steps keeps the sums of rows and columns. Cycles that gain
+    have negative length, by Bellman and Ford's algorithm."""
     size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
     while len(todo):
         mask, gain = masks[todo], gains[todo]

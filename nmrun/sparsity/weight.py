@@ -1,9 +1,7 @@
 """One sparse weight: the parameter is its projection, the optimizer's state has the dense weight.
 
 Outside a step the parameter is the projected weight, at one address. In a step it points at the
-dense weight (:meth:`SparseWeight.show_dense`), so that any optimizer moves that one. A parameter
-that is sharded, shares its storage or is captured by a CUDA graph keeps its memory: values are
-copied.
+dense weight (:meth:`SparseWeight.show_dense`), so that any optimizer moves that one.
 
 The dense weight and the recipe's tensors lie in ``optimizer.state[parameter]`` under names that
 begin with ``nmrun_``. In a step they are removed from there, since an optimizer initialises its
@@ -35,12 +33,11 @@ class SparseWeight:
     """A sparse parameter of a model.
 
     Attributes:
-        module_name, module, attribute: the module that has the parameter, and its name there.
         parameter: the ``nn.Parameter``; in sparse phases it is the projected weight.
-        pattern, dim: the N:M pattern, and the dimension that groups run along.
         dependents: functions that are called with this weight after each projection.
         layer: how the layer's products are computed (``nmrun.products.layer``), None for torch's.
-        copies: whether the parameter keeps its memory in a step.
+        copies: whether the parameter keeps its memory in a step, and values are copied: it is
+            sharded, shares its storage or is captured by a CUDA graph.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class SparseWeight:
 
     @property
     def name(self) -> str:
-        """The parameter's name in the model, such as ``layer1.conv.weight``."""
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
@@ -103,33 +99,29 @@ class SparseWeight:
         return None if grad is None else local(grad)
 
     def __contains__(self, key: str) -> bool:
-        """Say whether the weight has a tensor of this name."""
         return key in self._tensors
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return a tensor that the recipe keeps for this weight. Raises KeyError where there is
-        none of this name."""
+        """A tensor that the recipe keeps for this weight. Raises KeyError where there is none of
+        this name."""
         return local(self._tensors[key])
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Keep a tensor for this weight; the optimizer's state dict saves it. ``key``: its name,
-        without ``nmrun_``. ``value``: the tensor. If it has the shape of :attr:`dense`, it is
-        sharded like the weight."""
+        """Keep a tensor, which the optimizer's state dict saves. One of the shape of :attr:`dense`
+        is sharded like the weight."""
         alike = self.is_sharded and value.shape == self.dense.shape
         self._tensors[key] = self.as_shard(value) if alike else value
 
     def with_dense(self, dense: Tensor) -> SparseWeight:
-        """Return this weight with another dense weight, such as an average. ``dense``: the other
-        dense weight. All other tensors are shared."""
+        """This weight with another dense weight, such as an average; all other tensors are shared."""
         other = copy.copy(self)
         other._tensors = {**self._tensors, "dense": dense}
         other.dependents = []
         return other
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather a tensor from all processes that have a part of it. All of them must call.
-        ``part``: this process's part, of the shape of :attr:`dense`. Returns the whole tensor,
-        of :attr:`shape`; ``part`` itself where the weight is not sharded."""
+        """Gather a tensor of the shape of :attr:`dense` from all processes that have a part of it.
+        All of them must call."""
         if not self.is_sharded:
             return part
         plain = part.view(torch.uint8) if part.dtype == torch.bool else part
@@ -137,8 +129,7 @@ class SparseWeight:
         return full.view(part.dtype)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this process's part of a whole tensor: the inverse of :meth:`whole`. ``whole``: a
-        tensor of :attr:`shape`, the same on all processes."""
+        """This process's part of a whole tensor: the inverse of :meth:`whole`."""
         return local(part_like(whole, self.parameter))
 
     def as_shard(self, part: Tensor) -> Any:
@@ -182,7 +173,6 @@ class SparseWeight:
 
     @torch.no_grad()
     def show_projected(self) -> None:
-        """Let the parameter be the projected weight, as it was before :meth:`show_dense`."""
         if self._address is None:
             return
         if self.copies:
@@ -199,18 +189,14 @@ class SparseWeight:
 
     @property
     def shows_dense(self) -> bool:
-        """Whether the parameter is the dense weight now, between those two calls."""
         return self._address is not None
 
     def holds(self) -> bool:
-        """Say whether the forward weight holds the pattern."""
         return holds(*grouped(self.weight, self.pattern, self.dim))
 
     def moved(self) -> bool:
-        """Say whether the parameter was written in place since :attr:`version`.
-
-        A write through ``.data`` leaves the version as it is and is not noticed.
-        """
+        """Whether the parameter was written in place since :attr:`version`; a write through
+        ``.data`` is not noticed."""
         return self.parameter._version != self.version
 
     # --- the optimizer's state ------------------------------------------------------------------
@@ -218,12 +204,9 @@ class SparseWeight:
     def pop_state(
         self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None
     ) -> None:
-        """Move this weight's tensors out of the optimizer's state.
-
-        The tensors in the state replace those of before, since ``load_state_dict`` may have written
-        them. It casts what it loads, so dtypes and devices are set right here. ``dtypes``: the
-        saved :attr:`dtypes`, for a weight that has no such tensors yet.
-        """
+        """Move this weight's tensors out of the optimizer's state, where ``load_state_dict`` may
+        have written them. It casts what it loads, so dtypes and devices are set right here.
+        ``dtypes``: the saved :attr:`dtypes`, for a weight that has no such tensors yet."""
         state = optimizer.state.get(self.parameter)
         if not state:
             return
@@ -240,13 +223,9 @@ class SparseWeight:
         return {key: str(t.dtype).removeprefix("torch.") for key, t in tensors if t.dtype != own}
 
     def restore(self, key: str, value: Tensor, kind: str | None = None) -> None:
-        """Keep a tensor that was saved, on the parameter's device.
-
-        The dense weight gets the parameter's dtype, and a tensor that replaces another gets the
-        dtype of that one. ``key``: its name, without ``nmrun_``. ``value``: the tensor, whole or
-        sharded like the weight. ``kind``: the dtype of a new tensor, such as ``"bool"``. None, the
-        default: that of ``value``.
-        """
+        """Keep a tensor that was saved, whole or sharded, on the parameter's device. The dense
+        weight gets the parameter's dtype, one that replaces another the dtype of that one, a new
+        one ``kind``, such as ``"bool"``."""
         dtype: torch.dtype = getattr(torch, kind) if kind else value.dtype
         if key in self._tensors:
             dtype = self._tensors[key].dtype
@@ -256,16 +235,14 @@ class SparseWeight:
         self._tensors[key] = part_like(value, self.parameter).to(self.parameter.device, dtype)
 
     def put_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put this weight's tensors into the optimizer's state, so that its state dict saves them."""
         if self._tensors:
             state = optimizer.state[self.parameter]
             for key, value in self._tensors.items():
                 state[PREFIX + key] = value
 
     def saved(self) -> dict[str, Tensor]:
-        """Return the tensors that are saved with the optimizer, by name, without ``nmrun_``."""
+        """The tensors that are saved with the optimizer, by name, without ``nmrun_``."""
         return dict(self._tensors)
 
     def clear(self) -> None:
-        """Drop the weight's tensors; the parameter stays as it is."""
         self._tensors = {}

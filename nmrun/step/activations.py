@@ -26,16 +26,8 @@ SQUARED_RELUS = ("ReLUSquaredActivation",)
 class SparseActivations:
     """What :func:`sparse_activations` returns: the modules whose outputs are pruned, and when.
 
-    Copies of the model compute as the model does, in the same phase.
-
-    Args:
-        model: the model.
-        pattern: as there; with None nothing is ever pruned, and a model without such modules is no
-            mistake.
-        include: as there.
-        total_steps: as there.
-        dense_start: as there.
-        dense_end: as there.
+    Arguments are as there. With ``pattern=None`` nothing is ever pruned, and a model without such
+    modules is no mistake. Copies of the model compute as the model does, in the same phase.
 
     Attributes:
         modules: the names of the modules.
@@ -72,19 +64,11 @@ class SparseActivations:
         ]
 
     def at(self, step: int) -> None:
-        """Let the next forward passes be those of a step.
-
-        Args:
-            step: counted from 0.
-        """
+        """Let the next forward passes be those of a step, counted from 0."""
         self.sparse = self.sparse_at(step)
 
     def sparse_at(self, step: int) -> bool:
-        """Whether activations are pruned in a step.
-
-        Args:
-            step: counted from 0.
-        """
+        """Whether activations are pruned in a step, counted from 0."""
         return self.pattern is not None and (self.sparse_steps is None or step in self.sparse_steps)
 
     @contextlib.contextmanager
@@ -102,15 +86,12 @@ class SparseActivations:
             self._sums = None
 
     def shares(self, sums: Tensor) -> Mapping[str, float]:
-        """What has been measured.
-
-        Args:
-            sums: of :meth:`measured`.
+        """What :meth:`measured` has measured.
 
         Returns:
             ``activation_zeros``, the share of zeros before anything is pruned, and
             ``activation_kept``, the share of their energy (the sum of squares) that the pattern
-            keeps or would keep; without a pattern the first alone, without activations nothing.
+            keeps. Without a pattern the first alone, without activations nothing.
         """
         number, zeros, energy, kept = sums.tolist()
         if not number:
@@ -121,7 +102,6 @@ class SparseActivations:
         return found
 
     def remove(self) -> None:
-        """Leave the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -129,7 +109,6 @@ class SparseActivations:
         return self
 
     def _output(self, name: str, module: nn.Module, inputs: Any, activations: Tensor) -> Tensor:
-        """The forward hook of a module."""
         if self.pattern is None:
             pruned = activations
         else:
@@ -201,23 +180,18 @@ def sparse_activations(
             loss(model, batch).backward()
             ...
 
-    With dense steps at the end the result is a plain dense network (a sparse phase, then a dense
-    one: Madhyastha et al. 2026, arXiv 2602.06183). Without, call it again on a model that is loaded:
-    a checkpoint has no trace of it. Here all products are dense; a run on a CPU packs
-    activations where that is faster (``nmrun.fast.cpu.activations``).
+    With dense steps at the end the result is a plain dense network (Madhyastha et al. 2026, arXiv
+    2602.06183). Without, call it again on a model that is loaded: a checkpoint has no trace of it.
+    Here all products are dense; a run on a CPU packs activations where that is faster.
 
     Args:
-        model: any module; nothing of it but the outputs of the chosen modules changes.
-        pattern: at most N non-zeros in every M consecutive features of a token; the features are
-            the last dimension. ``"64:2:8"`` is V:N:M: blocks of 64 tokens.
+        pattern: at most N non-zeros in every M consecutive features of a token, the last dimension.
+            ``"64:2:8"`` is V:N:M: blocks of 64 tokens.
         include: regular expressions for whole names of modules, whose outputs are pruned. None, the
             default, takes the squared ReLUs: nmrun's and those of transformers (``relu2``).
         total_steps: optimizer steps of the whole run, for the following two.
         dense_start: the share of all steps at the beginning that is dense.
         dense_end: likewise, at the end.
-
-    Returns:
-        What tells the step and measures.
 
     Raises:
         ConfigError: (a ValueError) for a wrong pattern, shares or expressions, and a model without
@@ -236,16 +210,12 @@ class SquaredReLU(nn.Module):
 
 
 def keep_largest(activations: Tensor, pattern: Pattern) -> Tensor:
-    """Keep the N largest magnitudes of every M features of each token.
-
-    Of a V:N:M pattern, every block of V consecutive tokens and M features first keeps the four
-    features with the largest sum of magnitudes; the last block is filled up with tokens of zeros.
-    Ties keep the lower index, and a NaN is kept. ``activations``: (..., features), features a
-    multiple of M; tokens are all other dimensions, in their order. Returns the kept activations and
-    0 elsewhere, of the same shape and dtype. The gradient passes where they are not 0; it is
-    autograd's, and torch.compile sees a single operator. Raises ValueError where M does not divide
-    the features.
-    """
+    """Keep the N largest magnitudes of every M features of each token; 0 elsewhere, of the same
+    shape and dtype. Of V:N:M, every block of V consecutive tokens and M features first keeps the
+    four features with the largest sum of magnitudes; tokens of zeros fill up the last block.
+    Ties keep the lower index, and a NaN is kept. ``activations``: (..., features). The gradient
+    passes where the result is not 0; torch.compile sees a single operator. Raises ValueError
+    where M does not divide the features."""
     kept: Tensor = torch.ops.nmrun.keep_largest(activations, pattern.n, pattern.m, pattern.v)
     return kept
 

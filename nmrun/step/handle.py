@@ -25,7 +25,7 @@ class Handle:
     """What :func:`nmrun.sparsify` returns: what a loop asks of its sparse training.
 
     Attributes:
-        model, optimizer, recipe: those of the training; the recipe has its clock.
+        recipe: that of the training, with its clock.
         left_dense: the weights that are not sparse, each with the reason.
         finished: after :meth:`finalize`, what :attr:`sparse` was.
         stepper: carries out the recipe around each step.
@@ -67,7 +67,7 @@ class Handle:
 
     @property
     def evaluates_sparse(self) -> bool:
-        """Whether evaluation is by N:M weights now. False with no sparse weight at all."""
+        """Whether evaluation is by N:M weights now; False without any sparse weight."""
         return bool(self.sparse) and (self.recipe.is_sparse or self.recipe.evaluates_final)
 
     @property
@@ -85,19 +85,13 @@ class Handle:
         return self.stepper.measured.get("sparsity/flip_rate")
 
     def metrics(self) -> dict[str, float]:
-        """Return scalars for a log, by name.
-
-        Returns:
-            The recipe's own scalars, and the measurements of the last step, if it was measured
-            (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`).
-        """
+        """Scalars for a log, by name: the recipe's own, and what was measured of the last step
+        (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`)."""
         return {**self.stepper.measured, **self.recipe.metrics()} if self.sparse else {}
 
     def pop_events(self) -> list[str]:
-        """Return and clear the recipe's events since the last call, each one a sentence.
-
-        Python's logger ``nmrun`` has each of them too, at level INFO.
-        """
+        """Return and clear the recipe's events since the last call, each one a sentence. Python's
+        logger ``nmrun`` has each of them too, at level INFO."""
         return self.stepper.pop_events()
 
     def refresh(self) -> None:
@@ -106,14 +100,8 @@ class Handle:
 
     @torch.no_grad()
     def final_weight(self, weight: SparseWeight) -> Tensor:
-        """Return the weight that a run ending now would leave.
-
-        Args:
-            weight: one of :attr:`sparse`.
-
-        Returns:
-            A copy, without negative zeros; of a sharded weight this process's part.
-        """
+        """The weight that a run ending now would leave, for one of :attr:`sparse`. A copy, without
+        negative zeros; of a sharded weight this process's part."""
         if self.recipe.is_sparse:
             return weight.weight + 0.0
         out = torch.empty_like(weight.dense)
@@ -121,11 +109,8 @@ class Handle:
         return out + 0.0
 
     def report(self) -> dict[str, Any]:
-        """Describe the weights that a run ending now would leave, or that one has left.
-
-        Returns:
-            As of :func:`nmrun.sparsity.check.weights_report`.
-        """
+        """Describe the weights that a run ending now would leave, or that one has left, as
+        :func:`nmrun.sparsity.check.weights_report` does."""
         layers = [
             layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
             for w in self.sparse or self.finished
@@ -134,11 +119,9 @@ class Handle:
 
     @contextlib.contextmanager
     def dense_weights(self) -> Iterator[None]:
-        """Let the parameters be the dense weights, while the context is entered.
-
-        Averages (EMA), dense evaluation and dense checkpoints read them. A parameter that is
-        written inside keeps its new values as the dense weight.
-        """
+        """Let the parameters be the dense weights, while the context is entered. Averages (EMA),
+        dense evaluation and dense checkpoints read them. A parameter that is written inside
+        keeps its new values as the dense weight."""
         self._reshard()
         # layers would compute with copies of the projected weights, packed or pruned again
         layers = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
@@ -164,7 +147,7 @@ class Handle:
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """While entered, the parameters are the weights to evaluate by: those of the forward pass,
-        but for MaskLLM, which evaluates by its likeliest masks while it blends them."""
+        or what the run would leave now where the recipe says so (MaskLLM's likeliest masks)."""
         if not self.recipe.evaluates_final:
             yield
             return
@@ -177,10 +160,8 @@ class Handle:
             self.refresh()
 
     def _reshard(self) -> None:
-        """Let FSDP's modules gather their weights anew.
-
-        The outermost module keeps its gathered weights after a forward pass without a backward one.
-        """
+        """Let FSDP's modules gather their weights anew. The outermost module keeps its gathered
+        weights after a forward pass without a backward one."""
         for module in self._fsdp_modules:
             module.reshard()
 
@@ -191,7 +172,6 @@ class Handle:
         return "\n".join([self._title(), *(f"  {row}" for row in rows)])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
         rows = "".join(
             "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
             for line in self._layers()
@@ -210,7 +190,6 @@ class Handle:
         )
 
     def _layers(self) -> list[tuple[str, str, str]]:
-        """Name, pattern and shape of each sparse weight."""
         return [
             (w.name, str(w.pattern), " x ".join(map(str, w.parameter.shape)))
             for w in self.sparse or self.finished
@@ -219,7 +198,7 @@ class Handle:
     # --- saving and finishing --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizer's state dict also has of nmrun, for loops that save it apart.
+        """What the optimizer's state dict also has of nmrun, for loops that save it apart.
 
         Returns:
             ``nmrun``, the recipe's clock as plain data, and ``weights``, the tensors of each sparse
@@ -232,9 +211,6 @@ class Handle:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
-
-        Args:
-            state: of a handle with the same recipe, patterns and sparse weights.
 
         Raises:
             ConfigError: for the state of another recipe, ratio or choice of weights, or of another
@@ -257,9 +233,6 @@ class Handle:
             parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
             dcp.load(parts, checkpoint_id=path)
             set_state_dict(...)
-
-        Args:
-            metadata: the metadata of the files.
         """
         self.stepper.resume.make_room(metadata)
 
@@ -300,9 +273,8 @@ class Handle:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Leave model and optimizer without an end: the weights are the dense ones from here on,
-        or what was loaded into them since the last step.
-        """
+        """Leave model and optimizer without an end: the weights are the dense ones from here on, or
+        what was loaded into them since the last step."""
         self._reshard()
         self.stepper.recover()
         for weight in self.sparse:
@@ -317,12 +289,8 @@ class Handle:
 
     @contextlib.contextmanager
     def projected(self, model: Average) -> Iterator[None]:
-        """Let an average be N:M while the context is entered, to evaluate and to save it.
-
-        Its weights are what :meth:`finalize` would make of them. Afterwards they are as before.
-
-        Args:
-            model: as in :meth:`finalize`.
+        """Let an average, as in :meth:`finalize`, be N:M while the context is entered, to evaluate
+        and to save it.
 
         Raises:
             ConfigError: as :meth:`finalize`.
@@ -353,12 +321,8 @@ Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters
 
 
 def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
-    """Check that the weights can stay as they are.
-
-    ``differs``: the name of a weight that is not the projection of its dense weight, or an empty
-    string. Raises RunError with the reason: a parameter was replaced, the optimizer never stepped,
-    training ended in a dense phase, or a weight was changed or does not hold its pattern.
-    """
+    """Raise RunError with the reason why the weights cannot stay as they are. ``differs``: the name
+    of a weight that is not the projection of its dense weight, if any."""
     replaced = [w for w in weights if _is_replaced(w)]
     if replaced:
         raise RunError(
@@ -396,8 +360,7 @@ def _is_replaced(weight: SparseWeight) -> bool:
 
 def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> list[Tensor]:
     """The parameters of these names in a copy of the model, also inside wrappers (EMA, DDP,
-    compiled). ``average``: the copy, or the list of its parameters. Raises ConfigError where it
-    has no such parameter."""
+    compiled), or in the list of its parameters. Raises ConfigError where there is none."""
     parameters: dict[str, Tensor]
     if isinstance(average, nn.Module):
         parameters = {_plain(name): p for name, p in average.named_parameters()}

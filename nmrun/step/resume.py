@@ -28,12 +28,10 @@ WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
 
 
 class Resume:
-    """Completes the optimizer's state dict with the recipe's clock and the weights' tensors.
+    """Completes the optimizer's state dict with the recipe's clock and the weights' tensors, and
+    gives recipe and weights what was loaded.
 
-    After ``load_state_dict``, it gives the recipe and the weights what was loaded.
-
-    Args:
-        refresh: a function that writes the projections of the dense weights into the parameters.
+    ``refresh`` writes the projections of the dense weights into the parameters.
     """
 
     def __init__(
@@ -54,8 +52,7 @@ class Resume:
         self._loaded = False  # whether the hooks have seen the present load
 
     def make_room(self, metadata: Any) -> None:
-        """Give the next state dict the keys of saved files, as ``Handle.make_room`` says.
-        ``metadata``: of ``torch.distributed.checkpoint``'s files."""
+        """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
         plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
         for key, saved in metadata.state_dict_metadata.items():
             own, _, last = key.rpartition(".")
@@ -78,8 +75,8 @@ class Resume:
                     state[key] = torch.zeros(saved.size, dtype=kind, device=like.device)
 
     def hooks(self) -> list[Any]:
-        """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``. Returns the
-        handles that remove the hooks."""
+        """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``; returns what
+        removes them."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
             self.optimizer.register_state_dict_post_hook(
@@ -94,8 +91,7 @@ class Resume:
 
     def _custom_loading(self) -> list[Any]:
         """Follow a ``load_state_dict`` of the optimizer's own, which may call no hooks, as
-        bitsandbytes' does not.
-        """
+        bitsandbytes'."""
         optimizer: Any = self.optimizer
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             return []
@@ -113,7 +109,7 @@ class Resume:
         return [SimpleNamespace(remove=lambda: vars(optimizer).pop("load_state_dict"))]
 
     def settings(self) -> dict[str, Any]:
-        """Return the recipe's clock and what a loaded clock is checked against, as plain data."""
+        """The recipe's clock and what a loaded clock is checked against, as plain data."""
         recipe = self.recipe
         return {
             "version": VERSION,
@@ -134,12 +130,10 @@ class Resume:
             self._fill_room()
 
     def _after_saving(self, state_dict: dict[str, Any]) -> None:
-        """Make state dict and optimizer what torch.distributed.checkpoint expects.
-
-        It initialises an optimizer only where that has no state, so one that has not stepped is
-        left without. It expects either no entry or one for each parameter; plain SGD has no
-        entries, and the sparse weights alone would have one.
-        """
+        """Make state dict and optimizer what torch.distributed.checkpoint expects. It initialises
+        an optimizer only where that has no state, so one that has not stepped is left without.
+        It expects either no entry or one for each parameter; plain SGD has none, and the sparse
+        weights alone would have one."""
         # copies, since pop_state empties the optimizer's own entries
         state_dict["state"] = {number: dict(own) for number, own in state_dict["state"].items()}
         for weight in self._without:
@@ -149,9 +143,8 @@ class Resume:
                 state_dict["state"].setdefault(number, {})
 
     def check(self, settings: dict[str, Any] | None) -> None:
-        """Check that saved settings fit this recipe and these weights. ``settings``: as of
-        :meth:`settings`; None, from a training without nmrun, fits. Raises ConfigError for
-        another recipe, ratio or choice of weights, or another version of what is saved."""
+        """Raise ConfigError unless saved :meth:`settings` are of this version, recipe, ratio and
+        choice of weights. None, from a training without nmrun, fits."""
         if settings is None:
             return
         own = self.settings()
@@ -174,11 +167,8 @@ class Resume:
             )
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Check what is loaded, and take out what was saved before the first step.
-
-        torch's Adam takes any state that is not empty for its own, and looks for the number of
-        steps there.
-        """
+        """Check what is loaded, and take out what was saved before the first step: torch's Adam
+        takes any state that is not empty for its own."""
         self.check(saved_settings(state_dict["param_groups"]))
         own = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
@@ -212,8 +202,8 @@ class Resume:
         self.restore(settings)
 
     def restore(self, settings: dict[str, Any]) -> None:
-        """Set the recipe's clock, project the weights, and put their tensors into the state.
-        ``settings``: as of :meth:`settings`. The weights have their tensors already."""
+        """Set the recipe's clock, project the weights, which have their tensors already, and put
+        these into the state."""
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         for weight in self.weights:
@@ -221,8 +211,8 @@ class Resume:
 
 
 def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> None:
-    """Check that a ``state_dict`` of the optimizer's own has what :class:`Resume` adds. Raises
-    ConfigError where it has not."""
+    """Raise ConfigError where a ``state_dict`` of the optimizer's own has not what :class:`Resume`
+    adds."""
     if type(optimizer).state_dict in (torch.optim.Optimizer.state_dict, EagerOptimizer.state_dict):
         return
     saved = optimizer.state_dict()
@@ -238,14 +228,14 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
 
 
 def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The settings (:meth:`Resume.settings`) in the parameter groups of an optimizer or of its
-    state dict; None without."""
+    """The :meth:`Resume.settings` in the parameter groups of an optimizer or of its state dict;
+    None without."""
     settings = groups[0].get(KEY) if groups else None
     return settings if isinstance(settings, dict) else None
 
 
 def dtypes_of(settings: dict[str, Any]) -> dict[str, str]:
-    """The dtypes of the saved tensors whose dtype is not their parameter's, such as ``bool``, by
+    """The dtypes of the saved tensors that differ from their parameter's, such as ``bool``, by
     name."""
     return dict(entry.split("=") for entry in settings["dtypes"].split())
 
@@ -259,11 +249,8 @@ def _as_text(weights: Sequence[SparseWeight]) -> str:
 @torch.no_grad()
 def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> bool:
     """Whether the coming step only initialises the optimizer's state: it has none yet, all learning
-    rates are 0, and all gradients are 0 on all ranks.
-
-    torch.distributed.checkpoint makes such a step before it saves or loads. A recipe must not
-    count it.
-    """
+    rates are 0, and all gradients are 0 on all ranks. torch.distributed.checkpoint makes such a
+    step before it saves or loads. A recipe must not count it."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(lr is None or getattr(lr, "is_cuda", False) or float(lr) != 0 for lr in rates):
         return False

@@ -42,7 +42,7 @@ def sparsify(
     dims: Mapping[str, int] | None = None,
     **hyperparameters: Any,
 ) -> Handle:
-    """Train ``model`` with N:M sparse weights: call this once, then train as always.
+    r"""Train ``model`` with N:M sparse weights: call this once, then train as always.
 
     ::
 
@@ -55,33 +55,32 @@ def sparsify(
         handle.finalize()   # checked: plain parameters, exactly 2:4
 
     The parameters are the projected weights from here on. The dense weights, the recipe's clock and
-    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete.
-    An optimizer whose loaded state comes from such a training goes on with it. Everything happens
-    in hooks of ``optimizer.step``: gradient accumulation, clipping, ``torch.amp.GradScaler`` and
+    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete. An
+    optimizer whose loaded state comes from such a training goes on with it. Everything happens in
+    hooks of ``optimizer.step``: gradient accumulation, clipping, ``torch.amp.GradScaler`` and
     closures need no change.
 
     Args:
         model: any module; no name, class or parameter of it is replaced.
-        optimizer: the optimizer that steps the model's parameters, or a wrapper around it
-            (accelerate, Lightning, fairseq).
+        optimizer: the one that steps the model's parameters, or a wrapper around it (accelerate,
+            Lightning, fairseq).
         recipe: a name (``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, ...), the dotted path of
             a subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as
             ``STEP(switch=0.25)``.
-        pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
-            1 <= N <= M. ``"64:2:8"`` is V:N:M (:class:`nmrun.patterns.Pattern`).
+        pattern: at most N non-zeros in every M consecutive weights along the input dimension, any 1
+            <= N <= M. ``"64:2:8"`` is V:N:M (:class:`nmrun.patterns.Pattern`).
         total_steps: optimizer steps of the whole run. Recipes with phases need it.
         include: regular expressions for whole module names. By default every weight of a known
             layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
             others are not.
         exclude: likewise, of those that stay dense. ``"auto"`` leaves the first layer and the heads
             dense, as the command line does by default; here the default is to leave none.
-        overrides: other patterns for some layers, by such expressions:
-            ``{"layer3\\..*": "1:8", "fc": "dense"}``. The first match counts, and more than
-            ``exclude``.
+        overrides: other patterns for some layers, by such expressions: ``{"layer3\..*": "1:8",
+            "fc": "dense"}``. The first match counts, and more than ``exclude``.
         mvue: an N:M pattern. The weight gradients of sparse linear layers are computed from an
             unbiased estimate of the output gradient, with at most N non-zeros in every M
-            consecutive tokens. None, the default, computes them exactly. Like ``fp8``, the option
-            is S-STE's, works with any recipe, and acts in training mode outside dense phases.
+            consecutive tokens. Like ``fp8``, it is S-STE's, works with any recipe, and acts in
+            training mode outside dense phases.
         fp8: round the operands of these layers' three products to FP8 (simulated).
         pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short.
         input_gradient: how sparse layers compute the gradient of their input. ``exact``: with the
@@ -91,11 +90,8 @@ def sparsify(
             with an unbiased N:M estimate of it along the outputs, a new one in every backward pass
             (S-STE, table 3).
         dims: the dimension that groups run along, by regular expressions for whole parameter names,
-            for weights of layers that nmrun does not know (``{"experts\\..*": 1}``).
+            for weights of layers that nmrun does not know (``{"experts\..*": 1}``).
         hyperparameters: the recipe's own, under the names of its paper.
-
-    Returns:
-        The handle.
 
     Raises:
         ConfigError: (a ValueError) for an unknown recipe, pattern or value, a model without a
@@ -172,12 +168,10 @@ def sparsify(
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside the wrappers of accelerate, Lightning or fairseq.
-
-    Raises ConfigError for what is no torch optimizer, and for optimizers that evaluate gradients
+    """The torch optimizer inside the wrappers of accelerate, Lightning or fairseq. Raises
+    ConfigError for what is no torch optimizer, and for optimizers that evaluate gradients
     several times a step, do not save the state of all parameters, or move weights elsewhere than
-    in a step.
-    """
+    in a step."""
     while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
         inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
         if inner is None or inner is optimizer:
@@ -225,7 +219,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
-    """Name the attribute in which an optimizer has others, if it has several in one."""
+    """The attribute in which an optimizer has others, if it has several in one."""
     for key, value in vars(optimizer).items():
         members = value.values() if isinstance(value, dict) else value
         if isinstance(members, list | tuple | type({}.values())) and any(

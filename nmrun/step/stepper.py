@@ -46,10 +46,9 @@ class Stepper:
     """Carries out a recipe around the steps of an optimizer.
 
     Attributes:
-        sparse: the sparse weights, whose recipe is attached; empty after :meth:`leave`.
+        sparse: the sparse weights; empty after :meth:`leave`.
         measure_flips: whether the next step's mask changes are measured.
         measured: what was measured in the last step, by name.
-        mask_metrics: what measures them.
         followers: are called with (parameter name, dim, index) when channel permutation made a
             parameter ``p.index_select(dim, index)``.
     """
@@ -175,7 +174,6 @@ class Stepper:
         self._log_events()
 
     def pop_events(self) -> list[str]:
-        """The recipe's events since the last call, which are forgotten here."""
         events, self.recipe.events[:], self._told = list(self.recipe.events), [], 0
         return events
 
@@ -264,7 +262,7 @@ class Stepper:
             self.warn(sentence)
 
     def differs(self, weight: SparseWeight) -> bool:
-        """Say whether the parameter is not the projection of the dense weight."""
+        """Whether the parameter is not the projection of the dense weight."""
         expected = torch.empty_like(weight.dense)
         self.recipe.project(weight, expected)
         return not torch.equal(expected, weight.weight)
@@ -286,9 +284,9 @@ class Stepper:
 def closure_first(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate the closure of a step now, since gradients are edited before the step. ``args``: the
-    arguments of ``step``, the optimizer first. Returns the arguments with a closure that returns
-    the loss; None where there was no closure."""
+    """Evaluate the closure of a step now, since gradients are edited before the step. ``args``:
+    those of ``step``, the optimizer first. Returns the arguments with a closure that returns the
+    loss; None where there was no closure."""
     closure = kwargs.get("closure")
     if closure is None:
         closure = next((a for a in args[1:] if callable(a)), None)
@@ -302,18 +300,15 @@ def closure_first(
 
 
 def _hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook, and mark it as nmrun's: see ``attach._refuse_second``."""
+    """Keep torch.compile out of a hook, and mark it as nmrun's."""
     run = breaks_graph(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether a step of the optimizer was called by another step of it.
-
-    The calls on the stack tell. A count of hooks would also take the step after one that failed for
-    such a step.
-    """
+    """Whether a step of the optimizer was called by another step of it. The calls on the stack
+    tell. A count of hooks would also take the step after one that failed for such a step."""
     frame: FrameType | None = sys._getframe()
     depth = 0
     while frame is not None:
@@ -324,10 +319,8 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _owns_its_storage(parameter: Tensor) -> bool:
-    """Say whether a parameter is a plain tensor that alone uses its whole storage.
-
-    A sharded parameter and one of a flattened recurrent layer do not.
-    """
+    """Whether a parameter is a plain tensor that alone uses its whole storage, unlike sharded ones
+    and those of flattened recurrent layers."""
     if type(parameter) is not nn.Parameter or hasattr(parameter, "_local_tensor"):
         return False
     size = parameter.numel() * parameter.element_size()

@@ -60,8 +60,8 @@ class NMAdam(FairseqAdam):
 
 
 def keywords(text: str) -> dict[str, Any]:
-    """Read keyword arguments. ``text``: as between the parentheses of a call, with literal values.
-    Returns the values by name. Raises ConfigError for anything else."""
+    """Read keyword arguments with literal values, as between the parentheses of a call. Raises
+    ConfigError for anything else."""
     try:
         call = ast.parse(f"_({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or None in [k.arg for k in call.keywords]:
@@ -93,9 +93,8 @@ def check(cfg: Any) -> None:
 
 
 def begin(trainer: Trainer) -> Handle:
-    """Make the weights of a fairseq trainer sparse, as its options ask for. ``trainer``: with its
-    optimizer. Raises ValueError where options or optimizer cannot serve. Raises TypeError for an
-    unknown hyperparameter."""
+    """Make the weights of a fairseq trainer sparse, as its options ask for. Raises ValueError where
+    options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
     asked, model, optimizer = trainer.cfg.optimization, trainer._model, trainer._optimizer.optimizer
     chosen = keywords(asked.nm_options)
     if asked.max_update > 0:
@@ -112,8 +111,8 @@ def begin(trainer: Trainer) -> Handle:
 
 def compare_anew(trainer: Trainer, handle: Handle) -> None:
     """Let only sparse models compete for the best: when the weights become sparse, the comparison
-    begins anew, and so does the count of early stopping. ``trainer``: of the training. Files of
-    ``--keep-best-checkpoints`` are renamed then, since fairseq compares by their names."""
+    begins anew, and so does the count of early stopping. Files of ``--keep-best-checkpoints``
+    are renamed then, since fairseq compares by their names."""
     was_sparse, folder = False, Path(trainer.cfg.checkpoint.save_dir)
 
     def before(*_: Any) -> None:
@@ -158,8 +157,8 @@ def build_and_begin(trainer: Trainer) -> None:
 
 
 def main(cfg: Any) -> None:
-    """Take the place of fairseq-train's ``main``, which it calls. Checkpoints are written then.
-    Raises SystemExit with a line and status 1, where the weights are not what was asked for."""
+    """Take the place of fairseq-train's ``main``, which it calls. Raises SystemExit with a line and
+    status 1, where the weights are not what was asked for."""
     stock_main(cfg)
     for handle in begun:
         try:
