@@ -119,11 +119,7 @@ def _complete_verbs() -> None:
 
 
 def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
-    """Whether a word is a verb, and no option or override.
-
-    Raises:
-        ConfigError: for one that is neither.
-    """
+    """Whether a word is a verb; ConfigError for one that is no option or override either."""
     if word in VERBS or "=" in word or word[:1] in "-~+":
         return word in VERBS
     there = all_verbs()

@@ -27,14 +27,8 @@ ECHO = 2.0
 
 @functools.cache
 def ends_with(parent: int) -> bool:
-    """Let SIGTERM reach this process when the process that started it ends, on Linux.
-
-    Args:
-        parent: the process that may have started this one.
-
-    Returns:
-        Whether it has: always what it was at the first call.
-    """
+    """Let SIGTERM reach this process when ``parent``, which may have started it, ends, on Linux.
+    Returns whether it has started it: always what it was at the first call."""
     if os.getppid() != parent:
         return False
     with contextlib.suppress(AttributeError, OSError):
@@ -46,10 +40,9 @@ class Signals:
     """While entered, the first signal is ``caught``; a second one ends the process.
 
     What it does follows from ``then``: ``act`` raises KeyboardInterrupt; ``interrupt`` does so too,
-    but leaves :meth:`passed_on` to whoever catches that; ``wait`` does nothing more.
-
-    A handler that whoever started the process has installed (submitit, to put the job into the
-    queue again) is called in the place of the KeyboardInterrupt. If it returns, the run goes on.
+    but leaves :meth:`passed_on` to whoever catches that; ``wait`` does nothing more. A handler that
+    whoever started the process has installed (submitit, to put the job into the queue again) is
+    called in the place of the KeyboardInterrupt. If it returns, the run goes on.
     """
 
     def __init__(self) -> None:
@@ -127,8 +120,7 @@ def end_run(number: int) -> bool:
 
 def of_interrupt(error: BaseException | None) -> bool:
     """Whether an error is a KeyboardInterrupt, or came of one: clean-up in Hydra and OmegaConf that
-    was cut off raises others in its place.
-    """
+    was cut off raises others in its place."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -141,10 +133,8 @@ def _foreign(handler: Any) -> bool:
 
 
 def left_to_parent() -> None:
-    """Call it in a process that reads data for the training: the training alone ends it.
-
-    It so goes on reading while a step ends whose signal went to the whole group.
-    """
+    """Let the training alone end this process, which reads data for it, and goes on while a step
+    ends whose signal went to the whole group."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS

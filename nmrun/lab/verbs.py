@@ -33,11 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def files_of_the_command() -> Iterator[None]:
-    """Turn errors of files into mistakes in the command, while the context is entered.
-
-    Raises:
-        ConfigError: where a file cannot be read or written, with the file and the reason.
-    """
+    """Turn errors of files into mistakes in the command, while entered."""
     try:
         yield
     except OSError as error:
@@ -46,11 +42,7 @@ def files_of_the_command() -> Iterator[None]:
 
 
 def agreed(verb: str, question: str) -> bool:
-    """Ask, and return whether the answer is yes.
-
-    Raises:
-        ConfigError: where there is nobody to ask.
-    """
+    """Ask, and return whether the answer is yes; ConfigError where there is nobody to ask."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{verb}: {question} Nobody to ask here; --yes is the answer")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
@@ -64,9 +56,8 @@ _waiting: list[Any] = []  # the stream of the line of waiting(), until something
 
 
 def waiting(text: str) -> None:
-    """Show on a terminal what takes a moment, until the next line takes its place. Elsewhere it is a
-    line of its own, where there was none for ``QUIET`` seconds.
-    """
+    """Show on a terminal what takes a moment, until the next line takes its place; elsewhere as a
+    line, after ``QUIET`` seconds without one."""
     stream = sys.stdout
     if not isinstance(stream, _Stream):
         return
@@ -119,8 +110,7 @@ class _Stream:
 @contextlib.contextmanager
 def logged(path: Path) -> Iterator[None]:
     """Write standard output and error to a file while entered, also what is written past Python. If
-    it cannot be opened, they are lost.
-    """
+    it cannot be opened, they are lost."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     try:
@@ -141,11 +131,7 @@ def logged(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """End the program where nobody reads its output any more, while the context is entered.
-
-    Raises:
-        SystemExit: with status 141, at a write to standard output or standard error that is closed.
-    """
+    """End the program, with status 141, where nobody reads its output any more, while entered."""
     with (
         contextlib.redirect_stdout(_Stream(sys.stdout)),
         contextlib.redirect_stderr(_Stream(sys.stderr)),
@@ -170,9 +156,8 @@ def consent_option(parser: argparse.ArgumentParser) -> None:
 
 
 def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[str]:
-    """The ``_target_`` of each of these groups, but for recipes that an installed package registers.
-    Any other counts: among what is installed there are functions that load anything.
-    """
+    """The ``_target_`` of each of these groups, but for recipes that an installed package
+    registers. Any other counts: among what is installed there are functions that load anything."""
     targets = (config.get(group, {}).get("_target_") for group in groups)
     registered = {None, *installed().values()}
     return [str(target) for target in targets if target not in registered]

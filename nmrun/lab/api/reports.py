@@ -23,7 +23,7 @@ Keys = str | Sequence[str] | None
 
 
 def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFrame:
-    """List the runs that have a result.
+    """The runs that have a result.
 
     Args:
         path: folders with runs in them, or ``wandb://entity/project``.
@@ -34,11 +34,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
         ``optimizer``, ``schedule``, ``seed``, ``status``; the settings that differ between the runs
         by their keys (``optimizer.lr``); the metrics (``test/accuracy``, ``best/test/accuracy``,
         ``flops/...``); ``seconds``, ``metric`` (the task's own), ``commit``, ``id``, ``folder``.
-        Columns have the type of their values, whole numbers with missing ones ``Int64``.
         ``attrs["shared"]`` has the settings that do not differ.
-
-    Raises:
-        ConfigError: where there is no run, or the filter leaves none.
     """
     with files_of_the_command():
         return summary(filtered(read(_texts(path)), _texts(filter)))
@@ -61,11 +57,9 @@ def table(
         nmrun.table("outputs/digits").pivot(index="recipe", columns="sparsity", values="mean")
 
     Args:
-        path: as of :func:`runs`.
-        rows: config keys; ``recipe`` by default.
-        cols: likewise; ``sparsity`` by default.
+        path, filter: as of :func:`runs`.
+        rows, cols: config keys; ``recipe`` and ``sparsity`` by default.
         metric: that of the task by default; several with ``cols="metric"``.
-        filter: as of :func:`runs`.
         baseline: the row that each is compared with, seed by seed.
         test: ``t`` or ``wilcoxon``, for the baseline.
         overall: one difference a row, over all cells together.
@@ -74,13 +68,10 @@ def table(
     Returns:
         A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of those it
         is compared with), ``without`` (runs that gave no value), ``median``, ``seeds`` and their
-        ``values`` (lists); with a baseline ``difference``, its interval ``low`` to ``high``, ``p``
-        and ``least``, the smallest difference that could have been shown. Metrics are in their own
-        unit: accuracies from 0 to 1. With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
+        ``values``; with a baseline ``difference``, its interval ``low`` to ``high``, ``p`` and
+        ``least``, the smallest difference that could have been shown. Accuracies are from 0 to 1.
+        With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
         (in how many of them), and ``difference`` in standard deviations of a run.
-
-    Raises:
-        ConfigError: as ``nmrun table`` does, whose options have the names of the arguments.
     """
     _known("test", test, cli.TESTS)
     query = Query(
@@ -118,26 +109,16 @@ def plot(
     """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
 
     Args:
-        path: as of :func:`runs`.
+        path, filter: as of :func:`runs`.
+        rows, cols, metric: as of :func:`table`; one metric.
         kind: ``ratio``, ``curves``, ``flips``, ``autoswitch``, ``flops`` or ``overall``.
         baseline: of ``overall``, the row that each is compared with.
-        rows: as of :func:`table`.
-        cols: as of :func:`table`.
-        metric: as of :func:`table`; one metric.
-        filter: as of :func:`runs`.
         title: above it; by default what all runs have in common, ``""`` for none.
-        width: in inches; fonts keep their size.
-        height: in inches; by default as the width, and what the axes need.
+        width, height: in inches; fonts keep their size.
         labels: names that win over those of papers, ``{"step": "Ours"}``.
-        ylim: lowest and highest value of the y axis.
         x: a config key to draw the metric against; of curves ``step``, ``epoch`` or ``seconds``.
 
-    Returns:
-        The figure; ``savefig`` writes it.
-
-    Raises:
-        ConfigError: as ``nmrun plot`` does, and where runs of several data sets or models would
-            need several figures.
+    ConfigError also where runs of several data sets or models would need several figures.
     """
     _known("kind", kind, cli.KINDS)
     query = Query(keys(rows), keys(cols), keys(metric), _texts(filter), baseline=baseline or "")

@@ -78,11 +78,7 @@ def _split(command: str, run: Path) -> tuple[list[str], str]:
 
 def _code(words: Sequence[str], run: Path) -> list[str]:
     """Those words of a folder's command by which any code may run: options, an experiment's file,
-    and what is no plain override.
-
-    Raises:
-        ConfigError: for keys of Hydra, which no run needs.
-    """
+    and what is no plain override. ConfigError for keys of Hydra, which no run needs."""
     for word in filter(command_line.is_hydras, words):
         raise ConfigError(
             f"{run}: its command has {word}, and Hydra's keys can run any code; type it yourself"

@@ -50,10 +50,10 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
 
         nmrun.run("recipe=step sparsity=2:8", seed=3, trainer={"epochs": 2})
 
-    A run that has finished is skipped, one that was interrupted goes on from its checkpoint. What
-    the command prints is printed. The process stays as it was: working folder, logging, Hydra,
-    random numbers, torch's threads and determinism. While it trains, SIGINT and SIGTERM are
-    handled.
+    A run that has finished is skipped, one that was interrupted goes on from its checkpoint. The
+    process stays as it was: working folder, logging, Hydra, random numbers, torch's threads and
+    determinism. While it trains, SIGINT and SIGTERM are handled: it ends by KeyboardInterrupt or
+    SystemExit, once the checkpoint is saved.
 
     Args:
         overrides: words of the command line, ``--config-dir DIR`` included; a text is split as a
@@ -61,14 +61,9 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         settings: more overrides, which win: ``seed=3`` or ``trainer={"epochs": 2}``. A text is
             what one would type after ``key=``.
 
-    Returns:
-        The finished run.
-
     Raises:
         ConfigError: with all that is wrong with the settings, one line each.
         RunError: where the run failed; its folder has the traceback in ``run.log``.
-        KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
-        SystemExit: likewise after another signal.
     """
     typed, config_dir = asked(overrides, settings, multirun=False)
     sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
@@ -88,26 +83,17 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
 
 
 def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
-    """Do the runs of a sweep one after the other, as ``nmrun -m overrides`` does without a
-    launcher. ::
+    """Do the runs of a sweep one after the other, as ``nmrun -m overrides`` does without a launcher. ::
 
         nmrun.sweep("recipe=step,sr_ste sparsity=2:4,1:8 seed=0,1,2")
 
-    Finished runs are skipped, and a failed one does not stop the others. The sweep is recorded for
-    ``nmrun status``. The process stays as it was, as with :func:`run`.
-
-    Args:
-        overrides: words of the command line, with lists of values, ``zip=`` and ``experiment=``.
-
-    Returns:
-        A row for each run that has a result, failed ones included, as of :func:`nmrun.runs`; with
-        ``dry=true``, which prints what the runs would be, those that have one already.
+    Finished runs are skipped, and a failed one does not stop the others. Signals and the process
+    are as with :func:`run`. Returns a row for each run that has a result, failed ones included, as
+    of :func:`nmrun.runs`.
 
     Raises:
         ConfigError: with all that is wrong, one line each, before anything is run.
         RunError: where no run has a result.
-        KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
-        SystemExit: likewise after another signal.
     """
     typed, config_dir = asked(overrides, {}, multirun=True)
     for word in filter(command_line.is_hydras, typed):
@@ -157,10 +143,8 @@ class Result:
     Attributes:
         status: ``finished``; ``skipped`` where it had finished before; ``planned`` for
             ``dry=true``, which trains nothing and has no folder.
-        config: the whole config, nested plain data.
         metrics: those of the last weights by name (``test/accuracy``), and those of the best
             weights by validation under ``best/``; None for what was not finite.
-        folder: the run folder.
     """
 
     status: str
@@ -169,14 +153,9 @@ class Result:
     folder: Path
 
     def history(self) -> pd.DataFrame:
-        """Read what was logged while the run trained.
+        """What was logged while the run trained: a row for each line of ``metrics.jsonl``.
 
-        Returns:
-            A row for each line of ``metrics.jsonl``, with ``step`` and ``epoch``; what a line does
-            not have is missing.
-
-        Raises:
-            RunError: where there is no such file, or it was changed since the run finished.
+        RunError where there is no such file, or it was changed since the run finished.
         """
         from nmrun.lab.compare.records import frame
 
@@ -187,15 +166,8 @@ class Result:
         return frame(RunFolder(self.folder).rows())
 
     def model(self) -> nn.Module:
-        """Build the run's model with its last weights, which are checked to be N:M.
-
-        Returns:
-            The model, on the CPU and set to evaluation.
-
-        Raises:
-            RunError: where the folder holds no finished run, or weights that do not hold their
-                pattern.
-        """
+        """The run's model with its last weights, which are checked to be N:M, on the CPU and set to
+        evaluation. RunError where there are none."""
         from nmrun.lab.export import finished_run
 
         try:
@@ -242,8 +214,7 @@ VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT")
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
     """Leave a process as it was: its random numbers, torch's threads, determinism and CUDA device,
-    and environment variables.
-    """
+    and environment variables."""
     variables = {name: os.environ.get(name) for name in VARIABLES}
     random, threads = checkpoint.random_state(), torch.get_num_threads()
     mode = torch.get_deterministic_debug_mode()
@@ -267,19 +238,10 @@ def unchanged() -> Iterator[None]:
 def asked(
     overrides: str | Sequence[str] | None, settings: Mapping[str, Any], multirun: bool
 ) -> tuple[list[str], str | None]:
-    """What the words of a command line ask for.
+    """The overrides that ``overrides`` and ``settings`` (see :func:`words_of`), which win, are; and
+    the folder of more configs.
 
-    Args:
-        overrides: a text is split as a shell splits it.
-        settings: as of :func:`words_of`; they win over ``overrides``.
-        multirun: whether several values of a key are a sweep.
-
-    Returns:
-        The overrides, and the folder of more configs.
-
-    Raises:
-        ConfigError: for an option of the command line other than ``--config-dir``, and for values
-            that no override can have.
+    ConfigError for another option of the command line, and for values that no override can have.
     """
     try:
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
@@ -294,16 +256,8 @@ def asked(
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Write settings as overrides.
-
-    Args:
-        settings: values by key; a dictionary has the keys of a group, ``{"trainer": {"epochs": 3}}``
-            or ``{"trainer.epochs": 3}``. A text is what one would type after ``key=``.
-
-    Raises:
-        ConfigError: for a value that is no number, text, truth value, None, path, list, or
-            dictionary.
-    """
+    """Settings as overrides; a dictionary has the keys of a group, ``{"trainer": {"epochs": 3}}``
+    or ``{"trainer.epochs": 3}``. A text is what one would type after ``key=``."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         group = isinstance(value, dict) and key != RATIOS

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prompt and what follows it; returns the exit status.
-
-    Raises:
-        ConfigError: for a mistake in the options, a folder without a finished run, code that nobody
-            consents to, a run of another task, data that are token numbers alone, and a prompt outside the vocabulary.
-        RunError: for weights that cannot be read, or whose logits are not finite.
-    """
+    """Print the prompt and what follows it; returns the exit status."""
     parser = Parser(prog="nmrun sample", description=(__doc__ or "").partition(": ")[2])
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="the folder of a finished run")
@@ -90,17 +84,11 @@ def continued(
     top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Draw the tokens that follow some, one after the other.
+    """Draw ``count`` tokens that follow some, from a model of tokens (1, T) to logits (1, T,
+    vocabulary) that sees ``window`` of them.
 
-    Args:
-        model: tokens (1, T) to logits (1, T, vocabulary), set to evaluation.
-        window: the most tokens that the model sees.
-        known: tokens of the data; a network may have logits of more.
-        temperature: divides the logits; 0: the largest one.
-        top_k: choose among so many; None: among all.
-
-    Raises:
-        RunError: for logits that are not finite.
+    ``known`` are the tokens of the data; a network may have logits of more. A ``temperature`` of 0
+    takes the largest logit. RunError for logits that are not finite.
     """
     import torch
 

@@ -25,11 +25,7 @@ KINDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """``nmrun bench``; returns the exit status.
-
-    Raises:
-        ConfigError: for mistakes in the options, and where this machine has nothing to measure.
-    """
+    """``nmrun bench``; returns the exit status."""
     words = list(argv)
     if words in (["-h"], ["--help"]):
         print(

@@ -25,9 +25,8 @@ CPU_SHAPE, CPU_TOKENS = (1024, 4096), (1, 256)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if
-    something needed is missing.
-    """
+    """Print what there is, test the 2:4 paths and measure a little; returns 1 if something needed
+    is missing."""
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
@@ -119,9 +118,8 @@ def cusparselt() -> str:
 
 
 def accelerated() -> Iterator[tuple[str, str]]:
-    """Which 2:4 paths compute the right thing on the first GPU, then how fast those are against the
-    dense product.
-    """
+    """Which 2:4 paths compute the right thing on the first GPU, and how fast those are against the
+    dense product."""
     import torch
 
     from nmrun.fast.gpu import semi_structured
@@ -157,9 +155,8 @@ def accelerated() -> Iterator[tuple[str, str]]:
 
 
 def packed() -> Iterator[tuple[str, str]]:
-    """Whether N:M weights can be packed on this CPU, and how fast such a layer is against torch's
-    dense product and against oneDNN's.
-    """
+    """How fast a layer of packed N:M weights is on this CPU, against torch's dense product and
+    oneDNN's."""
     import torch
 
     from nmrun.fast.cpu.kernels import products

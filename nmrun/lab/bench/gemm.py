@@ -1,18 +1,15 @@
-"""``nmrun bench gemm``: products with a sparse weight against dense ones, by shape and tokens: 2:4 on a
-GPU, N:M on a CPU.
+"""``nmrun bench gemm``: products with a sparse weight against dense ones, by shape and tokens: 2:4
+on a GPU, N:M on a CPU.
 
-On a GPU: ``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's
-forward pass; each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are
-rounded to e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All
-numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock.
-Each path is tested first (see ``nmrun.fast.gpu.semi_structured``), with the fastest right algorithm
-of its library. One that is wrong is shown as wrong and not timed.
+On a GPU: ``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, each shape both
+ways, as in a feed-forward block. With ``--fp8`` both are rounded to e4m3fn with one scale, x in
+every call. Numbers are drawn from N(0, 1): they decide on a GPU's power and so on its clock. Paths
+are tested first, each with the fastest right algorithm of its library; a wrong one is not timed.
 
-On a CPU: three things by shape, tokens and ratio, in float32. They are the forward product; the three
-products of a training step with the packing of the weight; the same with the weight gradient at the
-kept entries alone. Dense is what torch calls (MKL), or oneDNN, whichever is faster in the median; both
-are shown. The dense weight gradient of a packed step is by the faster of the two as well, as in a
-run. With one thread the clock is the thread's CPU time, with more the wall's.
+On a CPU, in float32: the forward product; the three products of a training step with the packing of
+the weight; the same with the weight gradient at the kept entries alone. Dense is what torch calls
+(MKL), or oneDNN, whichever is faster in the median; so is the dense weight gradient of a packed
+step.
 """
 
 from __future__ import annotations
@@ -43,15 +40,8 @@ DTYPE = torch.bfloat16
 
 
 def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
-    """Make a product of operands rounded to FP8, the weight beforehand.
-
-    Args:
-        weight: (outputs, inputs).
-        x: (tokens, inputs).
-
-    Returns:
-        A function that computes ``x W^T``, in the dtype of ``x``.
-    """
+    """``x W^T`` of operands (tokens, inputs) and (outputs, inputs) rounded to FP8, the weight
+    beforehand."""
     values, scale = simulation.quantize(weight, simulation.FORWARD_FP8)
 
     def call() -> Tensor:
@@ -72,11 +62,7 @@ def measure(
     device: torch.device,
     fp8: bool = False,
 ) -> list[Row]:
-    """Measure the dense product and every path that is for it, at one size.
-
-    Args:
-        fp8: take the paths for FP8 operands.
-    """
+    """The dense product and every path that is for it, at one size."""
     paths = semi_structured.candidates(fp8)
     about = {
         "shape": f"{inputs} to {outputs}",
@@ -124,8 +110,8 @@ def page(rows: list[Row], fp8: bool, count: int) -> str:
     """A table for each path, dense first."""
     kind = "bfloat16 rounded to FP8" if fp8 else "bfloat16"
     parts = [
-        f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
-        f" rounds, n = {count}. TFLOP/s of the dense one."
+        f"Products with a 2:4 weight, {kind}: times as fast as the dense product. "
+        f"Median [quartiles] of paired rounds, n = {count}. TFLOP/s of the dense one."
     ]
 
     def cell(row: Row) -> str:
@@ -162,14 +148,7 @@ def onednn(x: Tensor, weight: Tensor) -> Tensor:
 def measure_on_cpu(
     inputs: int, outputs: int, tokens: int, patterns: Sequence[str], count: int, clock: Clock
 ) -> list[Row]:
-    """Measure all products of one layer.
-
-    Args:
-        patterns: such as ``2:4``.
-
-    Returns:
-        A row for each of :data:`WHAT`, ratio and arm.
-    """
+    """All products of one layer: a row for each of :data:`WHAT`, ratio and arm."""
     x, dz = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
     full = torch.randn(outputs, inputs)
     reordered = torch.ops.mkldnn._reorder_linear_weight(full, tokens)
@@ -244,10 +223,10 @@ def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
 def page_of_cpu(rows: Sequence[Row]) -> str:
     """A table for each of :data:`WHAT`."""
     parts = [
-        "A linear layer's products with an N:M weight on the CPU, float32: how many times as fast "
-        "as the better dense product, median [quartiles] of paired rounds, "
+        "A linear layer's products with an N:M weight on the CPU, float32: times as fast as the better "
+        "dense product. Median [quartiles] of paired rounds, "
         f"n = {max(row.get('n', 0) for row in rows)}, {harness.cpu_clock_name()}. "
-        "Dense columns: milliseconds of what torch calls, and of oneDNN."
+        "Dense columns: milliseconds of torch and of oneDNN."
     ]
 
     def cell(row: Row) -> str:
@@ -268,11 +247,6 @@ def page_of_cpu(rows: Sequence[Row]) -> str:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench gemm``.
-
-    Raises:
-        ConfigError: where there are no such products.
-    """
     device = harness.device_of(options.device)
     harness.needs_products(device)
     on_cpu = not acceleration.is_24(device)

@@ -42,11 +42,6 @@ Machine = dict[str, Any]
 
 
 def device_of(asked: str) -> torch.device:
-    """The device that was asked for.
-
-    Raises:
-        ConfigError: for one that is not there.
-    """
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
@@ -118,11 +113,8 @@ def machine_line(machine: Machine) -> str:
 
 
 class Clock:
-    """Milliseconds of a call on a device: on a GPU between two events, on a CPU by the wall.
-
-    Args:
-        flush: on a GPU, write to other memory before, which empties its L2 cache.
-    """
+    """Milliseconds of a call: on a GPU between two events, on a CPU by the wall. ``flush`` empties
+    a GPU's L2 cache before, by writing to other memory."""
 
     def __init__(self, device: torch.device, flush: bool = True) -> None:
         self.gpu = device.type == "cuda"
@@ -165,11 +157,7 @@ def rounds(
     warm_up: int = 2,
 ) -> dict[Arm, list[float]]:
     """Time arms in turns: a round runs every arm once, in an order shuffled anew, so that a machine
-    that grows slower or faster meanwhile favours none.
-
-    Args:
-        warm_up: rounds before, which do not count.
-    """
+    that grows slower or faster meanwhile favours none. ``warm_up`` rounds before do not count."""
     shuffled, times = random.Random(0), {name: list[float]() for name in arms}
     for _ in range(warm_up):
         for call in arms.values():
@@ -228,9 +216,8 @@ def speed(row: Row, base: str = "dense") -> str:
 
 
 def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
-    """A table in Markdown: a line for each value of the key ``down``, a column for each of ``across``.
-    A row that has ``wrong`` says that.
-    """
+    """A table in Markdown: a line for each value of the key ``down``, a column for each of
+    ``across``. A row that has ``wrong`` says that."""
     columns = list(dict.fromkeys(row[across] for row in rows))
     cells = {
         (row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows
@@ -251,13 +238,8 @@ def run(
     device: torch.device,
     variant: str = "",
 ) -> list[Row]:
-    """Measure case by case, then print the page and with ``--out`` write it as .md and .json; what is
-    there is reported also where an error or Ctrl-C is the end.
-
-    Args:
-        cases: the rows of each, which are measured as they are asked for.
-        device: where it is measured.
-    """
+    """Measure case by case, then print the page and with ``--out`` write it as .md and .json. What
+    is there is reported also where an error or Ctrl-C is the end."""
     rows: list[Row] = []
     try:
         for some in cases:

@@ -1,13 +1,10 @@
 """``nmrun bench layer``: forward and backward of one linear layer, dense, masked and by 2:4
 products.
 
-A step is that of nmrun without the optimizer: forward and backward of ``accumulate`` micro-batches,
-then the projection of the weight (and its packing) once. Weights are float32; on a GPU products are
-bfloat16 (autocast). ``masked`` has zeros in a dense product; the others go by the fastest right 2:4
-path, with the input gradient dense, sparse by double pruning or by a transposable mask, and with
-the weight gradient from an unbiased 2:4 estimate (MVUE), or with operands rounded to FP8. Without
-sparse tensor cores all of them are masked, the same numbers by dense products, and "2:4" is left
-out.
+A step is forward and backward of ``accumulate`` micro-batches, then the projection of the weight
+(and its packing) once. Weights are float32; on a GPU products are bfloat16 (autocast). ``masked``
+has zeros in a dense product; the others go by the fastest right 2:4 path. Without sparse tensor
+cores all of them are masked, the same numbers by dense products, and "2:4" is left out.
 """
 
 from __future__ import annotations
@@ -41,15 +38,7 @@ ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 class LayerArm:
-    """One copy of the layer. Calling it does a step.
-
-    Args:
-        by_products: take 2:4 products.
-        device: where it trains.
-
-    Raises:
-        ConfigError: where no 2:4 path is right.
-    """
+    """One copy of the layer. Calling it does a step. ConfigError where no 2:4 path is right."""
 
     def __init__(
         self, recipe: str, options: dict[str, Any], by_products: bool, inputs: int, outputs: int, tokens: int, accumulate: int,
@@ -92,11 +81,6 @@ class LayerArm:
 def measure(
     inputs: int, outputs: int, tokens: int, accumulate: int, count: int, device: torch.device
 ) -> list[Row]:
-    """Measure all arms at one size.
-
-    Args:
-        device: where it trains.
-    """
     about = {"shape": f"{inputs} to {outputs}", "tokens": tokens, "accumulate": accumulate}
     make = partial(
         LayerArm,
@@ -141,10 +125,11 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         products = acceleration.is_24(device) and not acceleration.obstacle(device)
         numbers = "bfloat16."
         if not products:
-            numbers = "float32, all masks in dense products: there are no sparse tensor cores here."
+            numbers = "No sparse tensor cores here: float32, masks in dense products."
         title = (
-            f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
-            f" dense, median [quartiles] of paired rounds, n = {options.rounds}. {numbers}"
+            f"Forward and backward of a linear layer: times as fast as dense. "
+            f"Median [quartiles] of paired rounds, n = {options.rounds}. {numbers} "
+            f"{tokens} tokens a micro-batch; xN: N of them share a projection."
         )
         shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
         return f"{title}\n\n{harness.grid(shown, 'size', 'arm', harness.speed)}"

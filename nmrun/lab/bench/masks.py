@@ -3,10 +3,8 @@ same tensor.
 
 A copy reads and writes every weight once, as a projection at least has to: it is the memory bound.
 Arms that write into a tensor that is there: nmrun's dispatch (C on the CPU, Triton on a GPU), its
-reference in plain torch, ``torch.topk``, and sorting every group and scattering, as the official
-code of SR-STE and STEP does. All leave the projection in memory. Arms that make what they return,
-against ``torch.clone``: ``nmrun.sparsity.nm_mask`` along both dimensions, and by it the flip rate
-and the kept energy that training logs.
+reference in plain torch, ``torch.topk``, and sorting every group, as the official code of SR-STE
+and STEP does. Arms that make what they return are held against ``torch.clone``.
 """
 
 from __future__ import annotations
@@ -88,11 +86,6 @@ def measure(
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """Measure a copy, a clone and some arms on one random weight.
-
-    Args:
-        device: where it is.
-    """
     columns = COLUMNS // pattern.m * pattern.m
     about = {
         "pattern": str(pattern),
@@ -137,9 +130,9 @@ def _cell(row: Row, unit: str) -> str:
 def page(rows: list[Row]) -> str:
     """A table for each size, of what writes into a tensor and of what makes one."""
     parts = [
-        "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
-        " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
-        f" {rows[0]['dtype']}, n = {max(row.get('n', 0) for row in rows)}."
+        "Masks and projections: median [quartiles] of paired rounds, "
+        f"{rows[0]['dtype']}, n = {max(row.get('n', 0) for row in rows)}. First multiples of a copy, with GB/s "
+        "of one read and one write. Then, for what makes new tensors, multiples of torch.clone."
     ]
     for millions in dict.fromkeys(row["millions"] for row in rows):
         parts.append(f"{millions:g} million weights")

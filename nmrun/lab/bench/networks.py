@@ -87,19 +87,13 @@ COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.c
 
 
 def overrides(folder: Path, words: Sequence[str]) -> list[str]:
-    """All overrides of a run that is measured, its own ``words`` among them; ``folder`` has its data
-    and results.
-    """
+    """All overrides of a run that is measured; ``folder`` has its data and results."""
     data = [f"dataset.folder={folder}"] if "dataset=token_bin" in words else []
     return [*COMMON, *words, *data, f"output_dir={folder}"]
 
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
-    """The config of a run of these overrides, whose data and results are in ``folder``.
-
-    Raises:
-        ConfigError: for overrides that are mistaken.
-    """
+    """The config of a run of these overrides."""
     source.register()
     with composing():
         return schema.check(compose("nmrun", overrides(folder, words)))
@@ -107,8 +101,7 @@ def composed(folder: Path, words: Sequence[str]) -> Config:
 
 def random_images(config: Config, device: torch.device) -> Classification:
     """A data set for ``dataset._target_``: random images of ``dataset.side`` pixels a side in 1,000
-    classes, enough for a few batches.
-    """
+    classes."""
     import torch
 
     from nmrun.lab.tasks.vision import Classification
@@ -122,8 +115,7 @@ def random_images(config: Config, device: torch.device) -> Classification:
 
 def random_text(folder: Path) -> None:
     """Files for ``dataset=token_bin`` of a million random tokens, below 256 so that each vocabulary
-    has them.
-    """
+    has them."""
     import numpy as np
 
     for name in ("train", "val"):
@@ -134,15 +126,8 @@ def random_text(folder: Path) -> None:
 def each(
     names: Sequence[str], measure: Callable[[tuple[str, ...]], list[Row]]
 ) -> Iterator[list[Row]]:
-    """The rows of some networks, one after the other.
-
-    Args:
-        names: keys of ``NETWORKS``.
-        measure: gives the rows of a network by its overrides.
-
-    Raises:
-        ConfigError: for overrides that are mistaken.
-    """
+    """The rows of some networks of ``NETWORKS``, which ``measure`` gives by a network's
+    overrides."""
     import torch
 
     from nmrun.lab.bench import harness

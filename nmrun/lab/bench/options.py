@@ -62,14 +62,8 @@ INFERRED = {"cuda": ("gpt2", "vit_large"), "cpu": ("transformer", "bert_base")}
 def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
     """Read the options of a benchmark, and make the folder of its results.
 
-    Args:
-        what: of ``nmrun.lab.bench.KINDS``.
-
-    Returns:
-        The options. Those of ``infer`` have ``on_cpu``: whether it is the one for CPUs.
-
-    Raises:
-        ConfigError: for a mistake, as far as it shows before torch is imported.
+    Those of ``infer`` have ``on_cpu``: whether it is the one for CPUs. ConfigError for a mistake,
+    as far as it shows before torch is imported.
     """
     on_cpu = what == "infer" and _infers_on_cpu(argv)
     made = _infer_cpu() if on_cpu else PARSERS[what]()

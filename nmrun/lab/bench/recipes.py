@@ -72,14 +72,8 @@ WORKLOADS = {
 
 
 def argsort_mask(weight: Tensor, n: int, m: int) -> Tensor:
-    """A mask by sorting each group, as the official code of SR-STE and STEP finds it.
-
-    Args:
-        weight: (out, in) or (out, in, kh, kw); groups run along dimension 1.
-
-    Returns:
-        1 for kept and 0 for pruned, in the weight's dtype and shape.
-    """
+    """1 for kept and 0 for pruned along dimension 1, by sorting each group, as the official code of
+    SR-STE and STEP does."""
     inputs_last = weight.detach().abs().movedim(1, -1)
     groups = inputs_last.reshape(-1, m)
     pruned = torch.argsort(groups, dim=1)[:, : m - n]
@@ -90,8 +84,7 @@ class ArgsortSRSTE(torch.autograd.Function):
     """SR-STE as its official code has it: the mask by argsort in every forward pass, the decay in
     the backward pass.
 
-    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b, for linear layers and
-    convolutions.
+    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b.
     """
 
     @staticmethod
@@ -175,9 +168,8 @@ ARMS: dict[str, Attach] = {
 
 
 class RecipeArm:
-    """A copy of the model with its optimizer, made sparse by ``attach``. Calling it trains it by some
-    steps; modules of ``exclude`` stay dense.
-    """
+    """A copy of the model with its optimizer, made sparse by ``attach``. Calling it trains it by
+    some steps."""
 
     def __init__(
         self, model: nn.Module, attach: Attach, pattern: Pattern, exclude: Sequence[str]
@@ -197,15 +189,8 @@ class RecipeArm:
 def measure(
     name: str, pattern: Pattern, recipes: Sequence[str], count: int, left_out: list[str]
 ) -> list[Row]:
-    """Measure recipes against dense training, in one process.
-
-    Args:
-        recipes: keys of ``ARMS``.
-        left_out: gets a line for each reason why recipes cannot train this model at this pattern.
-
-    Returns:
-        A row for each recipe that can; none where the model cannot have the pattern.
-    """
+    """A row for each recipe against dense training, in one process; ``left_out`` gets the reasons
+    why recipes cannot train this model at this pattern."""
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     model, batch = workload.build().train(), torch.randn(workload.shape)
@@ -241,11 +226,6 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench recipes``.
-
-    Raises:
-        ConfigError: where no model can have any of the patterns.
-    """
     left_out: list[str] = []
 
     def cases() -> Iterator[list[Row]]:

@@ -3,10 +3,9 @@ and by a bare loop.
 
 Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``, on
 a CPU by oneDNN where that is faster, and ``torch``, by torch's default products; the recipe with
-``trainer.acceleration=off`` (masks alone, in torch's products) and ``=auto`` (N:M products where
-they are right and faster), one process for each ratio; ``bare``, the same dense network, compiled
-alike, with torch's fused AdamW on one batch that stays where it is: what a loop of one's own could
-reach at best. Data is random. Everything else is as a user gets it.
+``trainer.acceleration=off`` and ``=auto``; ``bare``, the same dense network, compiled alike, with
+torch's fused AdamW on one batch that stays where it is: what a loop of one's own could reach at
+best.
 """
 
 from __future__ import annotations
@@ -88,15 +87,6 @@ def measure(
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """Measure arms of one network.
-
-    Args:
-        arms: of ``options.TRAINING_ARMS``.
-        device: where it trains.
-
-    Raises:
-        ConfigError: for words that are no overrides, and for a recipe that does not fit.
-    """
     dense, sparse = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
     prepared: dict[str, Prepared] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -171,8 +161,9 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     def page(rows: list[Row]) -> str:
         title = (
-            f"Training steps, {options.recipe}: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
-            f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
+            f"Training steps, {options.recipe}: milliseconds, and times as fast as dense. "
+            f"Median [quartiles] of paired stretches of {options.steps} steps, n = {options.rounds}. "
+            f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )
         return f"{title}\n\n{table(HEAD, [line(row) for row in rows])}"
 

@@ -1,11 +1,9 @@
 """``nmrun bench update``: what a recipe adds to an optimizer step, against torch's fused AdamW of
 the same weights.
 
-The step alone, without forward and backward passes: what the recipe does to the gradient, AdamW,
-the projection into the working copy. ``one pass`` is how runs do it, a kernel that does all of that
-to a weight while it is in registers or cache; ``apart`` are the recipe's hooks around torch's fused
-step, as with any other optimizer. Every weight and its gradient, both moments and the working copy
-are in memory.
+The step is what the recipe does to the gradient, AdamW, and the projection into the working copy.
+``one pass`` is how runs do it, by one kernel; ``apart`` are the recipe's hooks around torch's fused
+step, as with any other optimizer.
 """
 
 from __future__ import annotations
@@ -32,12 +30,7 @@ WARM_UP = 3  # rounds that are not counted: STEP's second phase begins in them
 def stepped(
     recipe: str | None, count: int, of: Pattern, device: torch.device, in_one_pass: bool = True
 ) -> Callable[[], Any]:
-    """Prepare the optimizer step of some weights.
-
-    Args:
-        recipe: a key of ``ARMS``; None: dense.
-        device: where they are.
-    """
+    """The optimizer step of some weights under a key of ``ARMS``, or dense."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=device) for _ in range(count))
@@ -56,15 +49,7 @@ def stepped(
 def measure(
     recipe: str, of: Pattern, millions: float, count: int, device: torch.device
 ) -> list[Row]:
-    """Measure both arms of a recipe.
-
-    Args:
-        recipe: a key of ``ARMS``.
-        device: where they are.
-
-    Returns:
-        Milliseconds, and how many times as long as the dense step of the same rounds they take.
-    """
+    """Both arms of a recipe: milliseconds, and multiples of the dense step of the same rounds."""
     about = {"recipe": recipe, "pattern": str(of), "millions": millions}
     weights = max(1, round(millions * 1e6 / (SHAPE[0] * SHAPE[1])))
     make = partial(stepped, count=weights, of=of, device=device)
@@ -87,11 +72,6 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench update``.
-
-    Raises:
-        ConfigError: where no pattern divides the inputs.
-    """
     device = harness.device_of(options.device)
     left_out: list[str] = []
 
@@ -107,8 +87,8 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     def page(rows: list[Row]) -> str:
         dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
         title = (
-            f"An optimizer step of {options.weights:g} million weights, float32, in multiples of torch's fused AdamW ({dense:.3g} ms): median"
-            f" [quartiles] of paired rounds, n = {options.rounds}."
+            f"An optimizer step of {options.weights:g} million weights, float32, in multiples of "
+            f"torch's fused AdamW ({dense:.3g} ms). Median [quartiles] of paired rounds, n = {options.rounds}."
         )
         shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
         text = harness.grid(shown, "recipe", "arm", lambda row: harness.spread(row, "ratio"))

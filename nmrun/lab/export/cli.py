@@ -34,13 +34,9 @@ FORMATS = {
 def main(argv: list[str]) -> int:
     """Check that every sparse layer holds its pattern, then write; returns 0.
 
-    A format is a module with ``write(run, folder)``. It returns the lines to print, the first of
-    which begins with a file's name, and raises ValueError for what it cannot do. All files are
-    written beside DIR first: it has all of them or none.
-
-    Raises:
-        ConfigError: for a folder without a finished run, and code that nobody consents to.
-        RunError: for a run that cannot be exported.
+    A format is a function of run and folder. It returns the lines to print, the first of which
+    begins with a file's name, and raises ValueError for what it cannot do. All files are written
+    beside DIR first: it has all of them or none.
     """
     parser = Parser(
         prog="nmrun export", description="Copy a finished run's model, checked, to a folder."
@@ -95,9 +91,9 @@ def _whole(
     to: Path,
     write: Callable[[finished_run.FinishedRun, Path], list[str]],
 ) -> list[str]:
-    """Write into a folder beside ``to`` that becomes it by renaming. What ``to`` holds already stays,
-    but for files of the same names: a kill may leave fewer files, and never those of two exports.
-    """
+    """Write into a folder beside ``to`` that becomes it by renaming. What ``to`` holds already
+    stays, but for files of the same names: a kill may leave fewer files, and never those of two
+    exports."""
     if to.exists() and not to.is_dir():
         raise ValueError(f"--to {to} is a file; name a folder")
     place = to.absolute()

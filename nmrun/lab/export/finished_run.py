@@ -29,9 +29,7 @@ class NoRun(ConfigError):
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """A sparse weight: its name in the state dict, its pattern, and the dimension that groups run
-    along.
-    """
+    """A sparse weight, and the dimension that groups run along."""
 
     name: str
     pattern: Pattern
@@ -44,13 +42,8 @@ class SparseLayer:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
-
-    Attributes:
-        result: its ``result.json``.
-        state: its final weights on the CPU, pruned ones +0.0.
-        trusted: whether the code that the run names may be imported.
-    """
+    """A finished run; ``state`` has its final weights on the CPU, pruned ones +0.0. ``trusted``:
+    the code that it names may be imported."""
 
     folder: Path
     result: dict[str, Any]
@@ -63,10 +56,8 @@ class FinishedRun:
         return str(self.result["sparsity"]["pattern"])
 
     def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """What goes beside the weights as JSON: pattern, recipe, layers, the run's id, and the
-        task's ``signature`` (``input`` and ``classes``). ``layers``: other lines than the report's,
-        where a format names layers otherwise.
-        """
+        """What goes beside the weights as JSON; ``layers`` are other lines than the report's, where
+        a format names layers otherwise."""
         sparsity = self.result["sparsity"]
         return {
             "pattern": sparsity["pattern"],
@@ -78,22 +69,12 @@ class FinishedRun:
 
 
 def write_about(about: dict[str, Any], folder: Path) -> None:
-    """Write ``sparsity.json``.
-
-    Args:
-        about: plain data, as of :meth:`FinishedRun.about`.
-        folder: where to.
-    """
+    """Write ``sparsity.json``."""
     (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def load(folder: Path, trusted: bool = False) -> FinishedRun:
-    """Read and check a sparse run, against the hashes of its files too.
-
-    Raises:
-        NoRun: if it is not finished.
-        ValueError: if it is dense, damaged, changed, or not N:M after all.
-    """
+    """:func:`read` a sparse run; ValueError if it is dense."""
     run = read(folder, trusted)
     if not run.layers:
         raise ValueError(
@@ -103,12 +84,8 @@ def load(folder: Path, trusted: bool = False) -> FinishedRun:
 
 
 def read(folder: Path, trusted: bool = False) -> FinishedRun:
-    """Read and check a run, sparse or dense, against the hashes of its files too.
-
-    Raises:
-        NoRun: if it is not finished.
-        ValueError: if it is damaged, changed, or not N:M after all.
-    """
+    """Read a run, sparse or dense, and check it against the hashes of its files. ValueError if it
+    is damaged, changed, or not N:M after all; NoRun if it is not finished."""
     there = RunFolder(folder)
     result, source = there.result, folder / FINAL
     if result and not there.is_finished:
@@ -160,12 +137,8 @@ def refuse_pruned_activations(run: FinishedRun) -> None:
 
 
 def network(run: FinishedRun) -> tuple[nn.Module, Task]:
-    """The run's network, on the CPU and set to evaluation, and the run's task; its weights
-    (``run.state``) are still to be loaded.
-
-    Raises:
-        ConfigError: where the run names code that nobody consents to.
-    """
+    """The run's network, on the CPU and set to evaluation, and its task; the weights
+    (``run.state``) are still to be loaded."""
     verbs.demand_consent(run.folder, run.result["config"], run.trusted)
     config = Config(run.result["config"], None)
     task = tasks.build(config, torch.device("cpu"))
@@ -173,11 +146,7 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
 
 
 def write_plain(run: FinishedRun, folder: Path) -> list[str]:
-    """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer.
-
-    Args:
-        folder: where to.
-    """
+    """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer."""
     (folder / "model.safetensors").write_bytes(save(run.state))
     write_about(run.about(), folder)
     return [f"model.safetensors: {run.pattern} holds in {len(run.layers)} layers"]

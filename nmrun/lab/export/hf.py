@@ -28,18 +28,13 @@ OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.lab.model
 
 
 def write(run: FinishedRun, folder: Path) -> list[str]:
-    """Write what ``save_pretrained`` writes.
+    """Write what ``save_pretrained`` writes; ``sparsity.json`` has the names and dimensions of
+    these weights.
 
-    ``sparsity.json`` has the names and dimensions of these weights. ``AutoModelForCausalLM`` loads
-    a language model. ``AutoModelForSequenceClassification`` loads an encoder where its own classifier
-    computes what this one does (the logits are compared, bit for bit); else the folder holds the
-    encoder for ``AutoModel``, and ``head.safetensors`` the head.
-
-    Args:
-        folder: where to.
-
-    Raises:
-        ValueError: for other models, and if the config or tokenizer cannot be had again.
+    ``AutoModelForCausalLM`` loads a language model. ``AutoModelForSequenceClassification`` loads an
+    encoder where its own classifier computes what this one does (the logits are compared, bit for
+    bit); else the folder holds the encoder for ``AutoModel``, and ``head.safetensors`` the head.
+    ValueError for other models, and if the config or tokenizer cannot be had again.
     """
     options = run.result["config"]["model"]
     name = options["name"]
@@ -146,8 +141,7 @@ def _causal(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str,
 
 def _encoder(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
     """Hugging Face's classifier with the run's weights if it is the same function, else the encoder
-    alone and the head beside it.
-    """
+    alone and the head beside it."""
     import transformers
 
     options, classes = run.result["config"]["model"], len(run.state["head.weight"])
@@ -213,9 +207,7 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _tokenizer(run: FinishedRun, folder: Path) -> list[str]:
-    """Save the tokenizer that the data went through; a note where they went through none of Hugging
-    Face.
-    """
+    """Save the tokenizer that the data went through; a note where that was none of Hugging Face."""
     source = run.result["config"]["dataset"].get("tokenizer")
     if source is None or source in (*LEVELS, "words"):
         return [

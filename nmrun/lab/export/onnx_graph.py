@@ -36,19 +36,12 @@ LARGEST = 1 << 30
 
 
 def write(run: FinishedRun, folder: Path) -> list[str]:
-    """Write ``model.onnx``.
+    """Write ``model.onnx``; the file's metadata has what ``sparsity.json`` says, but for the
+    layers, each key as JSON.
 
     Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
     int64 of a GPT, with any batch and any length that the model takes; its output is ``logits``.
-    What ``sparsity.json`` says, but for the layers, is in the file's metadata too, each key with
-    its value as JSON.
-
-    Args:
-        folder: where to.
-
-    Raises:
-        ValueError: for models that take other inputs, if a package is missing, and if onnxruntime's
-            logits differ from torch's.
+    ValueError for models that take other inputs, and if onnxruntime's logits differ from torch's.
     """
     try:
         onnx, runtime, _ = (
@@ -99,9 +92,8 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
 
 def _built(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
-    """The run's network with its weights, on the CPU; its input's name; what draws an input of so
-    many images or texts; and the input's dimensions that may have other sizes.
-    """
+    """The run's network on the CPU; its input's name; what draws an input of so many images or
+    texts; and the input's dimensions that may have other sizes."""
     model, task = network(run)
     model.load_state_dict(run.state)
     batch = {0: torch.export.Dim("batch")}
@@ -147,10 +139,7 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
 
 def _located(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     """The sparse weights in the graph, with the axis that is summed over; they get the model's
-    names back, and +0.0 for -0.0.
-
-    Raises ValueError if a weight is no longer N:M along that axis.
-    """
+    names back, and +0.0 for -0.0. ValueError if one is no longer N:M along that axis."""
     stored = {initializer.name: initializer for initializer in graph.initializer}
     values = {
         name: torch.from_numpy(helper.to_array(tensor).copy()) for name, tensor in stored.items()
@@ -187,8 +176,7 @@ def _named(
     name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]
 ) -> str | None:
     """Which initializer is this weight: the one of its name, else one that equals it as it is or
-    transposed.
-    """
+    transposed."""
     if name in values and name in axes:
         return name
     for other, value in values.items():

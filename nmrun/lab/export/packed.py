@@ -33,19 +33,10 @@ Rounded = tuple[Tensor, Tensor, str]  # int8, the scales of its rows, and which 
 
 
 def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[str]:
-    """Write ``model.packed.safetensors``.
+    """Write ``model.packed.safetensors``, and compare what is read back with the run's weights.
 
-    In int8 are the linear layers whose outputs in the run's own validation are near enough; the
-    metric of that is told before and after.
-
-    It is read back and compared with the run's weights before it counts as written.
-
-    Args:
-        folder: where to.
-        precision: ``"int8"``, or None for the run's own.
-
-    Raises:
-        ValueError: where what is read back differs, and where there are no int8 products.
+    With ``precision="int8"`` those linear layers are int8 whose outputs in the run's own validation
+    are near enough; the metric of that is told before and after.
     """
     low, told = _in_int8(run) if precision else (dict[str, Rounded](), [])
     tensors, layers, expected = dict(run.state), [], dict(run.state)
@@ -115,8 +106,8 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
 
 
 def _faster(parts: list[Site], known: dict[Any, dict[str, float]]) -> str:
-    """The int8 layer that the parts of one weight become: which is the fastest for what they were
-    given. ``known`` has the times of parts alike."""
+    """The int8 layer that the parts of one weight become: the fastest for what they were given.
+    ``known`` has the times of parts alike."""
     total: Counter[str] = Counter()
     for site in parts:
         key = (*site.alike, *site.candidates)
@@ -141,14 +132,8 @@ def write_semi_structured(run: FinishedRun, folder: Path) -> list[str]:
     """Write ``model.pt`` for ``model.load_state_dict(torch.load(file, weights_only=False),
     assign=True)``, in bfloat16 on the GPU.
 
-    Linear weights that are 2:4 are compressed where the product is right and faster than the dense
-    one; all others stay dense.
-
-    Args:
-        folder: where to.
-
-    Raises:
-        ValueError: without a GPU, and if no layer can be compressed.
+    Linear 2:4 weights are compressed where the product is right and faster than the dense one;
+    ValueError if none is.
     """
     if not torch.cuda.is_available():
         raise ValueError(

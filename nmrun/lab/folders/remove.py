@@ -58,16 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
-    """The run folders at or below ``path`` that nothing is at work on and all conditions fit.
-
-    Args:
-        failed: only runs that failed.
-        conditions: ``KEY=VALUE``, or several values with commas between; a run without the key
-            does not fit.
-
-    Raises:
-        ConfigError: for a condition that is none or names no key of any run, or where no run fits.
-    """
+    """The run folders at or below ``path`` that nothing is at work on and all conditions fit; a run
+    without a condition's key does not fit."""
     for condition in conditions:
         if "=" not in condition:
             raise ConfigError(f"--filter {condition}: write KEY=VALUE, such as recipe=ste")
@@ -117,11 +109,8 @@ def _amount(runs: Collection[Files]) -> str:
 
 
 def _delete(folder: Path, listed: Files) -> str:
-    """Delete a run, and the folders above it that are empty then.
-
-    Returns:
-        Why it was not deleted; empty if it was.
-    """
+    """Delete a run, and the folders above it that are empty then. Returns why not; empty if it
+    did."""
     if folder.is_symlink():
         return f"it is a link; name {folder.resolve()}"
     place = folder.absolute()

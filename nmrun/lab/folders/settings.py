@@ -21,11 +21,7 @@ OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 
 def of(folder: Path) -> dict[str, str]:
     """The settings of a run by key: groups by their name (``recipe``), ``sparsity`` as ``2:4`` or
-    ``dense``, all else by its dotted key.
-
-    Raises:
-        ConfigError: where the folder is no run's.
-    """
+    ``dense``, all else by its dotted key. ConfigError where the folder is no run's."""
     config = RunFolder(folder).config
     if not config or "sparsity" not in config:
         why = "there is no such folder" if not folder.is_dir() else "no run is in it"
@@ -79,15 +75,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
-    """The comparison: a line for each folder, setting and metric.
-
-    Args:
-        folders: of the runs. With two, metrics have their difference beside them.
-
-    Raises:
-        ConfigError: for a folder that is no run's.
-        RunError: for a result that was changed.
-    """
+    """A line for each folder, setting and metric; with two runs, metrics have their difference
+    beside them."""
     runs = [RunFolder(folder) for folder in folders]
     if wrong := [f"{run.path / RESULT}: {run.problem}" for run in runs if run.problem]:
         raise RunError("; ".join(wrong))

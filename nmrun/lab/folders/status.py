@@ -34,9 +34,7 @@ FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
 
 @dataclass(frozen=True)
 class RunState:
-    """A run folder as it stands. ``step`` is the last that ``metrics.jsonl`` has; ``command`` asks
-    for this run again.
-    """
+    """A run folder as it stands; ``step`` is the last that ``metrics.jsonl`` has."""
 
     folder: str
     state: str
@@ -51,15 +49,13 @@ class RunState:
 
 def runs(path: Path) -> list[RunState]:
     """The runs at or below a folder, by name. One without a result that no live process works on
-    was killed.
-    """
+    was killed."""
     return sorted((_run(folder) for folder in _folders(path)), key=lambda run: run.folder)
 
 
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
     """The folders of the sweeps that are running, or else of the last one, oldest first; and
-    whether they are running.
-    """
+    whether they are running."""
     found = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
     return [(folder, True) for folder in found if locks.held(folder)] or [
         (folder, False) for folder in found[-1:]
@@ -99,9 +95,8 @@ def _step(folder: Path) -> int | None:
 
 
 def command(run: RunFolder) -> str | None:
-    """The command that asks for a run alone, as it is to be typed in this folder; None where it is
-    not known.
-    """
+    """The command for a run alone, as it is to be typed in this folder; None where it is not
+    known."""
     above = run.path.resolve().parents
     if run.command is None or "output_dir" not in run.config or len(above) < 5:
         return run.command
@@ -110,9 +105,7 @@ def command(run: RunFolder) -> str | None:
 
 
 def _here(command: str, output_dir: str, place: Path) -> str:
-    """A command that was typed where ``place`` was its output_dir, as it is to be typed in this
-    folder.
-    """
+    """A command that was typed where ``place`` was its output_dir, as it is to be typed here."""
     output = Path(output_dir)
     if output.resolve() == place:
         return command
@@ -273,9 +266,8 @@ def _counts(found: list[RunState]) -> dict[str, int]:
 def _lines(
     path: Path, last: list[tuple[Path, bool]], found: list[RunState], most: int | None
 ) -> list[str]:
-    """Sweeps, counts, the runs, and how to repeat those that did not finish; empty where there are
-    no runs. Those that run come first, then the unfinished, then the latest.
-    """
+    """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
+    how to repeat those that did not finish."""
     if not last and not found:
         return []
     lines = [line for folder, running in last for line in sweep_lines(folder, running)]

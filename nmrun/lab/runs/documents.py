@@ -24,11 +24,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # lines and
 
 
 def read(path: Path) -> bytes:
-    """What a regular file holds.
-
-    Raises:
-        OSError: where there is none, or something else: a pipe or a device may never end.
-    """
+    """What a regular file holds. OSError for anything else: a pipe or a device may never end."""
     # a pipe that nobody writes to would be waited for
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -39,11 +35,8 @@ def read(path: Path) -> bytes:
 
 
 def parsed(text: bytes) -> Any:
-    """The value of a JSON text, with :func:`neutral` texts.
-
-    Raises:
-        ValueError: where it is none, or one that no program of ours wrote.
-    """
+    """The value of a JSON text, with :func:`neutral` texts. ValueError where no program of ours
+    wrote it."""
     # a row of metrics, of which there are many: nothing in it can be a control code, or deep
     simple = text.isascii() and b"\\" not in text and b"\x7f" not in text
     simple = simple and text.count(b"{") + text.count(b"[") < MOST_LEVELS
@@ -102,9 +95,8 @@ def neutral(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A copy with :func:`neutral` texts, in which nothing stands twice; raises ValueError for what is
-    nested too deeply, or too large.
-    """
+    """A copy with :func:`neutral` texts, in which nothing stands twice. ValueError for what is
+    nested too deeply, or too large."""
     left = MOST_VALUES
 
     def copied(value: Any, level: int) -> Any:
@@ -126,18 +118,8 @@ def plain(value: Any) -> Any:
 def read_lines(
     path: Path, parsed: Callable[[bytes], Any] = parsed
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects of a file that are whole.
-
-    Args:
-        parsed: gives the value of a line, or raises ValueError.
-
-    Returns:
-        The objects, and the numbers, from 1, of the lines that hold none. Both are empty if there
-        is no such file.
-
-    Raises:
-        OSError: for a file that is there and cannot be read.
-    """
+    """The objects of a file that are whole, and the numbers, from 1, of the lines that hold none;
+    both empty if there is no file. ``parsed`` gives the value of a line, or raises ValueError."""
     try:
         lines = read(path).split(b"\n")
     except FileNotFoundError:
@@ -156,9 +138,7 @@ def read_lines(
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole objects of a file from its end on, each read when it is asked for; none where the
-    file cannot be read.
-    """
+    """The whole objects of a file from its end on, each read when it is asked for."""
     try:
         lines = read(path).split(b"\n")
     except OSError:

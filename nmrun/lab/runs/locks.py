@@ -37,10 +37,7 @@ os.register_at_fork(after_in_child=_let_go)
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[bool]:
     """Hold a folder while entered; False if another process has it, or has deleted it just now.
-
-    Raises:
-        OSError: where the folder takes no file.
-    """
+    OSError where the folder takes no file."""
     taken: dict[Path, int] = {}
     for wait in WAITS:
         time.sleep(wait)
@@ -62,9 +59,8 @@ def hold(folder: Path) -> Iterator[bool]:
 
 
 def held(folder: Path) -> bool:
-    """Whether a live process holds the folder; asking disturbs neither it nor one that is about to
-    take the lock.
-    """
+    """Whether a live process holds the folder; asking disturbs neither it nor one that is about
+    to."""
     for place in (
         _beside_files,
         _stand_in,
@@ -91,9 +87,8 @@ def holder(folder: Path) -> str:
 
 
 def _taken(folder: Path) -> dict[Path, int]:
-    """The locked files by name, open: ``.lock`` and what stands in for it; none where another
-    process has them.
-    """
+    """The locked files by name, open: ``.lock`` and what stands in for it; none where others have
+    them."""
     taken: dict[Path, int] = {}
     ours = False
     try:
@@ -120,11 +115,7 @@ def _close(taken: dict[Path, int]) -> None:
 
 
 def _flock(handle: int, kind: int) -> bool:
-    """Whether the lock is ours now.
-
-    Raises:
-        OSError: where there are no such locks.
-    """
+    """Whether the lock is ours now. OSError where there are no such locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,12 +148,10 @@ _held: dict[int, int] = {}
 
 
 def free_gpu(count: int, wait: float = 1.0) -> int:
-    """Take a GPU that no other process holds by this function, and wait for one if need be.
+    """Take a GPU that no other process holds by this function, until this one ends; wait for one if
+    need be.
 
     ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so locks go by what it lists.
-
-    Returns:
-        The GPU's number; it is this process's own until the process ends.
     """
     if _held:
         return next(iter(_held))

@@ -46,11 +46,8 @@ _told: set[Path] = set()  # that nothing there can be verified
 
 
 class RunFolder:
-    """A run's folder as it is at the first look; another object looks again.
-
-    Args:
-        path: the folder; it may not exist.
-    """
+    """A run's folder, which may not exist, as it is at the first look; another object looks
+    again."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -106,15 +103,11 @@ class RunFolder:
         return first.removeprefix("# ") if first.startswith("# nmrun") else typed
 
     def broken(self, contents: bool = False) -> dict[str, str]:
-        """What is no longer as a finished run left it.
+        """For each file that is missing, or not as a finished run left it, what is wrong with it.
 
-        Args:
-            contents: whether to read all files, for their hashes; else existence and size are
-                looked at, and the hash of the result itself.
-
-        Returns:
-            For each file that is missing or another what is wrong with it. Of a result without
-            hashes that is ``model.safetensors`` at most, if it is missing.
+        With ``contents`` all files are read, for their hashes; else existence and size are looked
+        at, and the hash of the result itself. Of a result without hashes ``model.safetensors`` may
+        be missing.
         """
         if self.problem:
             return {RESULT: self.problem}
@@ -125,8 +118,7 @@ class RunFolder:
         return {name: what for name, what in wrong.items() if what}
 
     def finished(self) -> dict[str, Any] | None:
-        """The result of the run that has finished here, or None if none has or its files are no
-        longer there."""
+        """The result of the run that has finished here; None if none has, or its files are gone."""
         whole = self.is_finished and not self.broken() and not _incomplete(self.result)
         return self.result if whole else None
 
@@ -153,12 +145,8 @@ class RunFolder:
         return "the run has none: no epoch of it held the pattern"
 
     def checked(self, name: str) -> Path:
-        """A file that is about to be read whole. Of a finished run it is as the run left it: it is
-        read for its hash before.
-
-        Raises:
-            RunError: for a file that is missing or another.
-        """
+        """A file that is about to be read whole; that of a finished run is read for its hash
+        before. RunError for one that is missing or another."""
         if self.problem:
             raise RunError(f"{self.path / RESULT}: {self.problem}; {REMEDY}")
         if self.is_finished and (wrong := self._wrong(name, contents=True)):
@@ -181,9 +169,8 @@ class RunFolder:
     # --- writing ----------------------------------------------------------------------------------
 
     def begin(self, config: dict[str, Any], command: str) -> None:
-        """Write ``config.yaml``, below the command that asks for the run alone; from now on there is
-        no result.
-        """
+        """Write ``config.yaml``, below the command that asks for the run alone; there is no result
+        now."""
         (self.path / RESULT).unlink(missing_ok=True)
         head = f"# {command}\n" if command else ""
         atomic.write(self.path / CONFIG, head + documents.yaml_of(config))
@@ -255,12 +242,8 @@ def weights_in(place: Path | str) -> tuple[RunFolder, str]:
 
 
 def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Bind a result to the files of its run.
-
-    Returns:
-        The result with ``files``, for each that is there its ``bytes`` and ``sha256``, and with
-        ``sha256``, that of the rest.
-    """
+    """A result with the ``bytes`` and ``sha256`` of its run's ``files``, and the ``sha256`` of the
+    rest."""
     paths = (folder / name for name in SEALED)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _of(p)} for p in paths if p.exists()}
     bound = {**result, "files": files}
@@ -332,14 +315,9 @@ def _wrong_config(config: Mapping[str, Any]) -> str:
 class Position:
     """As of the last rows. Texts are empty, and numbers None, where they do not say.
 
-    Attributes:
-        step: the last one.
-        epoch: ``3/12``; ``3`` where the config does not say how many there are; empty where
-            steps are counted (``trainer.steps``).
-        steps: ``40/100`` likewise.
-        phase: ``dense`` or ``sparse`` at the last evaluation; empty in a run without sparse weights.
-        validation: the metric of the last evaluation: ``accuracy 0.9312``.
-        left: seconds to the end of the training.
+    ``epoch`` is ``3/12`` or ``3``, empty where steps are counted; ``steps`` likewise; ``phase``
+    that of the last evaluation, ``validation`` its metric, as in ``accuracy 0.9312``; ``left`` in
+    seconds.
     """
 
     step: int
@@ -351,14 +329,8 @@ class Position:
 
 
 def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
-    """Where the run in a folder is.
-
-    Args:
-        trainer: the config's group, as far as it is known.
-
-    Returns:
-        None before the first row.
-    """
+    """Where the run in a folder is, by what is known of the config's group ``trainer``; None before
+    the first row."""
     rows = documents.newest_first(folder / METRICS)
     last = next((row for row in rows if type(row.get("step")) is int), None)
     if last is None:

@@ -14,17 +14,12 @@ FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune every cell of a sweep by the same number of trials, then run its seeds.
+    """Tune every cell of a sweep by the same number of trials, then run its seeds, and print the
+    table.
 
-    Prints the table once all cells are done. Given again, it goes on; given in several processes at
-    once, each takes cells that nobody is at work on. With ``dry=true`` among the words it prints
-    what it would do, and writes nothing.
-
-    Returns:
-        The exit status: 1 where all trials of a cell failed, or a run of a seed.
-
-    Raises:
-        ConfigError: with all that is wrong with the command.
+    Given again, it goes on; given in several processes at once, each takes cells that nobody is at
+    work on. With ``dry=true`` it prints what it would do, and writes nothing. Returns 1 where all
+    trials of a cell failed, or a run of a seed.
     """
     parser = Parser(
         prog="nmrun tune",

@@ -50,11 +50,8 @@ Say = Callable[[str], None]
 
 
 def check(cell: TuningCell) -> None:
-    """Write what a cell's trials are of, or hold it against what is there.
-
-    Raises:
-        ConfigError: where the trials under this name were of other settings or another space.
-    """
+    """Write what a cell's trials are of. ConfigError where those under this name were of other
+    settings or another space."""
     flat = {
         key: value
         for key, value in schema.flatten(cell.config.plain).items()
@@ -88,16 +85,12 @@ def check(cell: TuningCell) -> None:
 
 
 def run(cell: TuningCell, trials: int, say: Say) -> bool:
-    """Do a cell's trials and its seeds, as far as they are not done.
+    """Do a cell's trials and its seeds, as far as they are not done; False where another process is
+    at work on it.
 
-    Returns:
-        Whether the cell is done; False where another process is at work on it.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: after a signal, once the run's checkpoint is saved.
-        ConfigError: where the runs have no metric of a validation split.
-        RunError: where a run fails for another reason than its settings, a full disk say. It counts
-            as no trial.
+    KeyboardInterrupt or SystemExit come once the run's checkpoint is saved. ConfigError where the
+    runs have no metric of a validation split. RunError where a run fails for another reason than
+    its settings, a full disk say: it counts as no trial.
     """
     with locks.hold(cell.folder) as ours:
         if not ours:
@@ -131,9 +124,8 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
 
 
 def configs(cell: TuningCell, trials: int) -> list[Config]:
-    """Compose the runs of a cell's seeds, with the best settings of its first ``trials`` trials;
-    none where all of these failed.
-    """
+    """The runs of a cell's seeds, with the best settings of its first ``trials`` trials; none where
+    all of these failed."""
     return [_composed(cell, words) for words in _reported(cell, trials)]
 
 
@@ -165,8 +157,7 @@ def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
 
 def _tried(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
-    checkpoint would be most of what it leaves.
-    """
+    checkpoint would be most of what it leaves."""
     place = f"output_dir='{cell.folder / RUNS}'"
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
@@ -217,10 +208,8 @@ class TuningProgress:
         return sum(counts)
 
     def line(self, told: str) -> str:
-        """Make the line that tells of a run: ``[3/24] ... (12 min left)``.
-
-        A run takes what passed since the beginning for each of those that ended since.
-        """
+        """``[3/24] ... (12 min left)``: a run takes what passed since the beginning for each that
+        ended since."""
         ahead = self.ahead()
         ended, passed = self.at_first - ahead, time.monotonic() - self.began
         left = f" ({span(passed / ended * ahead)} left)" if ended > 0 and ahead else ""
@@ -241,9 +230,10 @@ def ahead(cell: TuningCell, trials: int) -> int:
 
 
 def expected(cells: Sequence[TuningCell], trials: int) -> float | None:
-    """The seconds that the runs ahead will take, one after the other, by the runs that there are of
-    the same recipe, ratio, network, data and training. A cell without such runs takes what others
-    do. None where no run has been measured.
+    """The seconds that the runs ahead will take, one after the other, by runs of the same recipe,
+    ratio, network, data and training; None where no run has been measured.
+
+    A cell without such runs takes what others do.
     """
     took = [_took(cell) for cell in cells]
     if not (known := [seconds for each in took for seconds in each]):
@@ -279,11 +269,9 @@ class Outcome:
     """What is there of a comparison.
 
     Attributes:
-        runs: a row for each run of a seed, as of :func:`nmrun.lab.compare.runs.collect`, with
-            ``tuned.*``: the cell, how it was tuned, and the seconds of that.
-        trials: a row for each run of the tuning.
-        tuning: for each cell its name, the number of trials, the winner's mean and settings, and how
-            long the tuning took.
+        runs: as of :func:`nmrun.lab.compare.runs.collect`, with ``tuned.*``: the cell, how it was
+            tuned, and the seconds of that.
+        tuning: for each cell its name, the number of trials, the winner's mean and settings, seconds.
         edges: a line for each end of a range at which best settings lie.
         failed: the names of cells without a good trial, and the folders of failed runs.
     """
@@ -344,8 +332,7 @@ def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. What the first
-    two have of other cells stays there.
-    """
+    two have of other cells stays there."""
     for name, new, key in (
         (RUNS_CSV, to_csv(outcome.runs), CELL),
         (TRIALS_CSV, to_csv(outcome.trials), "cell"),
@@ -377,8 +364,7 @@ def _others(file: Path, new: str, key: str, mine: set[str]) -> str:
 
 def outcome_text(outcome: Outcome) -> str:
     """The tables of the runs, one for each value of what was swept besides recipe and ratio, and
-    what the trials found, as Markdown.
-    """
+    what the trials found, as Markdown."""
     parts = []
     apart = list(dict.fromkeys(key for cell in outcome.cells for key in cell.apart))
     rows = [key for key in apart if key.partition(".")[0] == "recipe"]

@@ -32,14 +32,11 @@ class TuningCell:
     """One recipe at one ratio.
 
     Attributes:
-        name: recipe and ratio, and the other swept values.
         words: its overrides, without a seed.
-        config: its config before tuning.
+        config: before tuning.
         seeds: those that are reported.
-        folder: where its trials are.
         searched: the search spaces by key.
         apart: the values of the swept keys that are not searched, but for recipe and ratio.
-        config_dir: a folder of more configs.
     """
 
     name: str
@@ -61,12 +58,10 @@ class TuningCell:
 def cells(
     folder: Path, sweeps: list[list[str]], given: Space, config_dir: str | None = None
 ) -> list[TuningCell]:
-    """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are one.
-    Search spaces that are ``given`` win over the recipes' own.
+    """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are
+    one. Search spaces that are ``given`` win over the recipes' own.
 
-    Raises:
-        ConfigError: for a key of ``given`` that no cell has, and for several values of a key that is
-            searched.
+    ConfigError for a key of ``given`` that no cell has, and for several values of a searched key.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     for words, job in jobs_of(sweeps, config_dir, {}):
@@ -101,8 +96,7 @@ def _named(config: Config) -> tuple[str, str]:
 
 def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
     """Of each config the values of the swept keys that neither recipe nor ratio says. Settings of a
-    recipe are such keys where they alone tell its cells apart.
-    """
+    recipe are such keys where they alone tell its cells apart."""
     flats = [schema.flatten(config.plain) for config in configs]
     told_by_name = ("recipe.", "sparsity.")
     common = _differing(
@@ -128,9 +122,7 @@ def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
-    """What a comparison is going to do: the cells, what is searched in each and in which range,
-    and the number of runs.
-    """
+    """The cells, what is searched in each and in which range, and the number of runs."""
     width = max(len(cell.name) for cell in cells)
     lines = []
     for cell in cells:
@@ -164,9 +156,8 @@ Space = Mapping[str, Search]
 
 
 def space_of(config: Config, given: Space) -> Space:
-    """The search spaces of a run by key: that of the learning rate, those that the recipe declares,
-    and those of ``given`` that the config has, which win.
-    """
+    """The search spaces of a run by key: of the learning rate, those that the recipe declares, and
+    those of ``given`` that the config has, which win."""
     rate = config.optimizer.lr
     path = config.recipe.target or RECIPES[config.recipe.name]
     declared = {
@@ -184,11 +175,7 @@ def has(config: Config, key: str) -> bool:
 
 def read_space(words: Sequence[str]) -> Space:
     """Search spaces by key, of words as Hydra writes sweeps:
-    ``optimizer.lr=tag(log,interval(1e-4,1e-2))`` or ``recipe.switch=auto,0.2,0.5``.
-
-    Raises:
-        ConfigError: for words that say no interval and no list of values.
-    """
+    ``optimizer.lr=tag(log,interval(1e-4,1e-2))`` or ``recipe.switch=auto,0.2,0.5``."""
     overrides, problems = command_line.parsed(words)
     spaces: dict[str, Search] = {}
     for override in overrides:
@@ -217,11 +204,8 @@ def words_of(params: Mapping[str, Any]) -> list[str]:
 
 
 def at_edge(value: Any, search: Search) -> str:
-    """Say at which end of a range a value lies: ``lower``, ``upper``, or nothing.
-
-    At an end is what lies within a twentieth of the range from it (of the logarithms, where the
-    range is looked through by them). A list of values has no ends.
-    """
+    """At which end of a range a value lies, within a twentieth of it (of the logarithms, where it
+    is searched by them): ``lower``, ``upper``, or nothing. A list has no ends."""
     if search.values:
         return ""
     low, high, at = (math.log(x) if search.log else x for x in (search.low, search.high, value))
@@ -230,9 +214,8 @@ def at_edge(value: Any, search: Search) -> str:
 
 
 def wider(search: Search, end: str) -> str:
-    """A range that goes on at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where it
-    is not known how far a setting may go.
-    """
+    """A range that goes on at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where
+    it is not known how far a setting may go."""
     if not search.log:
         return "..."
     low = search.low / AROUND if end == "lower" else search.low

@@ -35,8 +35,7 @@ ENDED = ("finished", "failed")  # ends after which nothing is left to do
 @dataclass(frozen=True)
 class Trial:
     """A run that ended: its settings by key, and the validation metric of its last weights; None
-    where it failed or the metric was not finite.
-    """
+    where it failed or the metric was not finite."""
 
     params: dict[str, Any]
     seed: int
@@ -46,11 +45,7 @@ class Trial:
 
 
 def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
-    """List the runs of a cell's tuning that ended, and whose results are as they were written.
-
-    Raises:
-        ConfigError: where a run has no metric of a validation split.
-    """
+    """The runs of a cell's tuning that ended, and whose results are as they were written."""
     trials = []
     for file in sorted((folder / RUNS).glob("*/*/*/*/*/result.json")):
         there = RunFolder(file.parent)
@@ -62,11 +57,8 @@ def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
 
 
 def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
-    """How a run ended, by its ``result.json``; one that did not finish has no value.
-
-    Raises:
-        ConfigError: where it has no metric of a validation split.
-    """
+    """How a run ended, by its ``result.json``. ConfigError where it has no metric of a validation
+    split."""
     flat = flatten(result["config"])
     params, seconds = {key: flat[key] for key in space if key in flat}, result["seconds"] or 0.0
     if result["status"] == "failed":
@@ -78,13 +70,8 @@ def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
 
 
 class Study:
-    """The trials of one cell.
-
-    Args:
-        folder: where ``trials.jsonl`` is.
-        defaults: the settings that the first trial has, by key.
-        runs: those of the tuning that ended, as of :func:`ended`.
-    """
+    """The trials of one cell: ``trials.jsonl`` in its folder, and the ``runs`` that ended. The
+    first trial has the ``defaults``."""
 
     def __init__(
         self,
@@ -123,8 +110,7 @@ class Study:
 
     def add(self, params: Mapping[str, Any]) -> None:
         """List the settings of the next trial; they take the place of a damaged line and of what
-        stands after it.
-        """
+        stands after it."""
         listed, number = self.settings()[0], len(self.trials())
         listed[number : number + 1] = [dict(params)]
         lines = "".join(json.dumps({"params": each}) + "\n" for each in listed)
@@ -143,11 +129,11 @@ class Study:
         return [(params, seed) for params, seed in wanted if self.run(params, seed) is None]
 
     def best(self, count: int) -> Trial | None:
-        """The trial whose mean over the tuning seeds is best, which is its ``value`` then; None where
-        every finalist failed with some seed.
+        """The trial whose mean over the tuning seeds is best, with that mean; None where every
+        finalist failed with some seed.
 
-        One lucky seed makes no winner: near the largest learning rate that trains at all, a run
-        may go well or badly by its seed.
+        One lucky seed makes no winner: near the largest learning rate that trains at all, a run may
+        go well or badly by its seed.
         """
         means = []
         for trial in self.ranked(count)[:FINALISTS]:
@@ -167,12 +153,8 @@ class Study:
         return [run for run in self.runs if run.seed in AGAIN]
 
     def propose(self, count: int) -> dict[str, Any]:
-        """The settings of the next of ``count`` trials: those that are listed, then the defaults, then
-        by Optuna's TPE, half of all at random; numbers have three digits.
-
-        Raises:
-            ConfigError: where Optuna is missing.
-        """
+        """The settings of the next of ``count`` trials: those that are listed, then the defaults,
+        then by Optuna's TPE, half of all at random; numbers have three digits."""
         try:
             import optuna
         except ImportError:
