@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun import optim
 from nmrun.lab.train import build
-from nmrun.optim import second_moment
+from nmrun.optim.adam import second_moment_change
 
 PAIRS = [(optim.Adam, torch.optim.Adam), (optim.AdamW, torch.optim.AdamW)]
 T0 = 6  # steps before freezing
@@ -286,7 +286,7 @@ def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, A
             optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)).double().clone()
             for p in params[:2]
         ]
-        total, logs, nonzero, count = second_moment.change(optimizer, params[:2])
+        total, logs, nonzero, count = second_moment_change(optimizer, params[:2])
         optimizer.step()
         change = torch.cat(
             [
@@ -299,7 +299,7 @@ def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, A
         assert float(total) == pytest.approx(float(change.sum()), rel=1e-4)
         assert float(logs) == pytest.approx(float(moved.log().sum()), rel=1e-3)
     optimizer.zero_grad()
-    assert [float(x) for x in second_moment.change(optimizer, params)] == [0, 0, 0, 0]
+    assert [float(x) for x in second_moment_change(optimizer, params)] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"maximize": True}], ids=str)
@@ -308,7 +308,7 @@ def test_change_of_v_with_the_others_in_a_group_of_their_own(options: dict[str, 
     optimizer = optim.Adam([{"params": params[:1]}, {"params": params[1:]}], **options)
     for p, grad in zip(params, next(gradients(1)), strict=True):
         p.grad = grad
-    assert second_moment.change(optimizer, params[:1])[3] == 24
+    assert second_moment_change(optimizer, params[:1])[3] == 24
     optimizer.freeze_second_moment(params[:1])
     optimizer.step()
 

@@ -1,5 +1,5 @@
-"""The projection on the CPU: ``nm_project.c``, built for one N:M (:mod:`nmrun.kernels.compiler`) and
-called through ctypes.
+"""Projections, Adam's step with a rule, and sums over masks on the CPU: the C files of this room, built
+for one N:M (:mod:`nmrun.kernels.compiler`) and called through ctypes.
 
 Building takes about 0.5 s, with the step of Adam 1.8 s, and happens once a pattern and machine.
 Without a compiler everything still works, through the torch reference, and gives the same bits.
@@ -16,6 +16,7 @@ from torch import Tensor
 from nmrun.kernels import compiler
 from nmrun.kernels.compiler import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored, filled, stored_alike
+from nmrun.kernels.operands import Operands
 from nmrun.patterns import Pattern
 
 # gcc's own fusing would change bits
@@ -119,3 +120,71 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
     if adam:
         kernel.nm_adam.argtypes = [pointer] * 6 + [size] * 3 + [pointer] + [flag] * 3
     return kernel
+
+
+def takes_step(o: Operands) -> bool:
+    pattern, dense = o.update.pattern, o.update.dense
+    whole = dense.shape[o.update.dim] % pattern.m == 0
+    return whole and takes(pattern, *o.all) and _of_step(o) is not None
+
+
+def step_adam(o: Operands, scalars: list[float]) -> None:
+    """Update weight and moments, write the projection: ``nm_adam.c``, with the numbers of
+    :func:`nmrun.kernels.operands.scalars`.
+
+    The arithmetic is that of ``torch.optim.Adam(fused=True)`` and of the recipes in torch, fused
+    multiply-adds included. On x86 the bits are the same, but for the last elements of a thread's
+    part that fill no vector, which torch computes in double precision.
+    """
+    update, kernel = o.update, _of_step(o)
+    assert kernel is not None  # takes_step() said so
+    rule, pattern = update.rule, update.pattern
+    dim, tensors = as_stored(update.dim, *o.all)
+    inner = tensors[0].shape[dim + 1 :].numel()
+    rows = update.dense.numel() // (pattern.m * inner)
+    decays, scales, _, soft, _ = rule.kind
+    edit = 1 if decays else 2 if scales else 0  # as nm_adam.c has them; so are the values in order
+    scale = 1.0 if rule.soft_threshold_scale is None else float(rule.soft_threshold_scale)
+    values = (ctypes.c_float * (len(scalars) + 1))(*scalars, scale)
+    addresses = [t.data_ptr() for t in tensors]
+    addresses.append(0 if rule.mask is None else rule.mask.data_ptr())
+    flags = (edit, int(soft), int(o.frozen))
+    operands = (*addresses, BEGIN, END, inner, ctypes.addressof(values), *flags)
+    in_parts(kernel.nm_adam, operands, rows, update.dense.numel())
+
+
+def _of_step(o: Operands) -> ctypes.CDLL | None:
+    return load(o.update.pattern, o.update.rule.pruned_weight_factor != 0, adam=True)
+
+
+SPLIT_PIECE = 4096  # entries, as in nm_split.c
+SPLIT_SMALLEST = 1 << 16  # entries; below, torch takes less than building pays back
+
+
+def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
+    """The sums of values, or of their squares, over the kept and over the pruned entries, on the
+    CPU in one pass. (2,), float64: the same bits on any number of threads. None where this
+    kernel does not apply: another dtype than float32 and bool, small tensors, stored in
+    different orders, no C compiler."""
+    fits = values.is_cpu and mask.is_cpu and values.dtype == torch.float32
+    if not fits or values.numel() < SPLIT_SMALLEST or not stored_alike(values, mask):
+        return None
+    if (kernel := _splitter()) is None:
+        return None
+    _, (values, mask) = as_stored(0, values, mask)
+    count = values.numel()
+    pieces = -(-count // SPLIT_PIECE)
+    sums = torch.empty(pieces, 2, dtype=torch.float64)
+    tensors = (values.data_ptr(), mask.data_ptr(), count)
+    operands = (*tensors, BEGIN, END, int(squares), sums.data_ptr())
+    in_parts(kernel.nm_split, operands, pieces, count)
+    return sums.sum(0)
+
+
+@cache
+def _splitter() -> ctypes.CDLL | None:
+    library = compiler.library("nm_split", ("nm_split",))
+    if library is not None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        library.nm_split.argtypes = [*[pointer] * 2, *[size] * 3, ctypes.c_int, pointer]
+    return library

@@ -56,13 +56,6 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     return done
 
 
-def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
-    """As :func:`project` with a hard threshold, along dimension 0 and as if the rows stood in
-    ``order``; for CPUs alone.
-    """
-    return cpu.project_rows(weight, out, pattern, order)
-
-
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:
     """Whether Triton's kernels are there for a weight: on a CUDA device where they work."""
     return (

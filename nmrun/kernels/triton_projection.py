@@ -47,24 +47,23 @@ def project_one(
 
 @triton.jit
 def project_many(
-    table, owner, amount,
+    table, owner,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
-    MODE: tl.constexpr, SCALED: tl.constexpr,
     WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """The projections of all weights of a table: ``owner`` has the row of each program."""
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     block = program - tl.load(row + 3).to(tl.int32)
-    weight, out, scale = pointer(row, 4, WEIGHT), pointer(row, 5, OUT), pointer(row, 6, WEIGHT)
+    weight, out = pointer(row, 4, WEIGHT), pointer(row, 5, OUT)
     columns, inner, size = (
         tl.load(row).to(tl.int32),
         tl.load(row + 1).to(tl.int32),
         tl.load(row + 2).to(tl.int32),
     )
     _tile(
-        block, weight, out, scale, amount, columns, inner, size,
-        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED,
+        block, weight, out, weight, 1.0, columns, inner, size,
+        N, M, P, COLUMNS, STRIDED, SHORT, 0, False,
     )  # fmt: skip
 
 
@@ -104,30 +103,25 @@ def fits(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
 
 
 class Batch:
-    """Weights that are projected in as few launches as they allow; arguments as of :func:`project`,
-    one of each for each weight."""
+    """Weights whose N largest are kept in as few launches as they allow; arguments as of
+    :func:`project`, one of each for each weight."""
 
     def __init__(
-        self, weights: Sequence[Tensor], outs: Sequence[Tensor], patterns: Sequence[Pattern], dims: Sequence[int],
-        scales: Sequence[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        self.weights, self.outs, self.scales = weights, outs, scales
-        for i, scale in enumerate(scales or ()):
-            if scale.dtype != weights[i].dtype or scale.device != weights[i].device:
-                raise ValueError(
-                    f"scale {i} of the batch must have the dtype and the device of its weight"
-                )
+        self,
+        weights: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        patterns: Sequence[Pattern],
+        dims: Sequence[int],
+    ) -> None:
+        self.weights, self.outs = weights, outs
         self._launches = launches(weights, outs, patterns, dims)
 
-    def project(self, mode: str = "hard", amount: float = 1.0) -> None:
-        """Project all of them. Raises ValueError if one does not begin at a multiple of 16 bytes."""
+    def project(self) -> None:
+        """Project all of them. Raises ValueError if one does not begin at a multiple of 16
+        bytes."""
         for members, table, constants in self._launches:
-            scales = [self.scales[i] if self.scales else None for i in members]
-            rows = table.rows(
-                [(self.weights[i], self.outs[i], s) for i, s in zip(members, scales, strict=True)]
-            )
+            rows = table.rows([(self.weights[i], self.outs[i]) for i in members])
             with on(rows):
                 project_many[(table.programs,)](
-                    rows, table.owner, float(amount), **constants, MODE=MODES[mode], SCALED=self.scales is not None,
-                    FIELDS=rows.shape[1], enable_fp_fusion=False,
-                )  # fmt: skip
+                    rows, table.owner, **constants, FIELDS=rows.shape[1], enable_fp_fusion=False
+                )

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.kernels import projection
+from nmrun.kernels import cpu
 from nmrun.products import layer
 from nmrun.ranges import log, number, whole
 from nmrun.recipes.base import Recipe, drawn_seed, generator_of
@@ -79,7 +79,7 @@ class BiMask(Recipe):
     def _prune_rows(self, weight: SparseWeight) -> None:
         order, again = _order(weight), weight.layer.keep_input_weight()
         used, pattern = weight.weight, weight.pattern
-        if weight.outputs == 0 and projection.project_rows(used, again, pattern, order):
+        if weight.outputs == 0 and cpu.project_rows(used, again, pattern, order):
             return
         permuted = _rows(used, weight)[order]
         pruned = torch.empty_like(permuted)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.optim import Adam, second_moment
+from nmrun.optim.adam import Adam, second_moment_change, second_moment_sum
 from nmrun.registry import did_you_mean
 from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import SparseWeight
@@ -198,11 +198,11 @@ class AutoSwitch(Switch):
         count = sum(weight.shape.numel() for weight in weights if weight.grad is not None)
         if not count:
             return
-        *sums, _ = second_moment.change(adam, parameters, logs=self.geometric)
+        *sums, _ = second_moment_change(adam, parameters, logs=self.geometric)
         total, logs, nonzero = global_sum(weights, torch.stack(sums)).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
-            total = global_sum(weights, second_moment.total(adam, parameters))
+            total = global_sum(weights, second_moment_sum(adam, parameters))
             self.size = self.rest * total / count
 
     def measure(self) -> Tensor:
@@ -268,7 +268,7 @@ class VarianceRatio(NormSwitch):
     """
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
-        self.keep(global_sum(weights, second_moment.total(adam, [w.parameter for w in weights])))
+        self.keep(global_sum(weights, second_moment_sum(adam, [w.parameter for w in weights])))
 
     def measure(self) -> Tensor:
         before, now = self.norms()

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nmrun.kernels import cpu_split
+from nmrun.kernels import cpu
 from nmrun.kernels.layout import has_memory, local
 from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
@@ -254,7 +254,7 @@ def _split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
     """The sums of ``values``, or of their squares, over the kept and over the pruned entries. In
     one pass where the compiled kernel applies. Else piece by piece on a CPU: what is computed on
     the way stays in the cache."""
-    if has_memory(values) and (sums := cpu_split.split(values, mask, squares)) is not None:
+    if has_memory(values) and (sums := cpu.split(values, mask, squares)) is not None:
         return list(sums)
     size = min(values.numel(), PIECE) if values.is_cpu else values.numel()
     piece, share = values.new_empty((2, size), dtype=torch.float32)

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import RunError
-from nmrun.kernels.graph_breaks import breaks_graph
 from nmrun.kernels.operands import Update
 from nmrun.optim import Adam, skipped_by_loss_scaling
+from nmrun.optim.stock import breaks_graph
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.metrics import MaskMetrics

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun import optim
-from nmrun.kernels import adam, cpu, cpu_adam
 from nmrun.kernels import compiler as c_library
+from nmrun.kernels import cpu
 from nmrun.kernels import projection as kernels
+from nmrun.optim import one_pass
 from nmrun.kernels.operands import Operands, Update
 from nmrun.patterns import Pattern
 from nmrun.recipes.ste import STE
@@ -164,14 +165,14 @@ def test_a_run_in_one_pass_is_one_with_hooks(
     recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[Operands] = []
-    step = cpu_adam.step
-    monkeypatch.setattr(cpu_adam, "step", lambda p, scalars: (steps.append(p), step(p, scalars)))
+    step = cpu.step_adam
+    monkeypatch.setattr(cpu, "step_adam", lambda p, scalars: (steps.append(p), step(p, scalars)))
     mine = begin(recipe, options)
     seen = train(*mine, range(TOTAL))
     assert len(steps) >= 3 * (TOTAL // 4)  # after a dense phase, if there is one
     assert len({o.update.projected.data_ptr() for o in steps}) == 3
     steps.clear()
-    monkeypatch.setattr(adam, "supports", lambda operands, fused: False)
+    monkeypatch.setattr(one_pass, "supports", lambda operands, fused: False)
     other = begin(recipe, options)
     wanted = train(*other, range(TOTAL))
     assert not steps
@@ -318,8 +319,8 @@ def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(
             return Rule(pruned_gradient_decay=0.5)
 
     steps: list[Operands] = []
-    step = cpu_adam.step
-    monkeypatch.setattr(cpu_adam, "step", lambda o, scalars: (steps.append(o), step(o, scalars)))
+    step = cpu.step_adam
+    monkeypatch.setattr(cpu, "step_adam", lambda o, scalars: (steps.append(o), step(o, scalars)))
     for kind, expected in ((STE, ""), (Same, ""), (Edits, "edits"), (Projects, "projects"),
                            (Speaks, "projects")):  # fmt: skip
         model = nn.Linear(16, 8)

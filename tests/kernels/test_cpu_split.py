@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiler, cpu_split
+from nmrun.kernels import compiler, cpu
 
-pytestmark = pytest.mark.skipif(cpu_split._library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(cpu._splitter() is None, reason="no C compiler here")
 
 
 def exact(values: Tensor, mask: Tensor, squares: bool) -> list[float]:
@@ -23,15 +23,15 @@ def exact(values: Tensor, mask: Tensor, squares: bool) -> list[float]:
 def test_against_exact_sums(shape: tuple[int, ...], squares: bool) -> None:
     torch.manual_seed(0)
     values, mask = torch.randn(shape), torch.rand(shape) < 0.3
-    found = cpu_split.split(values, mask, squares)
+    found = cpu.split(values, mask, squares)
     assert found is not None
     assert found.tolist() == pytest.approx(exact(values, mask, squares), rel=1e-5, abs=1e-3)
     if values.dim() == 4:
         last = [t.contiguous(memory_format=torch.channels_last) for t in (values, mask)]
-        found = cpu_split.split(*last, squares)
+        found = cpu.split(*last, squares)
         assert found is not None
         assert found.tolist() == pytest.approx(exact(values, mask, squares), rel=1e-5, abs=1e-3)
-        assert cpu_split.split(last[0], mask, squares) is None
+        assert cpu.split(last[0], mask, squares) is None
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Mon
     values, mask, found = torch.randn(300, 301), torch.rand(300, 301) < 0.5, []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append(cpu_split.split(values, mask, True))
+        found.append(cpu.split(values, mask, True))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
@@ -47,13 +47,13 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Mon
 def test_a_number_that_is_none_stays_on_its_side() -> None:
     values, mask = torch.ones(300, 300), torch.zeros(300, 300, dtype=torch.bool)
     values[7, 7], mask[7, 7] = float("nan"), True
-    kept, pruned = cpu_split.split(values, mask, True).tolist()
+    kept, pruned = cpu.split(values, mask, True).tolist()
     assert math.isnan(kept)
     assert pruned == 300 * 300 - 1
 
 
 def test_what_it_is_not_for() -> None:
     mask = torch.ones(300, 300, dtype=torch.bool)
-    assert cpu_split.split(torch.ones(300, 300).bfloat16(), mask, True) is None
-    assert cpu_split.split(torch.ones(300, 300).t()[:200], mask[:200], True) is None
-    assert cpu_split.split(torch.ones(30, 30), mask[:30, :30].contiguous(), True) is None
+    assert cpu.split(torch.ones(300, 300).bfloat16(), mask, True) is None
+    assert cpu.split(torch.ones(300, 300).t()[:200], mask[:200], True) is None
+    assert cpu.split(torch.ones(30, 30), mask[:30, :30].contiguous(), True) is None

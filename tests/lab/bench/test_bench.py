@@ -21,7 +21,6 @@ from verbs import verb
 from nmrun.fast import measurement
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.gpu import semi_structured
-from nmrun.kernels import adam
 from nmrun.kernels import compiler as c_library
 from nmrun.lab import bench, models
 from nmrun.lab.bench import (
@@ -38,6 +37,7 @@ from nmrun.lab.bench import (
     update,
 )
 from nmrun.lab.train.build import build
+from nmrun.optim import one_pass
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold, nm_mask
 
@@ -423,9 +423,9 @@ def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.Monkey
     """The same numbers, and the one pass is one."""
     monkeypatch.setattr(update, "SHAPE", (64, 64))
     passes: list[int] = []
-    step = adam.OnePass.step
+    step = one_pass.OnePass.step
     monkeypatch.setattr(
-        adam.OnePass,
+        one_pass.OnePass,
         "step",
         lambda self, group, ps: (passes.append(len(ps)), step(self, group, ps))[1],
     )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nmrun.kernels import cpu_adam, projection
-from nmrun.kernels.graph_breaks import breaks_graph
+from nmrun.kernels import cpu, projection
 from nmrun.kernels.layout import local, stored_alike
 from nmrun.kernels.operands import Operands, Update, scalars
+from nmrun.optim.stock import breaks_graph
 
 if TYPE_CHECKING:
     from nmrun.kernels.triton_adamw import FusedAdam
@@ -89,7 +89,7 @@ class OnePass:
             if projection.by_triton(o.update.dense, o.update.pattern):
                 alike.setdefault((*values, o.frozen, o.update.rule.kind), []).append(o)
             else:
-                cpu_adam.step(o, values)
+                cpu.step_adam(o, values)
         for (*values, frozen, _), members in alike.items():
             self._launch(members).step(members, values, frozen)
 
@@ -125,4 +125,4 @@ def supports(o: Operands, fused: bool) -> bool:
         return False
     if any(t.data_ptr() % 16 or t.device != dense.device for t in [*shaped, *numbers]):
         return False
-    return by_triton or cpu_adam.supports(o)
+    return by_triton or cpu.takes_step(o)
