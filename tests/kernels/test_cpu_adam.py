@@ -17,8 +17,8 @@ from nmrun import optim
 from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
 from nmrun.kernels import projection as kernels
-from nmrun.optim import one_pass
 from nmrun.kernels.operands import Operands, Update
+from nmrun.optim import one_pass
 from nmrun.patterns import Pattern
 from nmrun.recipes.ste import STE
 from nmrun.rule import Rule
