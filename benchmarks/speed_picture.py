@@ -88,7 +88,7 @@ def main() -> None:
         )
         left.set_ylabel("times as fast as dense")
         OUT.parent.mkdir(exist_ok=True)
-        figure.savefig(OUT)
+        figure.savefig(OUT, metadata={"Date": None})
 
 
 if __name__ == "__main__":

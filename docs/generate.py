@@ -4,10 +4,11 @@
 use and on hyperparameters of every page about recipes. On the pages of ``results/`` it writes what
 stands between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 
-- ``table``, the first table that a command prints; ``differences``, the last one with its caption
-  (``table of adam``: its columns of Adam alone);
-- ``findings``, what a table with a baseline shows, in a line each;
-- ``trials``, what the trials of a comparison found; the command is the name of its CSV;
+- ``table``, the first table that a command prints; ``differences``, the last one with its caption;
+- ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
+  training is better; ``leads``, what is better than the baseline in most cells;
+- ``verdicts``, whether the papers' claims hold;
+- ``settings``, what the trials beside the command's runs chose;
 - ``commands``, those of the page.
 
 ``python docs/generate.py pictures`` draws the pictures of these pages as well, by the commands in
@@ -23,9 +24,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -34,13 +35,19 @@ from nmrun.lab import cli
 from nmrun.lab.compare.names import written as in_papers
 from nmrun.lab.words import reference
 from nmrun.lab.words.reference import Key, Option
-from nmrun.recipes import RECIPES
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
-BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?: of (\w+))?(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
+BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
-RATIOS = ["2:4", "1:4", "1:8", "1:16"]
+CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
+    "ste": ("a decay of the pruned weights helps (SR-STE; STE has none)", "behind"),
+    "step": ("a dense start and a frozen second moment help under Adam (STEP)", "ahead"),
+    "s_ste": ("a continuous forward pass trains better (S-STE)", "ahead"),
+    "mdgf_exponential": ("masks that fade in train better (MdGf)", "ahead"),
+    "sdgf_stepwise": ("masks that grow sparser in steps train better (SdGf)", "ahead"),
+    "asp": ("pruning once and training on is enough (ASP)", "ahead"),
+}
 HEAD = """# {title}
 
 <!-- Written by docs/generate.py from nmrun/lab/keys/, nmrun/papers/ and nmrun/recipes/. -->
@@ -153,9 +160,9 @@ def result(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
 
     def block(found: re.Match[str]) -> str:
-        kind, part, command = found.groups()
+        kind, command = found.groups()
         head = found[0].partition("\n")[0]
-        return "\n".join([head, "", *BLOCKS[kind](command or text, part or ""), "", "<!-- end -->"])
+        return "\n".join([head, "", *BLOCKS[kind](command or text), "", "<!-- end -->"])
 
     return BLOCK.sub(block, text)
 
@@ -174,118 +181,165 @@ def _printed(command: str) -> list[str]:
     return out.getvalue().strip().split("\n\n")
 
 
-def _table(command: str, part: str) -> list[str]:
-    return _columns(_printed(command)[1], part)
+def _table(command: str) -> list[str]:
+    return [_printed(command)[1]]
 
 
-def _differences(command: str, part: str) -> list[str]:
+def _differences(command: str) -> list[str]:
     *_, caption, table = _printed(command)
-    said = [f"{_upper(line)}." for line in caption.splitlines()]
-    return [*said, "", *_columns(table, part)]
+    return [*(f"{_upper(line)}." for line in caption.splitlines()), "", table]
 
 
-def _columns(table: str, part: str) -> list[str]:
-    """The lines of a table, with the columns of one part alone, whose heads then do without it."""
-    rows = [line.strip("|").split("|") for line in table.splitlines()]
-    if not part:
-        return ["|".join(["", *row, ""]) for row in rows]
-    kept = [i for i, name in enumerate(rows[0]) if i == 0 or name.strip().startswith(f"{part} ")]
-    rows = [[row[i].replace(f"{part} ", "").ljust(len(row[i])) for i in kept] for row in rows]
-    return ["|".join(["", *row, ""]) for row in rows if {cell.strip() for cell in row[1:]} != {"-"}]
-
-
-def _findings(command: str, part: str) -> list[str]:
-    """The best recipes, what differs from the baseline and what from dense training."""
+def _asked(command: str) -> dict[str, Any]:
+    """The words of ``nmrun table`` as arguments of ``nmrun.table``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("path", nargs="+")
+    parser.add_argument("--filter", nargs="+", default=[])
+    parser.add_argument("--overall", action="store_true")
+    parser.add_argument("--rows", default="recipe")
     parser.add_argument("--cols")
     parser.add_argument("--baseline")
     asked = vars(parser.parse_args(shlex.split(command)[2:]))
-    asked["path"] = [str(DOCS.parent / file) for file in asked["path"]]
-    name = in_papers(asked["baseline"])
-    found, dense = nmrun.table(**asked), nmrun.table(**{**asked, "baseline": "dense"})
-    lower = found.metric[0].endswith("perplexity")
+    return {**asked, "path": [str(DOCS.parent / file) for file in asked["path"]]}
 
-    def lines(head: str, frame: pd.DataFrame, worse: bool | None = None) -> Iterator[str]:
-        """A line for each optimizer; of the best means where ``worse`` is None."""
-        frame = frame[frame.recipe != "dense"]
-        chosen = frame.best
-        if worse is not None:
-            chosen = (frame.p < 0.05) & ((frame.difference > 0) == (worse == lower))
-        under = frame.get("optimizer", pd.Series("", frame.index))
-        for optimizer, some in frame[chosen].groupby(under[chosen], sort=False):
-            cells = zip(some.recipe, some.sparsity, strict=True)
-            where = f"{in_papers(optimizer)}: " if optimizer else ""
-            yield f"- **{head}:** {where}{_spoken(cells, set(frame.sparsity))}."
-        if not chosen.any():
-            yield f"- **{head}:** no recipe."
 
-    word = "[Significantly](../statistics.md#significant)"
-    said = [*lines("Best mean of the sparse recipes", found)]
-    if asked["baseline"] != "dense":
-        said += [*lines(f"{word} better than {name}", found, worse=False)]
-        said += [*lines(f"{word} worse than {name}", found, worse=True)]
-        said += [*lines("Worse than dense training (exploratory)", dense, worse=True)]
+def _compared(command: str, **other: str) -> pd.DataFrame:
+    """The sparse rows of a table: their ``name``, ``at`` which ratio, and whether they are
+    significantly ``ahead`` of the baseline or ``behind`` it.
+    """
+    asked = {**_asked(command), **other}
+    found = nmrun.table(**asked)
+    found = found[found.recipe != "dense"]
+    if asked["overall"]:
+        found = found[found.dataset == "all cells"].assign(at="over all cells")
+        sign = 1
     else:
-        said += [*lines(f"{word} worse than dense training", dense, worse=True)]
-    return sorted(said, key=lambda line: line.endswith(" no recipe."))  # findings first
+        found = found.assign(at="at " + found.sparsity)
+        sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
+    keys = [key for key in asked["rows"].split(",") if key != "recipe"]
+    labels = [
+        ", ".join(in_papers(label) for label in own if label != "-")
+        for own in found[keys].astype(str).itertuples(index=False)
+    ]
+    names = [
+        in_papers(recipe) + (f" ({label})" if label else "")
+        for recipe, label in zip(found.recipe, labels, strict=True)
+    ]
+    shown = sign * found.difference.where(found.p < 0.05) if asked["baseline"] else 0
+    return found.assign(name=names, ahead=shown > 0, behind=shown < 0)
 
 
-def _spoken(cells: Iterable[tuple[str, str]], every: set[str]) -> str:
-    """Recipes and ratios in words, recipes with the same ratios together."""
-    ratios: dict[str, list[str]] = {}
-    for recipe, ratio in cells:
-        ratios.setdefault(in_papers(recipe), []).append(ratio)
+def _findings(command: str) -> list[str]:
+    """The best recipes, and which differ from the baseline, a line each."""
+    asked, found = _asked(command), _compared(command)
+    word = "[Significantly](../statistics.md#significant)"
+    said = []
+    if not asked["overall"]:
+        said += [f"**Best mean of the sparse recipes:** {_spoken(found, found.best)}."]
+    if asked["baseline"]:
+        name = _baseline(command)
+        sides = [
+            f"**{word} {than} than {name}:** {_spoken(found, found[side])}."
+            for than, side in (("better", "ahead"), ("worse", "behind"))
+            if found[side].any()
+        ]
+        said += [" ".join(sides).replace(f". **{word} worse than {name}", ". **Worse")] * any(sides)
+        said += [] if sides else [f"**{word} better or worse than {name}:** no recipe."]
+    return [f"- {line}" for line in said]
+
+
+def _baseline(command: str) -> str:
+    recipe = _asked(command)["baseline"].split()[0]
+    return in_papers(recipe).replace("dense", "dense training")
+
+
+def _losses(command: str) -> list[str]:
+    """How many recipes dense training is ahead of, by ratio."""
+    found = _compared(command, baseline="dense")
+    return [f"- **Worse than dense training (exploratory):** {_counted(found, found.behind)}."]
+
+
+def _leads(command: str) -> list[str]:
+    """Which rows are better than the baseline in most cells; of a table over all cells."""
+    found = _compared(command)
+    names = _listed([*found.name[found.better > found.cells / 2]]) or "no recipe"
+    return [f"- **Ahead of {_baseline(command)} in most cells:** {names}."]
+
+
+def _verdicts(command: str) -> list[str]:
+    """What a table against SR-STE over all cells says of each paper's claim."""
+    found = _compared(command).set_index("recipe")
+    lines = ["| claim | row | verdict |", "|---|---|---|"]
+    for recipe, (claim, side) in CLAIMS.items():
+        if recipe in found.index:
+            row = found.loc[recipe]
+            verdict = "**holds**" if row[side] else "does not hold"
+            decided = row.ahead or row.behind
+            lines += [f"| {claim} | `{recipe}` | {verdict if decided else 'not decided'} |"]
+    return lines
+
+
+def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
+    """Recipes and ratios in words: a recipe's own labels only where they matter, and recipes with
+    the same ratios together. Their numbers where the words would be too many.
+    """
+    places: dict[str, list[str]] = {}
+    for (recipe, at), some in found.assign(where=where).groupby(["recipe", "at"], sort=False):
+        names = [in_papers(recipe)] if some["where"].all() else some.name[some["where"]]
+        for name in names:
+            places.setdefault(name, []).append(at)
+    every = found["at"].nunique()
     alike: dict[str, list[str]] = {}
-    for name, where in ratios.items():
-        at = "at every ratio" if set(where) == every and len(every) > 1 else f"at {_listed(where)}"
-        alike.setdefault(at, []).append(name)
-    return "; ".join(f"{_listed(names)} {at}" for at, names in alike.items())
+    for name, at in places.items():
+        text = "at every ratio" if len(at) == every > 1 else _listed(at).replace(" at ", " ")
+        alike.setdefault(text, []).append(name)
+    words = "; ".join(f"{_listed(names)} {at}" for at, names in alike.items())
+    return words if len(words.split()) <= 18 else _counted(found, where)
+
+
+def _counted(found: pd.DataFrame, where: pd.Series) -> str:
+    counts = where.groupby(found["at"], sort=False).agg(["sum", "count"])
+    if counts["count"].nunique() > 1:
+        return _listed([f"{row['sum']} of {row['count']} {at}" for at, row in counts.iterrows()])
+    places = _listed([*counts.index]).replace(" at ", " ")
+    return f"{_listed([*counts['sum'].astype(str)])} of {counts['count'].iloc[0]} {places}"
 
 
 def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _trials(name: str, part: str) -> list[str]:
-    """The settings of a comparison's runs, what they gave on the validation split with three seeds,
-    what the config's own, which are the first trial, gave with one, and FLOPs over dense ones.
-    """
-    runs = pd.read_csv(RESULTS / f"{name}.csv", low_memory=False)
-    trials = pd.read_csv(RESULTS / f"{name}_trials.csv")
-    several = runs.optimizer.nunique() > 1
-    metric = runs.metric[0]
-    scale, digits = {"accuracy": (100, 1), "perplexity": (1, 2)}.get(metric, (1, 1))
-    head = ["recipe", *["optimizer"] * several, "ratio", "learning rate", "its own"]
-    rows = [[*head, f"validation {metric.replace('bleu', 'BLEU')}", "of the first trial", "FLOPs"]]
-    rows += [["---"] * len(rows[0])]
-    for cell in sorted(trials.cell.unique(), key=_place):
-        recipe, *rest = cell.split()
-        optimizer = [rest.pop()] if several else []
-        ratio = rest[0] if rest else "dense"
-        mine = runs[(runs.recipe == recipe) & (runs.sparsity == ratio)]
-        mine = mine[mine.optimizer == optimizer[0]] if several else mine
-        tried = trials[trials.cell == cell].dropna(axis=1, how="all")
-        first = tried.value.iloc[0]
-        keys = [key for key in tried if key == "optimizer.lr" or key.startswith("recipe.")]
-        used = mine[keys].iloc[0]
-        tried = tried[(tried[keys].astype(str) == used.astype(str)).all(axis=1)]
-        own = ", ".join(f"{key.partition('.')[2]} {_short(used[key])}" for key in keys[1:])
-        flops = (mine["flops/training_arithmetic"] / mine["flops/training_dense"]).mean()
-        rows += [
-            [in_papers(recipe), *(in_papers(each) for each in optimizer)]
-            + [ratio.replace("dense", ""), _short(used["optimizer.lr"]), own]
-            + [f"{scale * value:.{digits}f}" for value in (tried.value.mean(), first)]
-            + [f"{flops:.2f}"]
-        ]
-    return ["| " + " | ".join(row) + " |" for row in rows]
+def _settings(command: str) -> list[str]:
+    """The learning rate of each cell and what else the trials varied, at the table's places."""
+    asked = _asked(command)
+    (file,) = asked["path"]
+    runs, trials = (
+        pd.read_csv(path, dtype=str, keep_default_na=False, low_memory=False)
+        for path in (file, file.replace(".csv", "_trials.csv"))
+    )
+    for key, _, values in (condition.partition("=") for condition in asked["filter"]):
+        runs = runs[runs[key].isin(values.split(","))]
+    if "cell" in trials:
+        trials["recipe"] = trials.cell.str.split().str[0]
+    varied = {
+        recipe: [key for key in some if key.startswith("recipe.") and some[key].nunique() > 1]
+        for recipe, some in trials.groupby("recipe")
+    }
 
+    def setting(run: pd.Series) -> str:
+        own = [key for key in varied.get(run.recipe, []) if run[key] not in ("", "null")]
+        shown = [f"{key.removeprefix('recipe.')} {_short(run[key])}" for key in own]
+        return ", ".join([_short(run["optimizer.lr"]), *shown])
 
-def _place(cell: str) -> tuple[str, int, int]:
-    """Where a cell of the trials stands: by optimizer, ratio and recipe."""
-    recipe, *rest = cell.split()
-    ratio = next((RATIOS.index(word) for word in rest if word in RATIOS), -1)
-    return "".join(word for word in rest if word not in RATIOS), ratio, list(RECIPES).index(recipe)
+    keys = [*asked["rows"].split(","), "sparsity"]
+    chosen = runs.assign(setting=runs.apply(setting, axis=1)).groupby(keys).setting.unique()
+    places = nmrun.table(**asked)[keys]
+    ratios = [ratio for ratio in places.sparsity.unique() if ratio != "dense"]
+    lines = [[*keys[:-1], *ratios], ["---"] * (len(keys) + len(ratios) - 1)]
+    for labels in dict.fromkeys(places[keys[:-1]].itertuples(index=False, name=None)):
+        of = [chosen.get((*labels, at), chosen.get((*labels, "dense"), ["-"])) for at in ratios]
+        lines += [[*labels, *map("; ".join, of)]]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def _short(value: object) -> str:
@@ -295,7 +349,7 @@ def _short(value: object) -> str:
         return f"`{value}`"
 
 
-def _commands(text: str, part: str) -> list[str]:
+def _commands(text: str) -> list[str]:
     """Every command that a table or a picture of the page comes from."""
     found = re.findall(r"<!-- [^:]*: (nmrun (?:table|plot) .*?) -->", text)
     return ["```bash", *dict.fromkeys(found), "```"]
@@ -305,7 +359,10 @@ BLOCKS = {
     "table": _table,
     "differences": _differences,
     "findings": _findings,
-    "trials": _trials,
+    "losses": _losses,
+    "leads": _leads,
+    "settings": _settings,
+    "verdicts": _verdicts,
     "commands": _commands,
 }
 

@@ -10,18 +10,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
 TEXT = (FOLDER / "retraining.md").read_text()
 PLACE = ("recipe", "init", "sparsity", "trainer.distill", "recipe.masks")
-# the page's word for a recipe's own parameter, and the values that it comes with
-OWN = {
-    "STEP": ("step", "recipe.switch", "auto"),
-    "S-STE": ("s_ste", "", ""),
-    "AST": ("ast", "recipe.decay", "0.0001"),
-    "SR-STE": ("sr_ste", "recipe.decay", "0.0002"),
-    "SQFT": ("sqft", "recipe.rank", "32"),
-    "MaskLLM": ("maskllm", "recipe.prior", "3.0"),
-    "ProxSparse": ("proxsparse", "recipe.strength", "0.25"),
-}
 LEARN_MASKS = {"maskllm": "MaskLLM", "proxsparse": "ProxSparse"}
-OF_S_STE = {"recipe.gamma": "0.0", "recipe.beta": "null", "recipe.interval": "null"}
 
 Run = dict[str, str]
 
@@ -60,35 +49,6 @@ def test_its_runs_have_the_settings_that_were_best_in_the_trials():
         assert best["optimizer.lr"] == run["optimizer.lr"]
         rates = [float(trial["optimizer.lr"]) for trial in every if options(trial) == options(run)]
         assert min(rates) < float(run["optimizer.lr"]) < max(rates)
-
-
-def test_its_table_of_trials_is_that_of_the_file():
-    places = by_place()
-    rows = [re.split(r" *\| *", line)[1:-1] for line in TEXT.splitlines() if " → " in line]
-    assert rows
-    for name, start, *shown in rows:
-        recipe, key, usual = OWN[name]
-        start = {"dense": "dense", "SparseGPT's": "sparsegpt"}[start]
-        for ratio, cell in zip(("2:4", "1:4"), shown, strict=True):
-            every = places[recipe, start, ratio, "null", "null"]
-            as_it_comes = [
-                trial
-                for trial in every
-                if (trial[key] == usual if key else OF_S_STE.items() <= trial.items())
-            ]
-            best = min(every, key=perplexity)
-            value = best[key] if key else _changed(best)
-            if recipe == "step" and best["recipe.decay"] != "0.0":
-                value += f", decay {best['recipe.decay']}"
-            first, least = perplexity(min(as_it_comes, key=perplexity)), perplexity(best)
-            rate = f"{float(best['optimizer.lr']):g}"
-            assert cell == f"{value} at {rate}: {first:.2f} → {least:.2f} ({len(every)})"
-
-
-def _changed(trial: Run) -> str:
-    """The option of S-STE that is not as it comes."""
-    own = [f"{k.partition('.')[2]} {trial[k]}" for k, v in OF_S_STE.items() if trial[k] != v]
-    return own[0] if own else "as it comes"
 
 
 def test_its_seconds_are_those_of_the_file():

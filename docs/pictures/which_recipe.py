@@ -38,17 +38,21 @@ class Task:
 
     Attributes:
         title: what was trained, and how.
-        files: of its runs, below ``docs/results``.
+        file: of its runs, below ``docs/results``.
         unit: of a difference, as the title names it.
         scale: by what a difference is multiplied; negative where lower is better.
         optimizer: which of its runs.
     """
 
     title: str
-    files: tuple[str, ...]
+    file: str
     unit: str
     scale: float
     optimizer: str = ""
+
+    @property
+    def path(self) -> Path:
+        return DOCS / "results" / f"{self.file}.csv"
 
     @property
     def digits(self) -> int:
@@ -56,12 +60,12 @@ class Task:
 
 
 TASKS = (
-    Task("images\nAdam", ("images", "images_sdgf"), "points", 100, "adam"),
-    Task("images\nSGD", ("images", "images_sdgf"), "points", 100, "sgd"),
-    Task("small GPT\nShakespeare", ("language", "language_sdgf"), "perplexity", -1),
-    Task("small GPT\nWikiText-2", ("wikitext",), "perplexity", -1),
-    Task("translation\nTransformer", ("translation", "translation_sdgf"), "BLEU", 1),
-    Task("fine-tuning\nencoder", ("finetuning", "finetuning_sdgf"), "points", 100),
+    Task("images\nAdam", "images", "points", 100, "adam"),
+    Task("images\nSGD", "images", "points", 100, "sgd"),
+    Task("small GPT\nShakespeare", "language", "perplexity", -1),
+    Task("small GPT\nWikiText-2", "wikitext", "perplexity", -1),
+    Task("translation\nTransformer", "translation", "BLEU", 1),
+    Task("fine-tuning\nencoder", "finetuning", "points", 100),
 )
 
 
@@ -69,9 +73,8 @@ def cells(task: Task) -> pd.DataFrame:
     """The differences to dense training, seed by seed, positive where the recipe is better: by
     recipe and ratio, with the p-value and the deviation of a dense run.
     """
-    files = [DOCS / "results" / f"{name}.csv" for name in task.files]
     chosen = [f"optimizer={task.optimizer}"] if task.optimizer else []
-    found = nmrun.table(files, baseline="dense", filter=chosen)
+    found = nmrun.table(task.path, baseline="dense", filter=chosen)
     spread = found[found.recipe != "dense"].groupby("sparsity").sd.median()
     found = found[found.recipe.isin(RECIPES)].set_index(["recipe", "sparsity"])
     found["shown"] = found.difference * task.scale
@@ -86,7 +89,7 @@ def flops(ratio: str) -> dict[str, float]:
     """The FLOPs of training over the dense ones, at a ratio: means over the tasks."""
     shares: dict[str, list[float]] = {}
     for task in TASKS:
-        runs = nmrun.runs([DOCS / "results" / f"{name}.csv" for name in task.files])
+        runs = nmrun.runs(task.path)
         runs = runs[runs.sparsity == ratio]
         share = runs["flops/training_arithmetic"] / runs["flops/training_dense"]
         for recipe, mean in share.groupby(runs.recipe).mean().items():
@@ -131,8 +134,7 @@ def prices() -> Iterator[tuple[str, dict[str, str]]]:
     beside the learning rate.
     """
     yield "FLOPs\nat 1:8", {name: f"{share:.2f}" for name, share in flops("1:8").items()}
-    files = [DOCS / "results" / f"{name}.csv" for name in TASKS[0].files]
-    runs = pd.concat([pd.read_csv(file, low_memory=False) for file in files])
+    runs = pd.read_csv(TASKS[0].path, low_memory=False)
     searched = runs.groupby("recipe")["tuned.over"].first()
     yield "to\ntune", {name: str(searched[name].count(";")) for name in RECIPES}
 

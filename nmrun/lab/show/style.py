@@ -229,8 +229,9 @@ def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``."""
     _as_written(figure)
     drawn = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
+    dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
     with looks(out.stem):
-        figure.savefig(drawn, format=out.suffix[1:])
+        figure.savefig(drawn, format=out.suffix[1:], metadata={dated: None} if dated else None)
     atomic.write(out, drawn.getvalue(), shared=True)
 
 

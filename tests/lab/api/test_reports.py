@@ -57,6 +57,16 @@ def test_whole_numbers_stay_whole_beside_runs_without_them(write: Any, tmp_path:
     assert by_recipe.get_group("ste").isna().all()
 
 
+def test_a_csv_file_may_have_no_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text(
+        "dataset,model,recipe,sparsity,seed,status,metric,test/accuracy\n"
+        "digits,mlp,asp,2:4,0,finished,accuracy,0.5\n"
+    )
+    runs = nmrun.runs(tmp_path / "runs.csv")
+    assert "optimizer" not in runs
+    assert runs["test/accuracy"].tolist() == [0.5]
+
+
 def test_a_filter_is_that_of_the_verb(outputs: Path, table: Any) -> None:
     assert set(nmrun.runs(outputs, "recipe=step")["recipe"]) == {"step"}
     assert len(nmrun.runs(outputs, ["recipe=step", "optimizer.lr=0.003"])) == 3

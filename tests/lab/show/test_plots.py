@@ -424,6 +424,21 @@ def test_names_are_no_formulas(name: str, write: Any, tmp_path: Path) -> None:
     style.save(figure, tmp_path / "plot.svg")
 
 
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
+def test_a_picture_drawn_later_has_the_same_bytes(
+    suffix: str, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("step", "2:4", 0, 0.9)
+    files = []
+    for year in ("1000000000", "1500000000"):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", year)
+        figure = drawn("ratio", tmp_path)
+        assert figure is not None
+        style.save(figure, tmp_path / f"plot{suffix}")
+        files.append((tmp_path / f"plot{suffix}").read_bytes())
+    assert files[0] == files[1]
+
+
 def test_lines_are_told_apart_without_colour(write: Any, tmp_path: Path) -> None:
     """In grey: no two of fifteen recipes with the same marker and line, and no line too pale to see
     on white.
