@@ -349,7 +349,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     values = {key: runs[key][runs[key].map(label) != "-"] for key in keys}
     differing = [key for key in keys if values[key].map(label).nunique() > 1]
     metrics = [key for key in runs.columns if "/" in key]
-    first, last = ([key for key in own if key in runs] for own in (FIRST, LAST))  # CSV may lack some
+    # a CSV file may lack some
+    first, last = ([key for key in own if key in runs] for own in (FIRST, LAST))
     short = records.typed(runs[[*first, *differing, *metrics, *last]])
     short.attrs["shared"] = {key: values[key].iloc[0] for key in keys if key not in differing}
     return short
