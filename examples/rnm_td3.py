@@ -5,7 +5,9 @@ The recipe is ``ste_periodic``: the gradient reaches the kept weights alone, and
 ``interval`` steps. The targets average the dense weights, and what they compute with is that
 average, projected anew by the mask of the network that they follow, so they are N:M as well. On
 Pendulum-v1 a dense agent reaches about -150 within 10,000 steps. Any task of gymnasium with
-continuous actions will do; a file of runs is read by ``nmrun table``.
+continuous actions will do; a file of runs is read by ``nmrun table``, whose ``test/return`` is the
+mean of ten episodes without exploration. The paper's own settings are not at hand: the constants
+below are our choice.
 
     pip install 'nmrun[rl]'
     python -m examples.rnm_td3 --pattern 2:4 --steps 10000
