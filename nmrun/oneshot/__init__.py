@@ -14,13 +14,13 @@ from nmrun.errors import ConfigError
 from nmrun.ranges import checks, wrong_values
 
 if TYPE_CHECKING:
-    from nmrun.oneshot.method import Method
+    from nmrun.oneshot.methods import Method
 
 METHODS = {
-    "magnitude": "nmrun.oneshot.method.Magnitude",
-    "wanda": "nmrun.oneshot.method.Wanda",
-    "ria": "nmrun.oneshot.method.RIA",
-    "sparsegpt": "nmrun.oneshot.sparsegpt.SparseGPT",
+    "magnitude": "nmrun.oneshot.methods.Magnitude",
+    "wanda": "nmrun.oneshot.methods.Wanda",
+    "ria": "nmrun.oneshot.methods.RIA",
+    "sparsegpt": "nmrun.oneshot.methods.SparseGPT",
 }
 
 

@@ -15,7 +15,7 @@ from nmrun import oneshot
 from nmrun.errors import ConfigError
 from nmrun.lab.models.gpt import GPTNetwork
 from nmrun.oneshot.inputs import LayerMatrix, watched
-from nmrun.oneshot.permute import free_channels, permute
+from nmrun.oneshot.prune import free_channels, permute
 from nmrun.patterns import Pattern
 from nmrun.sparsity import check_nm, nm_mask
 from nmrun.sparsity.select import select

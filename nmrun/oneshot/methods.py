@@ -1,14 +1,5 @@
-"""SparseGPT: prune column by column, and let the columns to the right make up for it (Frantar &
-Alistarh 2023, arXiv 2301.00774).
-
-With H = X^T X, the optimal brain surgeon says what pruning weight j costs, w_j^2 / [H^-1]_jj, and
-how the weights that are left compensate, - w_j / [H^-1]_jj * [H^-1]_j: (equation 3). From left to
-right, H is that of the columns not yet passed, the same for every row (section 3.2). All these
-inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a group of M
-columns is chosen when the group is reached, by w_j^2 / U_jj^2 (section 3.4).
-
-Weights on an input that is always 0 do nothing. As in the authors' code they are 0 from the start,
-so that they are the first to be pruned.
+"""What a one-shot method is, and the methods: one layer's weight and its inputs in, the pruned weight
+out.
 """
 
 from __future__ import annotations
@@ -19,10 +10,95 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.oneshot.method import Method
 from nmrun.patterns import Pattern
-from nmrun.ranges import number
+from nmrun.ranges import FLAG, number
 from nmrun.sparsity.masks import nm_mask
+
+
+@dataclass
+class Method:
+    """Base of all methods; the fields of a subclass are its hyperparameters."""
+
+    name: ClassVar[str] = ""
+
+    def prune(self, weight: Tensor, gram: Tensor, pattern: Pattern) -> Tensor:
+        """Prune the weight of one layer.
+
+        Args:
+            weight: (outputs, inputs), in float32 or float64.
+            gram: ``X^T X``, (inputs, inputs), of the calibration inputs X (tokens, inputs). The
+                output error of a weight V is ``tr((V - W) X^T X (V - W)^T)``.
+            pattern: N:M along the inputs. With a length (:meth:`Pattern.over`) each run of so many
+                inputs has groups of its own, the last of which may be short; a convolution has a
+                run for every kernel position.
+
+        Returns:
+            A new tensor of the same shape, with +0.0 in pruned places.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class Scored(Method):
+    """A method that keeps the N weights of a group with the largest scores, as they are.
+
+    Args:
+        permute: before a layer is pruned, order its input channels so that the masks keep more of
+            the scores.
+    """
+
+    permute: Annotated[bool, FLAG] = False
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        """Score every weight (outputs, inputs), 0 or more. ``norms``: ``||X_j||_2`` of every input
+        over all calibration tokens, (inputs,)."""
+        raise NotImplementedError
+
+    def prune(self, weight: Tensor, gram: Tensor, pattern: Pattern) -> Tensor:
+        scores = self.scores(weight, gram.diagonal().sqrt())
+        runs = scores.unflatten(1, (-1, pattern.length or scores.shape[1]))
+        return torch.where(nm_mask(runs, pattern, dim=2).flatten(1), weight, 0.0)
+
+
+@dataclass
+class Magnitude(Scored):
+    """Score ``|W_ij|``."""
+
+    name: ClassVar[str] = "magnitude"
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        return weight.abs()
+
+
+@dataclass
+class Wanda(Scored):
+    """Score ``|W_ij| * ||X_j||_2``."""
+
+    name: ClassVar[str] = "wanda"
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        return weight.abs() * norms
+
+
+@dataclass
+class RIA(Scored):
+    """Score ``(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a``.
+
+    Args:
+        a: how much the activations count; 0.5 in the paper.
+    """
+
+    name: ClassVar[str] = "ria"
+
+    a: Annotated[float, number(0)] = 0.5
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        size = weight.abs()
+        least = torch.finfo(size.dtype).tiny  # a column or row of zeros has the score 0
+        of_column = size / size.sum(0, keepdim=True).clamp_min(least)
+        of_row = size / size.sum(1, keepdim=True).clamp_min(least)
+        return (of_column + of_row) * norms**self.a
+
 
 # columns whose updates of all columns to their right are made together; the same up to rounding
 BLOCK = 128
