@@ -1,15 +1,10 @@
 """nmrun: train neural networks with N:M structured sparsity, and compare the recipes that do it.
 
-``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
-loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by N:M products where
-the device at hand is faster with them; ``nmrun.sparse_activations(model, "2:4")`` prunes activations
-instead of weights, or beside them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
-trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.prune(model,
-batches)`` prunes a trained model in one shot; ``nmrun.optim`` holds the Adam and AdamW whose second
-moment can be frozen, ``nmrun.sparsity`` the masks and projections.
+The library: :func:`sparsify`, :func:`accelerate`, :func:`sparse_activations`, :func:`deploy`,
+:func:`load_packed`, :func:`prune`, ``nmrun.optim`` and ``nmrun.sparsity``. The command line as
+functions: :func:`run`, :func:`sweep`, :func:`runs`, :func:`table`, :func:`plot`.
 
-``nmrun.run``, ``sweep``, ``runs``, ``table`` and ``plot`` do what the command line does. Importing
-``nmrun`` is cheap: torch and pandas are imported when a name that needs them is used.
+Importing ``nmrun`` is cheap: torch and pandas are imported when a name that needs them is used.
 """
 
 from __future__ import annotations
@@ -31,19 +26,15 @@ if TYPE_CHECKING:
     from nmrun.lab.api.runs import sweep as sweep
     from nmrun.oneshot.prune import Pruned as Pruned
     from nmrun.oneshot.prune import prune as prune
+    from nmrun.patterns import Pattern as Pattern
     from nmrun.step.activations import SparseActivations as SparseActivations
     from nmrun.step.activations import sparse_activations as sparse_activations
     from nmrun.step.handle import Handle as Handle
     from nmrun.step.sparsify import sparsify as sparsify
 
 __version__ = "0.1.0"
-__all__ = [
-    "Handle", "Pattern", "Pruned", "Result", "SparseActivations", "__version__", "accelerate",
-    "deploy", "load_packed", "optim", "plot", "prune", "run", "runs", "sparse_activations",
-    "sparsify", "sparsity", "sweep", "table",
-]  # fmt: skip
 
-_LAZY = {
+_HOMES = {
     "accelerate": "nmrun.fast.acceleration",
     "deploy": "nmrun.fast.deploy",
     "load_packed": "nmrun.fast.load",
@@ -61,13 +52,14 @@ _LAZY = {
     "sweep": "nmrun.lab.api.runs",
     "table": "nmrun.lab.api.reports",
 }
+__all__ = ["__version__", "optim", "sparsity", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("optim", "sparsity"):
         return importlib.import_module(f"nmrun.{name}")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'nmrun' has no attribute {name!r}")
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import nmrun
-from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.lab import ranks
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder

@@ -17,9 +17,8 @@ from runs import config
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun import ranks
 from nmrun.errors import RunError
-from nmrun.lab import models
+from nmrun.lab import models, ranks
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.tasks.text_classification.task import TextClassification

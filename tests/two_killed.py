@@ -11,7 +11,7 @@ from typing import Any
 
 from runs import config
 
-from nmrun import ranks
+from nmrun.lab import ranks
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder

@@ -10,7 +10,7 @@ from played_gpu import play
 from runs import RECIPES, config
 from safetensors import safe_open
 
-from nmrun import ranks
+from nmrun.lab import ranks
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,18 @@ def local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor (no copy); any other tensor as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def part_like(value: Any, like: Any) -> Any:
+    """Shard a whole tensor, the same on every rank, like a parameter: with its placement and memory
+    of its own. Where the parameter is not sharded, and of other values, ``value`` itself."""
+    sharded = hasattr(like, "_local_tensor") and isinstance(value, Tensor)
+    if not sharded or hasattr(value, "_local_tensor") or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None).clone()
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.kernels.layout import local
+from nmrun.kernels.layout import local, part_like
 from nmrun.kernels.operands import Update, decoupled
 from nmrun.optim.one_pass import OnePass
 from nmrun.optim.stock import EagerOptimizer, stock_step
-from nmrun.ranks import part_like
 
 EPS_MODES = ("inside", "outside", "floor")
 

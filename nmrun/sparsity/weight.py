@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.kernels.layout import local
+from nmrun.kernels.layout import local, part_like
 from nmrun.patterns import Pattern
-from nmrun.ranks import part_like
 from nmrun.sparsity.reference import grouped, holds
 
 PREFIX = "nmrun_"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun import ranks
+from nmrun.lab import ranks
 
 Batch = tuple[Tensor, ...]
 Tally = dict[str, Any]

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import signals
+from nmrun.lab import ranks, signals
 from nmrun.lab.tasks.base import Batch, ItemBatches, generator, limited, turns, watched
 
 if TYPE_CHECKING:

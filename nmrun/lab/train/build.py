@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.acceleration import accelerate
 from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
-from nmrun.lab import tasks, verbs
+from nmrun.lab import ranks, tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.groups import Trainer
 from nmrun.lab.runs.locks import free_gpu

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from nmrun import atomic, ranks
+from nmrun import atomic
+from nmrun.lab import ranks
 
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most

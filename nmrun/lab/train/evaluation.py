@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun import ranks
 from nmrun.errors import RunError
+from nmrun.lab import ranks
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint, steps
 from nmrun.lab.train.console import Console

@@ -27,8 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, empty
 
-from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
+from nmrun.kernels.layout import part_like
+from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.train.weights import Replicated
@@ -144,7 +145,7 @@ class Sharded(Replicated):
             raise ValueError(f"{len(numbers)} parameters for an optimizer of {len(own)}")
         likes = dict(zip(numbers, own, strict=True))
         parts = {
-            number: {key: ranks.part_like(value, likes[number]) for key, value in entries.items()}
+            number: {key: part_like(value, likes[number]) for key, value in entries.items()}
             for number, entries in saved["state"].items()
         }
         self.optimizer.load_state_dict({**saved, "state": parts})
@@ -152,7 +153,7 @@ class Sharded(Replicated):
     def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This process's parts of tensors by name; what is in parts already stays as it is."""
         own = self.model.state_dict()
-        return {name: ranks.part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
+        return {name: part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of :meth:`handed_out`: the leader gets whole tensors on the CPU, the others

@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nmrun import atomic, ranks
+from nmrun import atomic
 from nmrun.errors import RunError
+from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder
 from nmrun.lab.train import checkpoint

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from nmrun import atomic, ranks
+from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, refuse
+from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder

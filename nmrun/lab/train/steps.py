@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from nmrun import ranks
 from nmrun.errors import RunError
+from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Batch, Loss
 from nmrun.lab.train.build import Parts, autocast

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.train.build import Parts, build
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import models
+from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, RunFolder, weights_in
 from nmrun.lab.tasks.base import Task

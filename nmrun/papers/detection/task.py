@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.lab import ranks
 from nmrun.lab.tasks.base import Batch, Tally, generator
 from nmrun.lab.tasks.items import ItemTask, Key, Place, Split
 from nmrun.papers.detection.instances import coco_detections, images_of, precision, targets

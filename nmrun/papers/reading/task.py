@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.lab import ranks
 from nmrun.lab.keys.texts import Encoding
 from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, sent, turns, watched
 from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer

@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import config
 
-from nmrun import ranks
+from nmrun.lab import ranks
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.words.identity import run_folder
 

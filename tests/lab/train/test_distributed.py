@@ -141,7 +141,7 @@ def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys\n"
-        "from nmrun import ranks; from nmrun.lab import cli\n"
+        "from nmrun.lab import cli, ranks\n"
         "from nmrun.lab.train.steps import TrainingSteps\n"
         "step = TrainingSteps.train_step\n"
         "def broken(loop, *args, **kwargs):\n"

@@ -18,8 +18,7 @@ from runs import config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nmrun import ranks
-from nmrun.lab import tasks
+from nmrun.lab import ranks, tasks
 from nmrun.lab.tasks.base import Adopted, Task, turns
 from nmrun.lab.tasks.vision import Classification, augmentation
 from nmrun.lab.tasks.vision.augmentation import Augment

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab import ranks
 from nmrun.lab.keys.texts import Context
 from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
 

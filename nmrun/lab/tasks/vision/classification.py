@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.lab import ranks
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
