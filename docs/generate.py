@@ -1,8 +1,8 @@
 """Write what the pages say of the config's keys and of the committed runs, from where these are.
 
-``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and the sections on
-use and on hyperparameters of every page about recipes. On the pages of ``results/`` it writes what
-stands between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
+``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and when to use it
+on every page about recipes. On the pages of ``results/`` it writes what stands between
+``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
@@ -69,15 +69,11 @@ def pages() -> dict[Path, str]:
     for path in sorted((DOCS / "recipes").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"^`recipe=(\w+)`", text, re.M)
-        if names and "## Hyperparameters\n" in text:
-            mine = [recipes[name] for name in names]
-            lines = _keys(mine)
-            before, _, after = text.partition("## Hyperparameters\n")
-            rest = after[after.index("\n## ") :] if "\n## " in after else ""
-            head, _, rest_of_before = before.partition("## When to use\n\n")
-            _, _, below = rest_of_before.partition("\n\n")
-            before = f"{head}## When to use\n\n{_uses(mine)}\n\n{below}"
-            written[path] = f"{before}## Hyperparameters\n\n" + "\n".join(lines) + "\n" + rest
+        if names:
+            head, _, rest = text.partition("## When to use\n\n")
+            _, _, below = rest.partition("\n\n")
+            use = _uses([recipes[name] for name in names])
+            written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
     return written
 
 

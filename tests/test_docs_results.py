@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pandas as pd
 import pytest
-from verbs import verb
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -179,28 +178,3 @@ def near(said: str, used: object) -> bool:
         return abs(float(said) - float(str(used))) <= 0.501 * last
     except ValueError:
         return said == used
-
-
-def test_the_recipes_pages_quote_the_table_of_the_digits(capsys):
-    """Each row stands on a page, beside that of dense training."""
-    computed = dict(rows(*table_of_digits(capsys)))
-    assert len(computed) == 15
-    quoted: set[str] = set()
-    for page in sorted((ROOT / "docs/recipes").glob("*.md")):
-        shown = dict(rows(*page.read_text().splitlines()))
-        assert shown == {name: computed.get(name) for name in shown}, page.name
-        assert not shown or "dense" in shown, page.name
-        quoted |= set(shown)
-    assert quoted == set(computed)
-
-
-def table_of_digits(capsys, *words: str) -> list[str]:
-    assert verb("table", str(ROOT / "docs/results/digits.csv"), *words) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def rows(*lines: str) -> list[tuple[str, list[str]]]:
-    """A table's recipes with their means, without bold print and numbers of runs."""
-    plain = [re.sub(r" \(\d+\)|\*\*|`", "", line) for line in lines if re.match(r"\|.*\+-", line)]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in plain]
-    return [(name, values) for name, *values in cells]
