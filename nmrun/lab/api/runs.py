@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words import sweep as record
 from nmrun.lab.words.composition import jobs_of
-from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.sweep import recorded
 
 if TYPE_CHECKING:
@@ -100,14 +97,13 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
-    folders = []
+    folders: list[Path] = []
     with unchanged(), recorded(looks, command, []) as folder:
         for number, (typed_for_job, job) in enumerate(
             jobs_of(sweeps, config_dir, looks[0].composed), 1
         ):
-            folders += _folders(job)
             again = command_line.of_job(typed_for_job, config_dir)
-            outcome = jobs.of_sweep(folder, number, job, typed_for_job, again)
+            outcome = jobs.of_sweep(folder, number, job, typed_for_job, again, folders.append)
             raise_interrupt(outcome)
         print("\n".join([*record.planned(folder), record.summary(folder)[0]]))
     runs = collect(folders)
@@ -116,16 +112,6 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
             return runs
         raise RunError("no run of this sweep has a result")
     return summary(runs)
-
-
-def _folders(job: DictConfig) -> list[Path]:
-    """The run folders of a job, one for each of its seeds; none of a job that will be refused."""
-    folders = []
-    for seed in [job.seed] if job.get("seeds") is None else job.seeds:
-        job.seed = seed
-        with contextlib.suppress(ConfigError):
-            folders.append(run_folder(schema.check(job)))
-    return folders
 
 
 def raise_interrupt(outcome: dict[str, Any]) -> None:

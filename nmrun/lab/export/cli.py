@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FORMATS = {
     "safetensors": "nmrun.lab.export.finished_run.write_plain",
     "packed": "nmrun.lab.export.packed.write",
-    "semi_structured": "nmrun.lab.export.packed.write_semi_structured",
     "onnx": "nmrun.lab.export.onnx_graph.write",
     "hf": "nmrun.lab.export.hf.write",
 }

@@ -229,9 +229,6 @@ def test_where_it_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "the run's own folder" in refused(run, run, capsys)
     assert verb("export", str(run), "--to", "/proc/to") == 1
     assert "nmrun: --to /proc/to: /proc cannot be written to (" in capsys.readouterr().err
-    assert "needs a CUDA GPU" in refused(
-        run, tmp_path / "to", capsys, "--format", "semi_structured"
-    )
 
 
 def test_a_failure_half_way_leaves_what_was_there(
@@ -705,32 +702,3 @@ def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = run_of(tmp_path / "run", model, made.plain)
     line = refused(run, tmp_path / "to", capsys, "--format", "onnx")
     assert "--format onnx takes models for images and GPT; model=text_encoder is made from" in line
-
-
-# --- semi-structured, with the GPU played by the CPU ----------------------------------------------
-
-
-def test_semi_structured_keeps_what_is_right_and_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from nmrun.lab.export import packed
-
-    monkeypatch.setattr(packed, "TOKENS", 8)
-    weight = sparse((32, 64), "2:4", 1, torch.bfloat16)
-    times = iter([2.0, 1.0, 1.0, 2.0])
-    monkeypatch.setattr(packed, "milliseconds", lambda call: next(times))
-    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.clone())
-    compressed, told = packed.best(weight)
-    assert compressed is not None
-    assert told == "faster: 1.000 ms with 8 tokens, dense 2.000 ms"
-    assert packed.best(weight)[0] is None  # slower
-    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.roll(1, 0))
-    assert packed.best(weight) == (
-        None,
-        "dense, since the compressed product is not to be used here: WRONG results",
-    )
-    monkeypatch.undo()
-    monkeypatch.setattr(packed, "TOKENS", 8)
-    found, told = packed.best(weight)  # torch's own, which takes no tensor of a CPU
-    assert found is None
-    assert told.startswith("dense, since ")
