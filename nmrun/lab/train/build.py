@@ -116,7 +116,8 @@ def build(
         model = whole = weights.network(config, task).to(device)
     if not in_shards:
         lay_out(model, device, precision)
-    loss, taught = distillation.loss_of(config, task, model), trainer.distill is not None
+    taught = trainer.distill is not None
+    loss = distillation.loss_of(config, task, model) if taught else task.loss
     optimizer = optimizer_of(config.optimizer, model)
     planned = total_steps is not None
     if total_steps is None:

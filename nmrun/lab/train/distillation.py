@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.tasks.base import Batch, Categorical, Loss, Task
+from nmrun.lab.tasks.base import Batch, Categorical, Task
 from nmrun.lab.train import weights
 
 START = "start"
@@ -57,16 +57,14 @@ def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
     return temperature**2 * term
 
 
-def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
-    """The task's loss, or that with a teacher's term. ``model`` is as it begins; it is copied for a
-    teacher.
+def loss_of(config: Config, task: Task, model: nn.Module) -> Distilled:
+    """The loss with a teacher's term. ``model`` is as it begins; it is copied for a teacher.
 
     ConfigError for a task without logits over classes, and for a teacher that is not there or of
     another architecture.
     """
     trainer = config.trainer
-    if trainer.distill is None:
-        return task.loss
+    assert trainer.distill is not None
     asked = f"trainer.distill={trainer.distill}"
     if trainer.distributed == "fsdp":
         raise ConfigError(

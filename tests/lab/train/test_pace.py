@@ -15,8 +15,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.train import runner, trials
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
-from nmrun.lab.train.evaluation import Evaluation
-from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.loop import Evaluation, Loop
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import identity, run_folder
 

@@ -26,7 +26,7 @@ from nmrun.lab import models
 from nmrun.lab.models.small_conv import SmallConvNetwork
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
-from nmrun.lab.train.evaluation import Evaluation
+from nmrun.lab.train.loop import Evaluation
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.schema import Config
