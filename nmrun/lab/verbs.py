@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,18 @@ def files_of_the_command() -> Iterator[None]:
         raise ConfigError(": ".join(known) or str(error)) from None
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return [line.rstrip() for line in lines]
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether lines of a stream can be drawn anew."""
+    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
 def agreed(verb: str, question: str) -> bool:
     """Ask, and return whether the answer is yes; ConfigError where there is nobody to ask."""
     if not sys.stdin.isatty():
@@ -61,7 +74,7 @@ def waiting(text: str) -> None:
     stream = sys.stdout
     if not isinstance(stream, _Stream):
         return
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
+    if is_terminal(stream):
         stream.write(f"{text} ...")
         stream.flush()
         _waiting.append(stream)

@@ -118,7 +118,7 @@ def _delete(folder: Path, listed: Files) -> str:
     try:
         with locks.hold(folder) as ours:
             if not ours:
-                return f"{locks.holder(folder) or 'another process'} is at work on it"
+                return f"{locks.holder(folder)} is at work on it"
             if _files(folder) != listed:
                 return "it has changed since it was listed"
             place.rename(hidden)  # at once: a kill leaves no half of a run

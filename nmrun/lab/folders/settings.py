@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
-from nmrun.lab.verbs import Parser
+from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
@@ -92,17 +92,8 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
     results = [run.result for run in runs]
     rows.append(["status", *(str(result.get("status", "no result")) for result in results)])
     rows += _metrics([_numbers(result) for result in results])
-    widths = [
-        max(map(len, column))
-        for column in zip(*(row[: len(folders) + 1] for row in rows), strict=True)
-    ]
-    table = [
-        "  ".join(
-            f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=False)
-        ).rstrip()
-        for row in rows
-    ]
-    return [*(f"[{number}] {folder}" for number, folder in enumerate(folders, 1)), "", *table]
+    names = [f"[{number}] {folder}" for number, folder in enumerate(folders, 1)]
+    return [*names, "", *aligned(rows)]
 
 
 def _metrics(runs: Sequence[dict[str, float]]) -> list[list[str]]:

@@ -20,7 +20,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.folders import settings
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
-from nmrun.lab.verbs import Parser
+from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words import sweep
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
@@ -168,11 +168,7 @@ def _table(found: list[RunState], path: Path) -> list[str]:
     ]
     shown.append("run")
     cells = [shown, *([row.get(key, "") for key in shown] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
+    return aligned(cells)
 
 
 def _row(run: RunState, path: Path) -> dict[str, str]:

@@ -79,11 +79,11 @@ def held(folder: Path) -> bool:
 
 
 def holder(folder: Path) -> str:
-    """Words for who holds the folder: ``process 12 on node7``; empty if it does not say."""
-    try:
-        return (folder / NAME).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    """Words for who holds the folder: ``process 12 on node7``, if it says so."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if told := (folder / NAME).read_text().strip():
+            return told
+    return "another process"
 
 
 def _taken(folder: Path) -> dict[Path, int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from nmrun import ranges
 from nmrun.errors import folded
 from nmrun.fast import acceleration
+from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import evaluating
 from nmrun.lab.train.build import Parts
@@ -57,7 +58,7 @@ class Console:
         self._live: Any = None
         self._shown: Status | None = None
         self._drawn = 0.0
-        self.on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.on_terminal = verbs.is_terminal(sys.stdout)
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
         """Show a line on the screen, on a terminal in a ``style`` such as ``bold green``, and log
@@ -378,11 +379,7 @@ def layer_lines(rows: Sequence[Row]) -> list[str]:
         (kind, f"{len(names)} x {_joined(names)}" if len(names) > 1 else names[0], size, note)
         for (kind, _, size, note), names in alike.items()
     ]
-    widths = [max(map(len, column), default=0) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    return verbs.aligned(lines)
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -71,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             with locks.hold(folder) as ours:
                 if not ours:
-                    who = locks.holder(folder) or "another process"
-                    raise RunError(f"{who} is at work on {folder}")
+                    raise RunError(f"{locks.holder(folder)} is at work on {folder}")
                 done = run(config, folder, shlex.join(["nmrun", "prune", *argv]))
         except BaseException:
             with contextlib.suppress(OSError):

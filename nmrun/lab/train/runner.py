@@ -75,8 +75,7 @@ def run(
 def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any] | None:
     """The outcome of a run that another process has or had, or whose files are wrong; else None."""
     if not ours:
-        who = locks.holder(folder) or "another process"
-        error = f"{who} is at work on this very run"
+        error = f"{locks.holder(folder)} is at work on this very run"
         print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
         return {"status": "running", "error": error}
     if config.force:

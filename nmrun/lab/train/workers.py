@@ -24,6 +24,7 @@ from nmrun.errors import folded, tell
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import ECHO, ENDING, ends_with
+from nmrun.lab.verbs import is_terminal
 from nmrun.lab.words import metric, sweep
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
@@ -155,7 +156,7 @@ class SweepTable:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> SweepTable:
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        if is_terminal(sys.stdout):
             from rich.console import Console
             from rich.live import Live
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nmrun import atomic
 from nmrun.errors import ConfigError, leads, tell
 from nmrun.lab.runs import documents, locks
+from nmrun.lab.verbs import aligned
 from nmrun.lab.words import command_line
 
 if TYPE_CHECKING:
@@ -384,11 +385,7 @@ def planned(folder: Path) -> list[str]:
         recipe, ratio, *rest = line["plan"].items()
         rows.append(dict([recipe, ratio, *((key, words.get(key, "")) for key in swept), *rest]))
     cells = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    return aligned(cells)
 
 
 def lines(folder: Path) -> list[str]:

@@ -152,7 +152,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "write_text", full)
     with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
-        assert (ours, again, locks.holder(tmp_path)) == (True, False, "")
+        assert (ours, again, locks.holder(tmp_path)) == (True, False, "another process")
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(OSError, match="No space left"), locks.hold(tmp_path):
         pass
