@@ -89,12 +89,16 @@ def composed(words: Sequence[str], done: Done) -> DictConfig:
     assert isinstance(loader, ConfigLoaderImpl)
     values = [override for override in overrides if _sets_a_value(override, loader)]
     groups = [override for override in overrides if override not in values]
-    nodes = _nodes(groups, loader)
-    chosen = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
-    if chosen not in done:
-        done[chosen] = pickle.dumps(compose("nmrun", list(chosen)))
-    config: DictConfig = pickle.loads(done[chosen])
-    config.update(nodes)
+    every = tuple(override.input_line or "" for override in groups)
+    if every not in done:
+        nodes = _nodes(groups, loader)
+        chosen = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
+        if chosen not in done:
+            done[chosen] = pickle.dumps(compose("nmrun", list(chosen)))
+        with_nodes = pickle.loads(done[chosen])
+        with_nodes.update(nodes)
+        done[every] = pickle.dumps(with_nodes)
+    config: DictConfig = pickle.loads(done[every])
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
 
