@@ -17,7 +17,6 @@ on every page about recipes. On the pages of ``results/`` it writes what stands 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import re
@@ -26,13 +25,12 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-import nmrun
 from nmrun.lab import cli
 from nmrun.lab.compare.names import written as in_papers
+from nmrun.lab.show import markdown
 from nmrun.lab.words import reference
 from nmrun.lab.words.reference import Key, Option
 
@@ -186,85 +184,71 @@ def _differences(command: str) -> list[str]:
     return [*(f"{_upper(line)}." for line in caption.splitlines()), "", table]
 
 
-def _asked(command: str) -> dict[str, Any]:
-    """The words of ``nmrun table`` as arguments of ``nmrun.table``."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("path", nargs="+")
-    parser.add_argument("--filter", nargs="+", default=[])
-    parser.add_argument("--overall", action="store_true")
-    parser.add_argument("--rows", default="recipe")
-    parser.add_argument("--cols")
-    parser.add_argument("--baseline")
-    asked = vars(parser.parse_args(shlex.split(command)[2:]))
-    return {**asked, "path": [str(DOCS.parent / file) for file in asked["path"]]}
-
-
-def _compared(command: str, **other: str) -> pd.DataFrame:
-    """The sparse rows of a table: their ``name``, ``at`` which ratio, and whether they are
+def _cells(command: str) -> pd.DataFrame:
+    """The sparse cells of a table: their ``name``, ``at`` which ratio, and whether they are
     significantly ``ahead`` of the baseline or ``behind`` it.
     """
-    asked = {**_asked(command), **other}
-    found = nmrun.table(**asked)
+    text = "\n\n".join(_printed(f"{command} --format csv"))
+    found = pd.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""])
     found = found[found.recipe != "dense"]
-    if asked["overall"]:
+    if "--overall" in command:
         found = found[found.dataset == "all cells"].assign(at="over all cells")
         sign = 1
     else:
         found = found.assign(at="at " + found.sparsity)
         sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
-    keys = [key for key in asked["rows"].split(",") if key != "recipe"]
-    labels = [
-        ", ".join(in_papers(label) for label in own if label != "-")
-        for own in found[keys].astype(str).itertuples(index=False)
-    ]
-    names = [
-        in_papers(recipe) + (f" ({label})" if label else "")
-        for recipe, label in zip(found.recipe, labels, strict=True)
-    ]
-    shown = sign * found.difference.where(found.p < 0.05) if asked["baseline"] else 0
+
+    def name(cell: pd.Series) -> str:
+        own = [in_papers(str(cell[key])) for key in _labels(found) if cell[key] != "-"]
+        return in_papers(cell.recipe) + (f" ({', '.join(own)})" if own else "")
+
+    shown = sign * found.difference.where(found.p < 0.05) if "p" in found else 0
+    names = [name(cell) for _, cell in found.iterrows()]
     return found.assign(name=names, ahead=shown > 0, behind=shown < 0)
 
 
+def _labels(found: pd.DataFrame) -> list[str]:
+    """What tells a table's rows apart beside the recipe."""
+    others = ("dataset", "model", "recipe", "sparsity")
+    first = [*found].index("cells" if "cells" in found else "metric")
+    return [key for key in [*found][:first] if key not in others]
+
+
 def _findings(command: str) -> list[str]:
-    """The best recipes, and which differ from the baseline, a line each."""
-    asked, found = _asked(command), _compared(command)
-    word = "[Significantly](../statistics.md#significant)"
-    said = []
-    if not asked["overall"]:
-        said += [f"**Best mean of the sparse recipes:** {_spoken(found, found.best)}."]
-    if asked["baseline"]:
-        name = _baseline(command)
-        sides = [
-            f"**{word} {than} than {name}:** {_spoken(found, found[side])}."
-            for than, side in (("better", "ahead"), ("worse", "behind"))
-            if found[side].any()
-        ]
-        said += [" ".join(sides).replace(f". **{word} worse than {name}", ". **Worse")] * any(sides)
-        said += [] if sides else [f"**{word} better or worse than {name}:** no recipe."]
+    """The best recipes, and which differ from the baseline."""
+    found, said = _cells(command), []
+    if "best" in found:
+        said += [f"**Best mean of the sparse recipes:** {_spoken(found, found.best == 1)}."]
+    if "p" in found:
+        sides = {"Better": _spoken(found, found.ahead), "Worse": _spoken(found, found.behind)}
+        shown = [f"{side}: {text}." for side, text in sides.items() if text]
+        word = "[Significant](../statistics.md#significant)"
+        said += [f"**{word} differences to {_baseline(command)}.** {' '.join(shown) or 'None.'}"]
     return [f"- {line}" for line in said]
 
 
 def _baseline(command: str) -> str:
-    recipe = _asked(command)["baseline"].split()[0]
+    words = shlex.split(command)
+    recipe = words[words.index("--baseline") + 1].split()[0]
     return in_papers(recipe).replace("dense", "dense training")
 
 
 def _losses(command: str) -> list[str]:
     """How many recipes dense training is ahead of, by ratio."""
-    found = _compared(command, baseline="dense")
+    found = _cells(f"{command} --baseline dense")
     return [f"- **Worse than dense training (exploratory):** {_counted(found, found.behind)}."]
 
 
 def _leads(command: str) -> list[str]:
     """Which rows are better than the baseline in most cells; of a table over all cells."""
-    found = _compared(command)
+    found = _cells(command)
     names = _listed([*found.name[found.better > found.cells / 2]]) or "no recipe"
     return [f"- **Ahead of {_baseline(command)} in most cells:** {names}."]
 
 
 def _verdicts(command: str) -> list[str]:
     """What a table against SR-STE over all cells says of each paper's claim."""
-    found = _compared(command).set_index("recipe")
+    found = _cells(command).set_index("recipe")
     lines = ["| claim | row | verdict |", "|---|---|---|"]
     for recipe, (claim, side) in CLAIMS.items():
         if recipe in found.index:
@@ -307,13 +291,13 @@ def _listed(words: list[str]) -> str:
 
 def _settings(command: str) -> list[str]:
     """The learning rate of each cell and what else the trials varied, at the table's places."""
-    asked = _asked(command)
-    (file,) = asked["path"]
+    words = shlex.split(command)
+    file = DOCS.parent / words[2]
     runs, trials = (
         pd.read_csv(path, dtype=str, keep_default_na=False, low_memory=False)
-        for path in (file, file.replace(".csv", "_trials.csv"))
+        for path in (file, file.with_name(f"{file.stem}_trials.csv"))
     )
-    for key, _, values in (condition.partition("=") for condition in asked["filter"]):
+    for key, _, values in (word.partition("=") for word in words if "=" in word):
         runs = runs[runs[key].isin(values.split(","))]
     if "cell" in trials:
         trials["recipe"] = trials.cell.str.split().str[0]
@@ -327,15 +311,16 @@ def _settings(command: str) -> list[str]:
         shown = [f"{key.removeprefix('recipe.')} {_short(run[key])}" for key in own]
         return ", ".join([_short(run["optimizer.lr"]), *shown])
 
-    keys = [*asked["rows"].split(","), "sparsity"]
-    chosen = runs.assign(setting=runs.apply(setting, axis=1)).groupby(keys).setting.unique()
-    places = nmrun.table(**asked)[keys]
-    ratios = [ratio for ratio in places.sparsity.unique() if ratio != "dense"]
-    lines = [[*keys[:-1], *ratios], ["---"] * (len(keys) + len(ratios) - 1)]
-    for labels in dict.fromkeys(places[keys[:-1]].itertuples(index=False, name=None)):
-        of = [chosen.get((*labels, at), chosen.get((*labels, "dense"), ["-"])) for at in ratios]
-        lines += [[*labels, *map("; ".join, of)]]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+    keys = words[words.index("--rows") + 1].split(",") if "--rows" in words else ["recipe"]
+    runs = runs.assign(setting=runs.apply(setting, axis=1))
+    chosen = runs.groupby([*keys, "sparsity"]).setting.unique().map("; ".join)
+    table = [text.strip("|").split("|") for text in _table(command)[0].splitlines()]
+    head, _, *rows = [[cell.strip() for cell in row] for row in table]
+    for row in rows:
+        labels = row[: len(keys)]
+        dense = chosen.get((*labels, "dense"), "-")
+        row[len(keys) :] = [chosen.get((*labels, ratio), dense) for ratio in head[len(keys) :]]
+    return [markdown.table(head, rows).rstrip()]
 
 
 def _short(value: object) -> str:

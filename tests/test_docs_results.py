@@ -72,7 +72,8 @@ def test_a_block_is_made_anew(generate, tmp_path):
         f"<!-- differences: {command} -->\n<!-- end -->\n\n<!-- commands -->\n<!-- end -->\n"
     )
     text = generate.result(page)
-    best, better, worse, lost = re.findall(r":\*\* (.*?)\.(?= |$)", text, re.M)
+    said = re.findall(r"^- (.*)$", text, re.M)
+    best, better, worse, lost = re.findall(r":(?:\*\*)? (.*?)\.(?= |$)", "\n".join(said), re.M)
     assert best == better == "S-STE at every ratio"
     assert worse == "STE at 1:8"
     assert lost == "3 and 3 of 3 at 2:4 and 1:8"
