@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import matplotlib
 import pandas as pd
 import pytest
+from verbs import verb
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -45,6 +48,20 @@ def test_a_page_is_what_the_generator_makes_of_its_runs(page, generate):
     path = RESULTS / f"{page}.md"
     assert path in generate.results()
     assert generate.result(path) == path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_its_picture_is_that_of_the_runs(page, generate, tmp_path, monkeypatch):
+    """If not: ``python docs/generate.py pictures``."""
+    monkeypatch.chdir(ROOT)
+    for command in generate.PICTURE.findall((RESULTS / f"{page}.md").read_text()):
+        *words, out = shlex.split(command)
+        drawn = tmp_path / Path(out).name  # the name is in the picture
+        assert verb(*words[1:], str(drawn)) == 0
+        committed = (ROOT / out).read_bytes()
+        version = f"Matplotlib v{matplotlib.__version__},".encode()
+        assert version not in committed or drawn.read_bytes() == committed
 
 
 @pytest.mark.slow

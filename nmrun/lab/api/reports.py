@@ -57,8 +57,10 @@ def table(
         nmrun.table("outputs/digits").pivot(index="recipe", columns="sparsity", values="mean")
 
     Args:
-        path, filter: as of :func:`runs`.
-        rows, cols: config keys; ``recipe`` and ``sparsity`` by default.
+        path: as of :func:`runs`.
+        filter: as of :func:`runs`.
+        rows: config keys; ``recipe`` by default.
+        cols: likewise; ``sparsity`` by default.
         metric: that of the task by default; several with ``cols="metric"``.
         baseline: the row that each is compared with, seed by seed.
         test: ``t`` or ``wilcoxon``, for the baseline.
@@ -109,12 +111,16 @@ def plot(
     """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
 
     Args:
-        path, filter: as of :func:`runs`.
-        rows, cols, metric: as of :func:`table`; one metric.
+        path: as of :func:`runs`.
+        filter: as of :func:`runs`.
+        rows: as of :func:`table`.
+        cols: as of :func:`table`.
+        metric: as of :func:`table`; one metric.
         kind: ``ratio``, ``curves``, ``flips``, ``autoswitch``, ``flops`` or ``overall``.
         baseline: of ``overall``, the row that each is compared with.
         title: above it; by default what all runs have in common, ``""`` for none.
-        width, height: in inches; fonts keep their size.
+        width: in inches; fonts keep their size.
+        height: likewise.
         labels: names that win over those of papers, ``{"step": "Ours"}``.
         x: a config key to draw the metric against; of curves ``step``, ``epoch`` or ``seconds``.
 
