@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra import compose
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import schema, source
-from nmrun.lab.words.composition import composing
+from nmrun.lab.words.composition import config_of
 
 if TYPE_CHECKING:  # a mistake in the options is answered without torch
     import torch
@@ -94,9 +92,7 @@ def overrides(folder: Path, words: Sequence[str]) -> list[str]:
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
     """The config of a run of these overrides."""
-    source.register()
-    with composing():
-        return schema.check(compose("nmrun", overrides(folder, words)))
+    return config_of(overrides(folder, words))
 
 
 def random_images(config: Config, device: torch.device) -> Classification:

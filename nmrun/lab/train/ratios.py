@@ -81,6 +81,7 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
     from nmrun.lab import models, tasks
     from nmrun.lab.train import ratio_search
     from nmrun.lab.words import schema
+    from nmrun.lab.words.composition import config_of
     from nmrun.lab.words.identity import completed
     from nmrun.sparsity.select import select
 
@@ -104,7 +105,7 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
         costs = ratio_search.flops_by_layer(model, names, task, m)
     if cost == "time":
         plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
-        timed = ratio_search.times_by_layer(lambda ratio: _checked([*plain, _of(ratio)]), m)
+        timed = ratio_search.times_by_layer(lambda ratio: config_of([*plain, _of(ratio)]), m)
         costs = timed.costs
     found = ratio_search.search_ratios(model, budget, m, costs, **limits)
     base = Pattern(min(max(1, round(found.density * m)), m - 1), m)
@@ -143,29 +144,18 @@ def _of(ratio: Pattern) -> str:
     return f"sparsity={ratio}"
 
 
-def _checked(words: Sequence[str]) -> Config:
-    """The config of these overrides."""
-    from hydra import compose
-
-    from nmrun.lab.words import schema, source
-    from nmrun.lab.words.composition import composing
-
-    source.register()
-    with composing():
-        return schema.check(compose("nmrun", list(words)))
-
-
 def _settings(config: Config) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
     seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam."""
     from nmrun.lab.words import schema
+    from nmrun.lab.words.composition import config_of
 
     plain = dict(config.plain)
     if plain["recipe"]["name"] == "dense":
         adam = plain["optimizer"]["name"] in ("adam", "adamw")
         plain["recipe"] = {"name": "step" if adam else "sr_ste"}
     words = [f"{group}={plain[group]['name']}" for group in GROUPS]
-    default = _checked(words)
+    default = config_of(words)
     for group in (*GROUPS, "trainer"):
         before = schema.flatten(default.plain[group])
         words += [

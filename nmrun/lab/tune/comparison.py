@@ -39,7 +39,7 @@ from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composition import Done, composed, composing
+from nmrun.lab.words.composition import Done, config_of
 from nmrun.lab.words.identity import IRRELEVANT, completed, identity, run_folder
 from nmrun.lab.words.sweep import span
 from nmrun.ranges import Search
@@ -151,8 +151,7 @@ def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
 
 
 def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
-    with composing(cell.config_dir):
-        return schema.check(composed(words, COMPOSED))
+    return config_of(words, cell.config_dir, COMPOSED)
 
 
 def _tried(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:

@@ -24,8 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
+from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line
+from nmrun.lab.words import command_line, schema, source
 from nmrun.lab.words.source import ClassSource
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
@@ -101,6 +102,15 @@ def composed(words: Sequence[str], done: Done) -> DictConfig:
     config: DictConfig = pickle.loads(done[every])
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
+
+
+def config_of(
+    words: Sequence[str], config_dir: str | None = None, done: Done | None = None
+) -> Config:
+    """The checked config of these overrides; ``done`` as of :func:`composed`."""
+    source.register()
+    with composing(config_dir):
+        return schema.check(composed(words, {} if done is None else done))
 
 
 def jobs_of(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,7 +20,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, precheck, rules, schema, source, suggestions
-from nmrun.lab.words.composition import composing
+from nmrun.lab.words.composition import config_of
 from nmrun.lab.words.identity import completed
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import whole
@@ -91,9 +90,7 @@ def _composed(overrides: list[Override], config_dir: str | None) -> Config:
     words = [*(str(one.input_line) for one in overrides), f"recipe={STAND_IN}"]
     if found := precheck.look(words, config_dir=config_dir).problems:
         raise ConfigError(found)
-    with composing(config_dir):
-        composed = compose("nmrun", words)
-    config = schema.check(composed)
+    config = config_of(words, config_dir)
     model = config.model
     loads = isinstance(model, OwnModel) or model.trained
     if isinstance(model, Timm):
