@@ -60,3 +60,27 @@ def test_its_seconds_are_those_of_the_file():
     for recipe, name in LEARN_MASKS.items():
         assert re.search(rf"^\| {name} \|.*\| {cost[recipe]:.1f} \|$", TEXT, re.M)
     assert f"| {cost['asp_taught'] - cost['asp']:.1f} more |" in TEXT
+
+
+def test_a_teacher_brings_more_than_the_choice_of_recipe():
+    """From SparseGPT's networks: the least that it brings a recipe's mean, and how far recipes lie
+    apart without it.
+    """
+    means: dict[tuple[str, str, str], list[float]] = {}
+    for run in trained():
+        if run["init"] == "sparsegpt":
+            place = run["sparsity"], run["trainer.distill"], run["recipe"]
+            means.setdefault(place, []).append(float(run["test/perplexity"]))
+    mean = {place: sum(values) / len(values) for place, values in means.items()}
+    for ratio in ("2:4", "4:8", "1:4"):
+        alone = {
+            recipe: value for (at, by, recipe), value in mean.items() if (at, by) == (ratio, "null")
+        }
+        taught = {
+            recipe: value
+            for (at, by, recipe), value in mean.items()
+            if (at, by) == (ratio, "dense")
+        }
+        assert min(alone[recipe] - taught[recipe] for recipe in taught) > max(alone.values()) - min(
+            alone.values()
+        )
