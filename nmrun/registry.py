@@ -81,8 +81,7 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
     """The option that was probably meant, or None. In this order: what it is called elsewhere, the
-    same but for capitals and dashes, the same letters in another order, similar letters, one
-    that has the word in it."""
+    same but for capitals and dashes, the same letters in another order, similar letters, the word inside it."""
     by_letters: dict[str, str] = {}
     for option in options:
         by_letters.setdefault(_letters(option), option)

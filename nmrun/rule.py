@@ -58,9 +58,8 @@ class Rule:
         )
 
     def then(self, after: Rule) -> Rule:
-        """Join the gradient's part of this rule with the forward part of the next step's rule. A
-        fused step edits the gradient by the rule of the forward pass before it, and projects by
-        the rule of the forward pass after it."""
+        """Join the gradient's part of this rule with the forward part of the next step's rule: a
+        fused step edits the gradient by the rule before it, and projects by the rule after it."""
         return replace(
             after,
             pruned_gradient_decay=self.pruned_gradient_decay,

@@ -1,4 +1,4 @@
-"""C sources of this room built by the system's compiler, kept between runs, called on threads.
+"""C sources built by the system's compiler, kept between runs, called on threads.
 
 What was built is kept in ``~/.cache/nmrun/kernels`` (or under ``XDG_CACHE_HOME``), a folder of its
 owner alone. A file is loaded only if this user wrote it and its SHA-256 is the one noted beside it;
@@ -149,8 +149,8 @@ def _digest(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what was built or measured on this machine is kept between runs; a folder of this
-    process alone where that one cannot be written or belongs to somebody else."""
+    """Where what was built or measured on this machine is kept between runs. Where that folder
+    cannot be written or is somebody else's: one of this process alone."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "nmrun" / "kernels"

@@ -130,12 +130,10 @@ def takes_step(o: Operands) -> bool:
 
 def step_adam(o: Operands, scalars: list[float]) -> None:
     """Update weight and moments, write the projection: ``nm_adam.c``, with the numbers of
-    :func:`nmrun.kernels.operands.scalars`.
-
-    The arithmetic is that of ``torch.optim.Adam(fused=True)`` and of the recipes in torch, fused
-    multiply-adds included. On x86 the bits are the same, but for the last elements of a thread's
-    part that fill no vector, which torch computes in double precision.
-    """
+    :func:`nmrun.kernels.operands.scalars`. The arithmetic is that of
+    ``torch.optim.Adam(fused=True)`` and of the recipes in torch, fused multiply-adds included.
+    On x86 the bits are the same, but for the last elements of a thread's part that fill no
+    vector: torch computes those in double precision."""
     update, kernel = o.update, _of_step(o)
     assert kernel is not None  # takes_step() said so
     rule, pattern = update.rule, update.pattern

@@ -1,12 +1,10 @@
 """Adam and AdamW for sparse weights on CUDA devices, in one pass with what the recipe does around
 the step, in Triton.
 
-While a tile of groups is in registers the gradient is edited, moments and weight are updated, and
-the new weight is projected into the working copy. That moves 36 bytes a weight (32 where the
-gradient needs no mask) instead of 28 for Adam alone; with a frozen second moment 28.
-
-The arithmetic is that of ``torch.optim.AdamW``'s for-each form, operation by operation, without
-fused multiply-adds.
+While a tile of groups is in registers, the gradient is edited, moments and weight are updated, and
+the weight is projected. That moves 36 bytes a weight (32 where the gradient needs no mask) instead
+of 28 for Adam alone; with a frozen second moment 28. The arithmetic is that of
+``torch.optim.AdamW``'s for-each form, operation by operation, without fused multiply-adds.
 """
 
 from __future__ import annotations

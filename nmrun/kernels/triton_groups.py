@@ -1,11 +1,10 @@
 """What Triton's kernels share: the N:M choice within a tile of groups, and where its weights lie.
 
-A program takes a tile of groups. Every weight has a key, an integer that orders a group's
-magnitudes (ties: the lower index is the larger; a NaN is below all), so that no two keys of a group
-are equal and the N-th largest of them is a threshold. It is found by taking maxima N times, or
-minima M - N times. Groups of four consecutive weights, the pattern of the hardware, need no loop:
-they are split into four registers, whose six comparisons give every rank, and are read and written
-16 bytes at a time.
+Every weight has a key, an integer that orders a group's magnitudes (ties: the lower index is the
+larger; a NaN is below all). No two keys of a group are equal, so the N-th largest is a threshold.
+It is found by taking maxima N times, or minima M - N times. Groups of four consecutive weights, the
+pattern of the hardware, need no loop. They are split into four registers, whose six comparisons
+give every rank, and are read and written 16 bytes at a time.
 """
 
 from __future__ import annotations

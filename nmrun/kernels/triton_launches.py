@@ -1,6 +1,5 @@
 """Launches of Triton's kernels: the constants for a weight, and tables of the weights that share a
-launch.
-"""
+launch."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class LaunchTable:
     tensor has moved.
 
     A row has the number of columns, the elements between neighbours of a group, the size of the
-    dimension, the first program; then the addresses of the kernel's tensors.
+    dimension, the first program. The addresses of the kernel's tensors follow.
     """
 
     def __init__(

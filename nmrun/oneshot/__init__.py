@@ -1,8 +1,4 @@
-"""Pruning in one shot: a trained network, some calibration inputs, no training.
-
-A method sees one layer at a time: its weight, and what its inputs were. :func:`nmrun.prune` goes
-through a network with it.
-"""
+"""Pruning in one shot: a trained network, some calibration inputs, no training."""
 
 from __future__ import annotations
 

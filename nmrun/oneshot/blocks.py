@@ -1,8 +1,8 @@
 """A network in the order of its layers, block by block where it repeats one.
 
-The calibration inputs of a block are kept, so a pass goes through this block alone, not through the
-network. Only one block's inputs are in memory. The result has the bits of passes through the whole
-network, which are what is done for layers outside of such blocks.
+The calibration inputs of a block are kept, so a pass goes through this block alone, and only one
+block's inputs are in memory. The result has the bits of passes through the whole network, which are
+what is done for layers outside of such blocks.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class _Enough(Exception):
 
 
 class _Record:
-    """What the blocks were called with in one pass. ``fits`` says whether they were called once
-    each in their order, each with the value that the one before gave, always as the argument
-    ``slot``, and with nothing else that one of them gave."""
+    """What the blocks were called with in one pass. ``fits``: they were called once
+    each in their order, with the value that the one before gave. It was always the argument
+    ``slot``, and nothing else was of theirs."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.calls: list[Arguments] = []

@@ -26,10 +26,10 @@ def input_obstacle(module: nn.Module) -> str:
 class LayerMatrix:
     """A linear layer or convolution as the product of a matrix (outputs, columns) with its inputs.
 
-    The columns of a convolution are its input channels, once for every kernel position, so that
-    groups of M consecutive columns are the groups of its weight. The experts of a mixture are a
-    stack of such matrices, (experts, outputs, columns), with as many sums ``X^T X``. ``pattern`` is
-    over the runs of columns, as methods take it.
+    The columns of a convolution are its input channels, once for every kernel position: groups of M
+    consecutive columns are the groups of its weight. The experts of a mixture are a stack of such
+    matrices, (experts, outputs, columns), with as many sums ``X^T X``. ``pattern`` is over the runs
+    of columns, as methods take it.
     """
 
     def __init__(self, candidate: Candidate) -> None:

@@ -29,7 +29,7 @@ class Method:
             gram: ``X^T X``, (inputs, inputs), of the calibration inputs X (tokens, inputs). The
                 output error of a weight V is ``tr((V - W) X^T X (V - W)^T)``.
             pattern: N:M along the inputs. With a length (:meth:`Pattern.over`) each run of so many
-                inputs has groups of its own, the last of which may be short; a convolution has a
+                inputs has groups of its own, the last of which may be short. A convolution has a
                 run for every kernel position.
 
         Returns:
@@ -109,12 +109,12 @@ class SparseGPT(Method):
     """Column by column, with the columns to the right making up for what is pruned (Frantar &
     Alistarh 2023, arXiv 2301.00774).
 
-    With H = X^T X, the optimal brain surgeon says what pruning weight j costs, w_j^2 / [H^-1]_jj,
-    and how the weights that are left compensate, - w_j / [H^-1]_jj * [H^-1]_j: (equation 3). From
-    left to right, H is that of the columns not yet passed, the same for every row (section 3.2).
-    All these inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a
-    group of M columns is chosen when the group is reached, by w_j^2 / U_jj^2 (section 3.4). Weights
-    on an input that is always 0 are pruned first, as in the authors' code.
+    With H = X^T X, pruning weight j costs w_j^2 / [H^-1]_jj, and the weights that are left
+    compensate by - w_j / [H^-1]_jj * [H^-1]_j: (the optimal brain surgeon, equation 3). From left
+    to right, H is that of the columns not yet passed, the same for every row (section 3.2). All
+    these inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a
+    group is chosen when it is reached, by w_j^2 / U_jj^2 (section 3.4). Weights on an input that is
+    always 0 are pruned first, as in the authors' code.
 
     Args:
         damping: the share of H's mean diagonal that is added to its diagonal, so that H has an

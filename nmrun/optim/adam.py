@@ -31,10 +31,9 @@ class Adam(EagerOptimizer, torch.optim.Adam):
     def plan(self, updates: Mapping[Any, Update]) -> list[Tensor]:
         """Let the next :meth:`step` carry out rules in the same pass as its own update; returns the
         parameters for which it will. ``updates``: by parameter, its dense weight, the memory of
-        the projection, and the rule. Kernels (``nmrun.optim.one_pass``) do so for float32 weights
-        that are stored like their gradients, in a group without amsgrad, maximize, capturable
-        and differentiable, whose learning rate and betas are no tensors; on the CPU with
-        ``fused=True``."""
+        the projection, and the rule. Kernels do so for float32 weights that are stored like
+        their gradients, on the CPU with ``fused=True``. Their group has neither amsgrad,
+        maximize, capturable nor differentiable, and no tensors as learning rate or betas."""
         self._one_pass = self._one_pass or OnePass()
         self._one_pass.pending = {}
         for group in self.param_groups:
@@ -217,11 +216,10 @@ def second_moment_change(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """AutoSwitch's sample: how far the next step would move the second moment, over all
     coordinates. For step t, ``v_t = beta2 v_(t-1) + (1 - beta2) g^2`` (Kingma and Ba 2015). So
-    ``dv = (1 - beta2) (g^2 - v)`` is known from the gradients, without a copy of v. Parameters
-    without a gradient do not count. Returns ``sum |dv|``; ``sum log |dv|`` and the number of
-    coordinates, both where dv is not 0, and both 0 with ``logs=False``, which saves most of the
-    time; and the number of all. The first three are 0-dimensional float64 tensors on the device,
-    without synchronisation."""
+    ``dv = (1 - beta2) (g^2 - v)`` is known from the gradients, without a copy of v. Returns
+    ``sum |dv|``; ``sum log |dv|`` and the number of coordinates, both where dv is
+    not 0; the number of all with a gradient. With ``logs=False``, which saves most of the time, the
+    second and third are 0. The first three are 0-dimensional float64 tensors on the device."""
     wanted = {id(p) for p in params}
     sizes: list[Tensor] = []
     log_sum: list[Tensor] = []

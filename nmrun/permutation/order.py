@@ -2,8 +2,7 @@
 
 After Pool & Yu, "Channel permutations for N:M sparsity" (NeurIPS 2021): pairs of channels are
 swapped as long as a swap gains. To leave a local optimum, a limited number of swaps may lose. Here
-the pattern is any N:M, and several layers may read the same channels. Where there are few ways to
-form groups, all are tried.
+the pattern is any N:M, and several layers may read the same channels.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> fl
 def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) -> Tensor:
     """Search the order of channels with which the masks of all layers keep the most magnitude; the
     present one where none is better. The search is exact where there are no more than 1,000 ways
-    to form groups of M. Else it climbs by greedy swaps to a local optimum, from the present
-    order, and then ``regressions`` times from the best order so far with a few random swaps. The
-    same input gives the same order. ``layers``: matrices (rows, channels), all with the same
-    channels, each with its pattern, whose last group may be short. Returns the channel at each
-    position: int64, on the CPU."""
+    to form groups of M. Else it climbs by greedy swaps from the present order, and then
+    ``regressions`` times from the best one so far with a few random swaps. The same input gives
+    the same order. ``layers``: matrices (rows, channels), all with the same channels, each with
+    its pattern, whose last group may be short. Returns the channel at each position: int64, on
+    the CPU."""
     channels = layers[0][0].shape[1]
     start = torch.arange(channels)
     layers = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]

@@ -43,7 +43,7 @@ class PackedProducts(Protocol):
         weights."""
 
     def __call__(self, *args: Any) -> Any:
-        """The layer's output from input, weight, bias, with gradients for these; a linear layer
+        """The layer's output from input, weight, bias, with gradients for these. A linear layer
         also takes the pattern that its output gradient is estimated by, or None."""
 
 

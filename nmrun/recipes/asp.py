@@ -1,11 +1,11 @@
-"""ASP: train dense, prune once by magnitude, train on with the mask fixed (arXiv 2104.08378).
+"""ASP: train dense, prune once by magnitude, train on with the mask fixed (Mishra et al. 2021,
+arXiv 2104.08378, and NVIDIA's apex).
 
-After Mishra et al. 2021 and NVIDIA's apex. Apex prunes a trained network and repeats the whole
-training. Here one run holds both: the first ``prune_at`` of the steps are dense, the rest repeat
-training with the fixed mask, so that all recipes get the same number of steps. The optimizer keeps
-its state, and the learning rate its schedule (on the command line ``schedule.cycles=2`` begins it
-anew). ``prune_at=0`` prunes at once, for a model that comes trained. Pruned weights are 0 after
-every step, as in apex.
+Apex prunes a trained network and repeats the whole training. Here one run holds both: ``prune_at``
+of the steps are dense, the rest train with the fixed mask, and all recipes get the same number of
+steps. The optimizer keeps its state, and the learning rate its schedule (on the command line
+``schedule.cycles=2`` begins it anew). ``prune_at=0`` prunes at once, for a model that comes
+trained. Pruned weights are 0 after every step, as in apex.
 
 Cost: one mask byte a weight, one pass for the masked copy, one for the gradient, one for the zeros.
 """

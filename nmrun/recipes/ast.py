@@ -1,15 +1,13 @@
-"""AST, the Adaptive Sparse Trainer: retraining with a decay of the pruned weights that grows (Huang et
-al. 2024, arXiv 2407.20584, AAAI 2025).
+"""AST, the Adaptive Sparse Trainer: retraining with a decay of the pruned weights that grows (Huang
+et al. 2024, arXiv 2407.20584, AAAI 2025).
 
 The forward pass uses ``m * w`` with straight-through gradients; the mask is chosen anew every
-``interval`` steps. Pruned weights decay as in SR-STE, by a factor that rises linearly from 0 to
-``decay``. AdamW is changed so that the decay has no momentum, as in the authors' code
-(thu-ml/Adaptive-Sparse-Trainer, ``adamw.py``): :class:`AdamDecay` with l the factor now and ::
+``interval`` steps. Pruned weights decay as in SR-STE, by a factor l that rises linearly from 0 to
+``decay``. The decay has no momentum, as in the authors' code (thu-ml/Adaptive-Sparse-Trainer,
+``adamw.py``): ``u = m1 + l * (1 - m) * w`` in :class:`AdamDecay`.
 
-    u = m1 + l * (1 - m) * w
-
-The paper's teacher, the dense network, is ``trainer.distill``. Not here: its masks by Wanda's scores,
-and its low-rank weights beside the sparse ones (SLoRB), new parameters of the network.
+The paper's teacher, the dense network, is ``trainer.distill``. Not here: its masks by Wanda's
+scores, and its low-rank weights beside the sparse ones (SLoRB).
 
 Cost: a mask byte a weight; some ten passes over the sparse weights.
 """

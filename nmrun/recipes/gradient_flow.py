@@ -1,7 +1,7 @@
 """Progressive gradient flow: MdGf, mask decay, and SdGf, structure decay.
 
-After Bambhaniya et al. 2024 (arXiv 2402.04744), and Kao et al. 2022 (arXiv 2209.07617) before. A run
-of n steps is dense for a fraction ``dense`` of them and N:M exactly for the last fraction ``final``.
+After Bambhaniya et al. 2024 (arXiv 2402.04744), and Kao et al. 2022 (arXiv 2209.07617) before. A
+run is dense for a fraction ``dense`` of its steps and N:M exactly for the last fraction ``final``.
 In between it goes from one to the other.
 
 - MdGf: pruned weights fade out. Forward ``w * (m + (1 - m) * D(j))``, j the steps since the dense
@@ -9,11 +9,11 @@ In between it goes from one to the other.
   gradient is that of this product, so pruned weights receive less and less of it
   (``grad_mode="scaled"``, the paper's idea); the authors' code passes it on unchanged (``"ste"``).
 - SdGf: the pattern tightens in frames of equal length, with hard masks and the straight-through
-  gradient. Stepwise: ``M-1:M, M/2:M, ..., N:M``, ever sparser. Geometric: ``8N:8M, 4N:4M, 2N:2M,
-  N:M``, always as sparse as the target in ever smaller groups, or with ``densify``, an ablation of
-  the authors' code, ``N:8M, N:4M, N:2M, N:M``: ever denser.
+  gradient. Stepwise, ever sparser: ``M-1:M, M/2:M, ..., N:M``. Geometric, as sparse as the target
+  in ever smaller groups: ``8N:8M, 4N:4M, 2N:2M, N:M``. With ``densify``, an ablation of the
+  authors' code, ever denser: ``N:8M, N:4M, N:2M, N:M``.
 
-Cost: STE's; of MdGf also one pass over the sparse weights for the faded part and one for the
+Cost: STE's. MdGf also has one pass over the sparse weights for the faded part and one for the
 gradient, and dense products until D is 0.
 """
 

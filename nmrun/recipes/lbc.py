@@ -1,12 +1,12 @@
-"""LBC, learning the best combination: every possible mask of a group has a score; the worst go.
+"""LBC, learning the best combination: every possible mask of a group has a score; the worst go
+(Zhang et al. 2022, arXiv 2206.06662).
 
-After Zhang et al. 2022 (arXiv 2206.06662). A group starts with all C = (M over N) candidates, hence
-dense; the forward mask is the union of those left. Score k receives the gradient ``sum over its
-members of g * w``, the weights receive ``m * g``. Between the fractions ``t_i`` and ``t_f`` of the
-run the number of candidates falls from C to 1, by the cube of the time left (of equal scores, as of
-dead inputs, those stay that keep more of |w|: the paper leaves it open, its code takes what topk
-finds first); from then on the mask is fixed. The scores are parameters of the optimizer, in a
-parameter group of their own with its defaults.
+A group starts with all C = (M over N) candidates, hence dense; the forward mask is the union of
+those left. Score k receives the gradient ``sum over its members of g * w``, the weights receive ``m
+* g``. Between the fractions ``t_i`` and ``t_f`` of the run the number of candidates falls from C to
+1, by the cube of the time left. From then on the mask is fixed. Of equal scores, as of dead inputs,
+those stay that keep more of |w|: the paper leaves it open. The scores are parameters of the
+optimizer, in a group of their own with its defaults.
 
 Cost: one matrix product of (weights / M, M) by (M, C) a step until ``t_f``, then a fixed mask.
 """

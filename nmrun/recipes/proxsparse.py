@@ -1,15 +1,14 @@
 """ProxSparse: learn masks by a regulariser that is 0 for N:M weights (Liu et al. 2025, arXiv
 2502.00258, ICML 2025).
 
-Proximal gradient descent: after every optimizer step a weight w becomes the minimiser of
-``1/2 ||u - w||^2 + strength * R(u)``. The regulariser R of a group is the sum over all choices of N + 1
-of its weights of the product of their magnitudes: 0 exactly for groups with at most N non-zeros. The
-paper and its code have 2:4, where it is ``|abc| + |abd| + |acd| + |bcd|``; for other patterns the
-definition is carried over here. The forward pass uses the dense weights on the way, which R draws to
-N:M groups. In the end the masks alone count: the N largest of the moved weights are kept, with the
-values that all weights had before. The paper's other regulariser, which draws weights to those
-values, is not here. What is not sparse stays as it was; the authors' code moves it and takes the old
-values in the end.
+Proximal gradient descent: after every optimizer step a weight w becomes the minimiser of ``1/2 ||u
+- w||^2 + strength * R(u)``. The regulariser R of a group is the sum over all choices of N + 1 of
+its weights of the product of their magnitudes: 0 exactly for groups with at most N non-zeros. The
+paper has 2:4, where it is ``|abc| + |abd| + |acd| + |bcd|``. The forward pass uses the dense
+weights on the way, which R draws to N:M groups. In the end the N largest of the moved weights are
+kept, with the values that all weights had before. What is not sparse stays as it was; the authors'
+code moves it and takes the old values in the end. Not here: the paper's other regulariser, which
+draws weights to those values.
 
 Cost: a copy of the weights, and an iteration over every group after each step.
 """

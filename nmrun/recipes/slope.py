@@ -1,13 +1,12 @@
 """SLoPe: a mask that stays from the first step on, and double pruning (Mozaffari et al. 2024, arXiv
 2405.16325).
 
-The mask is chosen once, on the initial weights; pruned weights are 0 and stay 0, so the weight's
-gradient is masked. The input gradient ``dX = dZ W`` sums over the outputs: there the masked weight
-is pruned once more, to N:M along the outputs, by magnitude after every step. So all three products
-have an N:M operand or result and no mask is searched for in training. Not here: the paper's low-rank
-adapters of the last 1 % of the steps, ``W x + L (R x)``. They are new parameters of the network, and
-a recipe of nmrun adds none: the result stays a plain N:M network. (Adapters that merge into one are
-``nmrun.recipes.sqft``.) The paper's figures without adapters (rank 0) are those to compare with.
+The mask is chosen once, on the initial weights; pruned weights stay 0, so the weight's gradient is
+masked. The input gradient ``dX = dZ W`` sums over the outputs: there the masked weight is pruned
+once more, to N:M along the outputs, by magnitude after every step. So all three products have an
+N:M operand or result, and no mask is searched for in training. Not here: the paper's low-rank
+adapters of the last 1 % of the steps, new parameters of the network. Its figures without adapters
+(rank 0) are those to compare with.
 
 Cost: STE's without the mask search, and a second mask a step.
 """

@@ -1,9 +1,9 @@
 """SR-STE: straight-through with a decay of the pruned weights (Zhou et al. 2021, arXiv 2102.04010).
 
-The forward pass uses ``m * w``; the gradient becomes ``g + decay * (1 - m) * w`` (equation 9),
+The forward pass uses ``m * w``. The gradient becomes ``g + decay * (1 - m) * w`` (equation 9),
 which pulls pruned weights to zero and so calms the mask. The term is added once per optimizer step,
-to the unscaled and clipped gradient. Inside autograd, as in the official code, it would be added
-once per micro-batch, divided by the fp16 loss scale and clipped along with the gradient.
+to the unscaled and clipped gradient. The official code adds it inside autograd: once per
+micro-batch, divided by the fp16 loss scale and clipped along with the gradient.
 
 Cost: STE's, and one pass over the sparse weights.
 """

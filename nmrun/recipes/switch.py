@@ -21,9 +21,9 @@ CHANGE = 0.5  # of the gradient's norm, below which GradientNorm has
 class Switch:
     """Decides after which optimizer step t (counted from 1) phase two begins.
 
-    A rule fires when what it measures has settled and t > t_min * T, or when t > t_max * T, with T
-    steps in all. On a GPU the measure is read one step late, so that no step waits for the device;
-    there a rule fires a step later. Raises ValueError for fractions out of order.
+    A rule fires when what it measures has settled and t > t_min * T, or when t > t_max * T, of T
+    steps. On a GPU the measure is read one step late, so that no step waits for the device; there a
+    rule fires a step later. Raises ValueError for fractions out of order.
     """
 
     automatic: ClassVar[bool] = True

@@ -1,14 +1,13 @@
 """T-SR-STE: transposable masks with masked decay on the gradient (Hu et al. 2024, arXiv
 2404.01847).
 
-Every M x M block of a weight keeps N in each row and each column, so that the forward product and
-the one for the input's gradient both have an N:M operand. The mask stays for ``interval`` steps;
-the gradient becomes ``g + decay * (1 - m) * w`` once per optimizer step. The paper ends with a
-sixth of the training dense (``dense_end=0.1667``), and then its network is dense too: by default 0
+Every M x M block of a weight keeps N in each row and each column: the forward product and the one
+for the input's gradient both have an N:M operand. The mask stays for ``interval`` steps; the
+gradient becomes ``g + decay * (1 - m) * w`` once per optimizer step. The paper ends with a sixth of
+the training dense (``dense_end=0.1667``), and then its network is dense too. By default it is 0
 here, so that every recipe's result is N:M.
 
-Cost: the mask search every ``interval`` steps (exact: all 90 patterns for 2:4, an assignment
-problem a block for 1:M, a linear programme a block beyond), else SR-STE's.
+Cost: the exact mask search every ``interval`` steps, else SR-STE's.
 """
 
 from __future__ import annotations

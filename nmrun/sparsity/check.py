@@ -37,8 +37,8 @@ def check_nm(
         The names of the weights that were checked; ``["tensor"]`` for a tensor.
 
     Raises:
-        ValueError: with the first layer and group that has more than N non-zeros; for a model
-            without a weight to check; for a tensor whose size M does not divide.
+        ValueError: with the first layer and group that has more than N non-zeros. Also for a model
+            without a weight to check, and a tensor whose size M does not divide.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):

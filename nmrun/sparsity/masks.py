@@ -45,8 +45,9 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
             in a short last group of N or fewer.
 
     Raises:
-        ValueError: where M does not divide the size of ``dim`` and the last group may not be short;
-            where V does not divide the number of outputs, dimension 0, or 1 where ``dim`` is 0.
+        ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
+            Also where V does not divide the number of outputs: dimension 0, or 1 where ``dim`` is
+            0.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     if weight.dim() and has_memory(weight):

@@ -86,17 +86,16 @@ class MaskMetrics:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """Measure the step that was made since :meth:`before`.
+        """Measure the step that was made since :meth:`before`, over all sparse weights together.
 
         Returns:
-            Over all sparse weights together: ``sparsity/flip_rate``, the share of mask entries that
-            changed (Hu et al. 2024, arXiv 2404.01847), over ``sparsity/flip_interval`` = 1 steps;
-            ``sparsity/sad``, the number of these entries (sparse architecture divergence, Zhou et
-            al. 2021, arXiv 2102.04010); ``sparsity/sad_since_first``, the share of entries that
-            differ from the first masks; ``sparsity/kept_energy``, the sum of squares of the kept
-            dense weights over that of all; ``sparsity/pruned_norm``, the Euclidean norm of the
-            pruned dense weights; with Adam, ``sparsity/gradient_noise_kept`` and ``..._pruned``,
-            the mean of :func:`gradient_variance` over the kept and the pruned.
+            ``sparsity/flip_rate``, the share of mask entries that changed (Hu et al. 2024, arXiv
+            2404.01847), over ``sparsity/flip_interval`` = 1 steps. ``sparsity/sad``, their number
+            (sparse architecture divergence, Zhou et al. 2021, arXiv 2102.04010).
+            ``sparsity/sad_since_first``, the share that differs from the first masks.
+            ``sparsity/kept_energy``, the sum of squares of the kept dense weights over that of all.
+            ``sparsity/pruned_norm``, the Euclidean norm of the pruned ones. With Adam
+            ``sparsity/gradient_noise_kept`` and ``..._pruned``, means of :func:`gradient_variance`.
         """
         sums = global_sum(self.weights, self.sums(optimizer)).tolist()
         flips, moved, count, kept, pruned, *noise = sums
@@ -116,8 +115,8 @@ class MaskMetrics:
 
     def sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """What :meth:`after` is made of, still on the device: float64, sums over this process's
-        parts. Entries that flipped, that differ from the first masks, that are kept; squares of
-        kept and pruned weights; with Adam variances of kept and pruned gradients."""
+        parts. Entries that flipped, that differ from the first masks, that are kept. Squares of
+        kept and of pruned weights. With Adam, variances of kept and of pruned gradients."""
         variances = gradient_variance([w.parameter for w in self.weights], optimizer)
         left, rows = iter(variances or ()), []
         for number, group in enumerate(_groups(self.weights)):

@@ -67,8 +67,8 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
     """Refuse sharded weights whose masks a process cannot choose from its own part. ``across``: who
     looks across the rows of a weight, if anybody does; V:N:M masks do anyway. Raises ConfigError
-    for such a weight, for one that is sharded along its groups or placed otherwise than
-    replicated or sharded, and where weights differ in their device mesh or placements."""
+    for such a weight, and for one that is sharded along its groups or placed in another way.
+    Also where weights differ in their device mesh or placements."""
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:
         if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):

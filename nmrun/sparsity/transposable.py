@@ -45,8 +45,8 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     """Find the transposable N:M mask that keeps the largest sum of ``|w|``, exactly.
 
     For M <= 4 all masks of a block are compared at once (Hu et al. 2024, arXiv 2404.01847,
-    algorithm 1). For larger M each block is an assignment problem at 1:M, solved on the CPU by
-    scipy; else all blocks are solved together as transportation problems.
+    algorithm 1). For larger M, scipy solves each block at 1:M as an assignment problem. Else all
+    blocks are solved together as transportation problems.
 
     Args:
         weight: a matrix (out, in); both sizes are multiples of M.
@@ -100,7 +100,7 @@ def _assignment(block: Tensor) -> Tensor:
 
 def best_masks(blocks: Tensor, n: int) -> Tensor:
     """The masks of blocks (count, M, M), float64, that have N < M in each row and column and keep
-    the largest sum, up to rounding; the same bits on every call."""
+    the largest sum, up to rounding. The same bits on every call."""
     large = torch.finfo(blocks.dtype).max
     finite = blocks.nan_to_num(large, large)  # NaN and infinity are kept first
     most = finite.amax((1, 2), keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
@@ -175,9 +175,9 @@ def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
 
 def _improve(masks: Tensor, gains: Tensor) -> None:
     """Move units along cycles of rows, in place, until no cycle keeps more. A step from row i to
-    row i' takes an entry of a column out of i and adds that of i' in the same column; the best
-    column counts. A cycle of such steps keeps the sums of rows and columns. Cycles that gain
-    have negative length, by Bellman and Ford's algorithm."""
+    row i' takes an entry of a column out of i and adds that of i'; the best column counts. A
+    cycle of such steps keeps the sums of rows and columns. Cycles that gain have negative
+    length, by Bellman and Ford's algorithm."""
     size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)
     while len(todo):
         mask, gain = masks[todo], gains[todo]

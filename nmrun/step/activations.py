@@ -212,7 +212,7 @@ class SquaredReLU(nn.Module):
 def keep_largest(activations: Tensor, pattern: Pattern) -> Tensor:
     """Keep the N largest magnitudes of every M features of each token; 0 elsewhere, of the same
     shape and dtype. Of V:N:M, every block of V consecutive tokens and M features first keeps the
-    four features with the largest sum of magnitudes; tokens of zeros fill up the last block.
+    four features with the largest sum of magnitudes. Tokens of zeros fill up the last block.
     Ties keep the lower index, and a NaN is kept. ``activations``: (..., features). The gradient
     passes where the result is not 0; torch.compile sees a single operator. Raises ValueError
     where M does not divide the features."""

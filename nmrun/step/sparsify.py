@@ -77,9 +77,8 @@ def sparsify(
             dense, as the command line does by default; here the default is to leave none.
         overrides: other patterns for some layers, by such expressions: ``{"layer3\..*": "1:8",
             "fc": "dense"}``. The first match counts, and more than ``exclude``.
-        mvue: an N:M pattern. The weight gradients of sparse linear layers are computed from an
-            unbiased estimate of the output gradient, with at most N non-zeros in every M
-            consecutive tokens. Like ``fp8``, it is S-STE's, works with any recipe, and acts in
+        mvue: an N:M pattern. Sparse linear layers compute their weight
+            gradients from an unbiased estimate of the output gradient: N:M along the tokens. Like ``fp8``, it is S-STE's, works with any recipe, and acts in
             training mode outside dense phases.
         fp8: round the operands of these layers' three products to FP8 (simulated).
         pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short.
@@ -94,10 +93,10 @@ def sparsify(
         hyperparameters: the recipe's own, under the names of its paper.
 
     Raises:
-        ConfigError: (a ValueError) for an unknown recipe, pattern or value, a model without a
-            weight that can be sparse, weights that are sparse already, an optimizer that the recipe
-            cannot work with, or an optimizer state of another training. Model and optimizer are
-            unchanged then.
+        ConfigError: (a ValueError) for an unknown recipe, pattern or value, and for a model
+            without a weight that can be sparse or with weights that are sparse already. Also for an
+            optimizer that the recipe cannot work with, or with the state of another training.
+            Model and optimizer are unchanged then.
         TypeError: for an unknown hyperparameter.
     """
     pattern = Pattern.parse(pattern)
@@ -169,9 +168,8 @@ def sparsify(
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside the wrappers of accelerate, Lightning or fairseq. Raises
-    ConfigError for what is no torch optimizer, and for optimizers that evaluate gradients
-    several times a step, do not save the state of all parameters, or move weights elsewhere than
-    in a step."""
+    ConfigError for what is no torch optimizer. Also for optimizers that evaluate
+    gradients several times a step, save the state of some parameters, or move weights elsewhere."""
     while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
         inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
         if inner is None or inner is optimizer:

@@ -1,9 +1,9 @@
 """What fairseq-train imports: options, an optimizer, and the call of ``nmrun.sparsify``.
 
-fairseq has no hook that sees model and optimizer together before a checkpoint is loaded, so the
-options are added to its ``optimization`` group, and ``Trainer._build_optimizer`` is followed by the
-call; and none at the end, so fairseq-train's ``main`` is followed by the end of the recipe. No
-annotation here is a text: fairseq reads the types of an option from the class.
+fairseq has no hook that sees model and optimizer together before a checkpoint is loaded. So the
+options join its ``optimization`` group, and the call follows ``Trainer._build_optimizer``. It has
+no hook at the end either: the end of the recipe follows fairseq-train's ``main``. No annotation
+here is a text: fairseq reads the types of an option from the class.
 """
 
 import ast
