@@ -77,9 +77,9 @@ def sparsify(
             dense, as the command line does by default; here the default is to leave none.
         overrides: other patterns for some layers, by such expressions: ``{"layer3\..*": "1:8",
             "fc": "dense"}``. The first match counts, and more than ``exclude``.
-        mvue: an N:M pattern. Sparse linear layers compute their weight
-            gradients from an unbiased estimate of the output gradient: N:M along the tokens. Like ``fp8``, it is S-STE's, works with any recipe, and acts in
-            training mode outside dense phases.
+        mvue: an N:M pattern. Sparse linear layers compute their weight gradients from an unbiased
+            estimate of the output gradient, N:M along the tokens. Like ``fp8``, it is S-STE's, works
+            with any recipe, and acts in training mode outside dense phases.
         fp8: round the operands of these layers' three products to FP8 (simulated).
         pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short.
         input_gradient: how sparse layers compute the gradient of their input. ``exact``: with the
