@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.signals import end_run
-from nmrun.recipes import installed
 
 
 class Parser(argparse.ArgumentParser):
@@ -171,6 +170,8 @@ def consent_option(parser: argparse.ArgumentParser) -> None:
 def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[str]:
     """The ``_target_`` of each of these groups, but for recipes that an installed package
     registers. Any other counts: among what is installed there are functions that load anything."""
+    from nmrun.recipes import installed  # which --help need not wait for
+
     targets = (config.get(group, {}).get("_target_") for group in groups)
     registered = {None, *installed().values()}
     return [str(target) for target in targets if target not in registered]
