@@ -112,7 +112,6 @@ def _run(verb: str, words: Sequence[str]) -> int:
 
 
 def _complete_verbs() -> None:
-    """Print the verbs that the first word may become; Hydra prints keys and options after them."""
     words = os.environ.get("COMP_LINE", "").split(" ")
     if len(words) == 2 and "=" not in words[1]:
         print(" ".join(verb for verb in all_verbs() if verb.startswith(words[1])))
@@ -140,7 +139,6 @@ def _topic(word: str) -> str:
 
 
 def explain(argv: list[str]) -> int:
-    """``nmrun help TOPIC``; returns the exit status."""
     asked = _help_parser().parse_intermixed_args(argv)
     if asked.topic and asked.topic[0] in all_verbs():
         return _run(asked.topic[0], ["--help"])

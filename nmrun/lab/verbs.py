@@ -27,7 +27,6 @@ class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that raises ConfigError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with this message."""
         raise ConfigError(message)
 
 
@@ -82,7 +81,6 @@ def waiting(text: str) -> None:
 
 
 def no_longer_waiting() -> None:
-    """Take away what :func:`waiting` shows."""
     while _waiting:
         _waiting.pop().write("\r\x1b[K")
 
@@ -180,7 +178,6 @@ def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[st
 def demand_consent(
     folder: object, config: Mapping[str, Any], given: bool, groups: Iterable[str] = BUILT
 ) -> None:
-    """Raise ConfigError where a run's config names code, unless consent is given."""
     if not given and (found := code_of(config, groups)):
         raise ConfigError(
             f"{folder}: the run imports {', '.join(found)}, which may do anything; --yes says that "

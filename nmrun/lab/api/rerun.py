@@ -18,7 +18,6 @@ MARKS = ("_target_", "${", "@")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the command and do it; returns its exit status."""
     parser = Parser(prog="nmrun rerun", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument(

@@ -180,7 +180,6 @@ class Result:
         return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))
 
     def _lines(self) -> list[tuple[str, str]]:
-        """What there is to show: name and value."""
         config = self.config
         groups = ("dataset", "model", "recipe")
         shown = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}

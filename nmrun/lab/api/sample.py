@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prompt and what follows it; returns the exit status."""
     parser = Parser(prog="nmrun sample", description=(__doc__ or "").partition(": ")[2])
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="the folder of a finished run")

@@ -25,7 +25,6 @@ KINDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """``nmrun bench``; returns the exit status."""
     words = list(argv)
     if words in (["-h"], ["--help"]):
         print(

@@ -80,7 +80,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def gpus() -> Iterator[tuple[str, str]]:
-    """A line for every GPU, and one for the driver."""
     import torch
 
     for i in range(torch.cuda.device_count()):

@@ -107,7 +107,6 @@ def measure(
 
 
 def page(rows: list[Row], fp8: bool, count: int) -> str:
-    """A table for each path, dense first."""
     kind = "bfloat16 rounded to FP8" if fp8 else "bfloat16"
     parts = [
         f"Products with a 2:4 weight, {kind}: times as fast as the dense product. "
@@ -140,7 +139,6 @@ LIBRARIES = ("torch", "oneDNN")
 
 
 def onednn(x: Tensor, weight: Tensor) -> Tensor:
-    """``x W^T`` by oneDNN."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
 
@@ -221,7 +219,6 @@ def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
 
 
 def page_of_cpu(rows: Sequence[Row]) -> str:
-    """A table for each of :data:`WHAT`."""
     parts = [
         "A linear layer's products with an N:M weight on the CPU, float32: times as fast as the better "
         "dense product. Median [quartiles] of paired rounds, "

@@ -102,7 +102,6 @@ def _asked_of_driver(gpu: Any) -> Machine:
 
 
 def machine_line(machine: Machine) -> str:
-    """One line of it for the reader."""
     if "gpu" in machine:
         more = ", ".join(str(machine[key]) for key in ("power", "clock") if key in machine)
         return f"{machine['gpu']} ({more}), torch {machine['torch']}, CUDA {machine['cuda']}, cuSPARSELt {machine['cusparselt']}"
@@ -184,7 +183,6 @@ def quartiles(name: str, values: Sequence[float]) -> Row:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Quotients of paired rounds."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 

@@ -111,7 +111,6 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench layer``."""
     device = harness.device_of(options.device)
     tokens = options.tokens or LAYER_TOKENS[device.type]
 

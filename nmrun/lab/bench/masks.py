@@ -148,7 +148,6 @@ def page(rows: list[Row]) -> str:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench masks``."""
     device, dtype = harness.device_of(options.device), getattr(torch, options.dtype)
 
     def cases() -> Iterator[list[Row]]:

@@ -91,7 +91,6 @@ def overrides(folder: Path, words: Sequence[str]) -> list[str]:
 
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
-    """The config of a run of these overrides."""
     return config_of(overrides(folder, words))
 
 

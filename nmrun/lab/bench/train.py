@@ -134,7 +134,6 @@ HEAD = (
 
 
 def line(row: Row) -> list[str]:
-    """A row of the table."""
     if "wrong" in row:
         return [row["model"], "", row["arm"], row["wrong"], "", "", "", ""]
     return [
@@ -145,7 +144,6 @@ def line(row: Row) -> list[str]:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench train``."""
     device = harness.device_of(options.device)
     compiled = device.type == "cuda" if options.compile is None else options.compile
     arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]

@@ -69,7 +69,6 @@ class FinishedRun:
 
 
 def write_about(about: dict[str, Any], folder: Path) -> None:
-    """Write ``sparsity.json``."""
     (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
 
 

@@ -70,7 +70,6 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
 
 def _config(run: FinishedRun) -> Any:
-    """The GPT-2 config of a GPT of ours."""
     try:
         import transformers
     except ImportError:

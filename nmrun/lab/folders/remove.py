@@ -18,7 +18,6 @@ Files = dict[Path, tuple[int, int]]  # size and time of change of each
 
 
 def main(argv: Sequence[str]) -> int:
-    """List the runs, ask, and delete; returns the exit status."""
     parser = Parser(prog="nmrun rm", description=(__doc__ or "").partition(": ")[2])
     status.path_option(parser)
     parser.add_argument("--failed", action="store_true", help="runs that failed")

@@ -47,7 +47,6 @@ def alternatives(condition: str) -> tuple[str, list[str]]:
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two values are equal as texts or as numbers."""
     try:
         return a == b or float(a) == float(b)
     except ValueError:
@@ -58,7 +57,6 @@ HERE = ("output_dir", "resume", "force", "dry", "seeds")  # of the command, not 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the comparison; returns the exit status."""
     parser = Parser(
         prog="nmrun compare",
         description="The settings in which runs differ and their metrics, side by side.",

@@ -89,7 +89,6 @@ def _run(folder: Path) -> RunState:
 
 
 def _step(folder: Path) -> int | None:
-    """The last step in ``metrics.jsonl``."""
     rows = documents.newest_first(folder / METRICS)
     return next((int(row["step"]) for row in rows if type(row.get("step")) is int), None)
 
@@ -186,7 +185,6 @@ def _row(run: RunState, path: Path) -> dict[str, str]:
 
 
 def _progress(folder: Path, running: bool) -> dict[str, str]:
-    """How far a run is: its epoch or step, the last evaluation, the time left."""
     now = run_folder.position_of(folder, RunFolder(folder).config.get("trainer", {}))
     if now is None:
         return {}
@@ -214,7 +212,6 @@ def folder_of(path: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``nmrun status`` with these words; returns the exit status."""
     parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
     path_option(parser)
     kind = parser.add_mutually_exclusive_group()
@@ -236,7 +233,6 @@ def main(argv: list[str]) -> int:
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    """For scripts."""
     records = [(folder, running, sweep.read(folder)) for folder, running in sweeps(path)]
     told = [
         {
@@ -280,7 +276,6 @@ def _lines(
 
 
 def _rank(run: RunState) -> tuple[int, float]:
-    """The place of a run in the list."""
     order = ("running", *STATES[2:], "finished")
     ended = 0.0
     if run.state == "finished":

@@ -53,7 +53,6 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file, likewise."""
     try:
         return plain(yaml.safe_load(read(path).decode()))
     except RecursionError:

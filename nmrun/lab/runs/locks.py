@@ -124,7 +124,6 @@ def _flock(handle: int, kind: int) -> bool:
 
 
 def _is(handle: int, path: Path) -> bool:
-    """Whether an open file is the one with this name."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

@@ -64,7 +64,6 @@ class RunFolder:
 
     @property
     def is_of_another(self) -> bool:
-        """Whether ``result.json`` is of another run than the folder."""
         return self._looked_at[2]
 
     @property

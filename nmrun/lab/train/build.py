@@ -273,7 +273,6 @@ def _accelerated(
     precision: str,
     times: Mapping[str, Any],
 ) -> list[Choice]:
-    """N:M products where they pay, of weights and of activations."""
     accumulate = trainer.accumulate * ranks.world()
     in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
     on_cpu = not acceleration.is_24(device)

@@ -50,7 +50,6 @@ class CheckpointClock:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around what saves a checkpoint, by time or not."""
         began = time.perf_counter()
         yield
         self._since = time.perf_counter()
@@ -208,7 +207,6 @@ def _read(path: Path, mapped: bool) -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)

@@ -78,7 +78,6 @@ class Console:
         self.note(text) if self.brief else self.say(text, style=style)
 
     def note(self, text: str) -> None:
-        """A line for the log only."""
         if self.log is None:
             return
         try:

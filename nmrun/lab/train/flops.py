@@ -150,7 +150,6 @@ class Products(NamedTuple):
     weight_gradient: float
 
     def saved(self, densities: Densities) -> float:
-        """The FLOPs that these densities leave out."""
         return sum(flops * (1.0 - share) for flops, share in zip(self, densities, strict=True))
 
 
@@ -221,7 +220,6 @@ class Flops:
         return self.dense + self.teacher - saved
 
     def _left(self, part: LayerFlops, own: Densities, pruned: bool, hardware: bool) -> Densities:
-        """What the zeros of weights, ``own``, and of activations leave."""
         if not pruned or not (part.feeds or part.reads):
             return own
         assert self.activations is not None

@@ -247,7 +247,6 @@ class Loop:
         return True
 
     def _due(self, step: int) -> Due:
-        """What follows a step, counted from 0."""
         trainer = self.trainer
         epoch, index = divmod(step, self.task.batches_per_epoch)
         every = trainer.checkpoint_every
@@ -338,7 +337,6 @@ class Loop:
     # --- the beginning and the end ----------------------------------------------------------------
 
     def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
-        """Count what was needed before the first step as part of the run."""
         self.seconds += seconds
         for name, number in flops.items():
             self.steps.flops[name] += number

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prune, evaluate before and after, and write a run folder; returns 0."""
     parser = verbs.Parser(
         prog="nmrun prune",
         description="Prune a trained network in one shot, and evaluate it before and after.",

@@ -144,7 +144,6 @@ def kept_shares(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> dict[str, Kept]:
-    """What each layer keeps at N of m, m/2, ..., 1."""
     layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
         layers.setdefault(c.module_name, []).append(
@@ -171,7 +170,6 @@ Costs = dict[str, dict[int, float]]  # by module name and N; N = M is dense
 
 
 def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -> Costs:
-    """Count the FLOPs of layers' forward products."""
     every = Pattern(1, 1)
     found: Costs = {}
     for name in names:

@@ -27,7 +27,6 @@ GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the ratios and the command; returns the exit status."""
     parser = Parser(
         prog="nmrun ratios",
         description="Propose a ratio for each layer of a finished run's model. Of all choices within the budget it takes the "
@@ -73,7 +72,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
-    """The ratios of the layers, what they cost, and the command."""
     import torch
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
@@ -121,7 +119,6 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
 
 
 def _table(found: Proposal, timed: Timed | None) -> list[str]:
-    """A line for each layer: its ratio, its times, what it keeps."""
     width = max(map(len, found.ratios))
     lines = []
     if timed is not None:

@@ -168,7 +168,6 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
 
 
 def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Write a file of safetensors whole, on the leader alone."""
     if ranks.leads():
         with atomic.replaced(path) as partial:
             save_file(weights, partial)

@@ -151,7 +151,6 @@ class _Run:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """What is in ``result.json`` from now on."""
         ended = results.of_outcome(outcome, self.config, self.command, self.loop)
         ended = results.write(ended, self.folder)
         if self.tracker is not None:
@@ -199,7 +198,6 @@ class _Run:
             torch.cuda.empty_cache()
 
     def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
-        """Train from the last checkpoint to the end, or to a signal."""
         config, folder = self.config, self.folder
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         if state is None and not (fresh or complaints) and (folder / CONFIG).exists():

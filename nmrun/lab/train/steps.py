@@ -129,7 +129,6 @@ class TrainingSteps:
         return contextlib.nullcontext() if everywhere else self.forward.no_sync()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of every forward pass."""
         return autocast(self.device, self.precision)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +138,6 @@ class TrainingSteps:
         return {**self.held.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
         self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         for name in COUNTS:

@@ -169,8 +169,6 @@ _unreachable = (
 
 
 class Logger(Protocol):
-    """What gets the metrics of one run."""
-
     def log(self, row: dict[str, Any]) -> None:
         """Log a row of ``metrics.jsonl``."""
 
@@ -192,7 +190,6 @@ class TrackedRun:
 
     @property
     def ratio(self) -> str:
-        """``2:4``, or ``dense``."""
         return written(self.config["sparsity"])
 
     @property
@@ -204,7 +201,6 @@ class TrackedRun:
 
     @property
     def tags(self) -> list[str]:
-        """Recipe, ratio, data set, model, and those of ``track.tags``."""
         names = (self.config[group]["name"] for group in ("recipe", "dataset", "model"))
         return list(dict.fromkeys([*names, self.ratio, *self.config["track"]["tags"]]))
 
@@ -219,11 +215,9 @@ class WandBLogger:
         self._run, self._say = run, say
 
     def log(self, row: dict[str, Any]) -> None:
-        """Log a row at its step."""
         self._run.log(row, step=row["step"])
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Write the summary, and upload what is left."""
         self._run.summary.update(summary)
         self._run.finish(exit_code=exit_code)
         if self._say is not None:
@@ -312,19 +306,15 @@ def logged_in() -> bool:
 
 
 class TensorBoardLogger:
-    """A writer of event files."""
-
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write the numbers of a row at its step and time."""
         for key, value in row.items():
             if key not in ("step", "time") and isinstance(value, int | float):
                 self._writer.add_scalar(key, value, row["step"], row.get("time"))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Write the summary as a text, and close the files."""
         self._writer.add_text("summary", _block(summary))
         self._writer.close()
 
@@ -343,7 +333,6 @@ def begin_tensorboard(run: TrackedRun) -> TensorBoardLogger:
 
 
 def _block(plain: dict[str, Any]) -> str:
-    """Plain data as a block of Markdown."""
     return "".join(f"    {line}\n" for line in json.dumps(plain, indent=2).splitlines())
 
 
@@ -351,13 +340,10 @@ def _block(plain: dict[str, Any]) -> str:
 
 
 class MLflowLogger:
-    """A run of MLflow."""
-
     def __init__(self, client: Any, run_id: str) -> None:
         self._client, self._id = client, run_id
 
     def log(self, row: dict[str, Any]) -> None:
-        """Log the numbers of a row at its step and time."""
         from mlflow.entities import Metric
 
         when = round(1000 * row.get("time", time.time()))

@@ -182,7 +182,6 @@ def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
 
 
 def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = None) -> Probe:
-    """A short training."""
     plain = copy.deepcopy(config.plain)
     plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
     trial = Config(plain, config.pattern)

@@ -104,11 +104,9 @@ class Replicated:
         return DistributedDataParallel(model) if ranks.world() > 1 else model
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of model and optimizer, the recipe's state included."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -171,7 +169,6 @@ class Average:
                 tensor.copy_(self.sums[name] / self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, of which each process has a part where the model is sharded."""
         return {"sums": dict(self.sums), "count": self.count}
 
     def load_state_dict(

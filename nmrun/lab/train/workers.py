@@ -63,7 +63,6 @@ class Sweeper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def catch(self, number: int, frame: FrameType | None = None) -> None:
-        """End the sweep as this signal does."""
         if self.caught is None:
             self.caught, self._since = number, time.monotonic()
             sweep.note_signal(self.folder, number)
@@ -77,7 +76,6 @@ class Sweeper:
 
 
 def note_killed(folder: Path) -> None:
-    """Note and say that the jobs which ran have ended with their processes."""
     tell(
         ["a worker was killed, as the system does where memory runs out; the others ended with it"]
     )
@@ -90,7 +88,6 @@ def note_killed(folder: Path) -> None:
 
 
 def launched_this() -> bool:
-    """Whether the sweep's process has started this one."""
     return ends_with(int(os.environ.get(SWEEPER, 0)))
 
 
@@ -222,7 +219,6 @@ class SweepTable:
 
 
 def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
-    """The line of a job that has ended."""
     status = line["status"]
     final = (line.get("metrics") or {}).get("final", {})
     if status in ("finished", "skipped") and line.get("metric"):

@@ -101,7 +101,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_seeds(seeds: set[int]) -> None:
-    """Raise ConfigError for a seed that is reported and used for tuning too."""
     from nmrun.lab.tune.study import AGAIN, SEED
 
     for taken in sorted({SEED, *AGAIN} & seeds):

@@ -130,13 +130,11 @@ def configs(cell: TuningCell, trials: int) -> list[Config]:
 
 
 def _reported(cell: TuningCell, trials: int) -> list[list[str]]:
-    """The words of the runs of a cell's seeds."""
     best = study_of(cell).best(trials)
     return [_words(cell, best.params, seed) for seed in cell.seeds] if best else []
 
 
 def study_of(cell: TuningCell) -> Study:
-    """Open the study of a cell, with the runs that ended by now."""
     return Study(cell.folder, cell.searched, cell.defaults, ended(cell.folder, cell.searched))
 
 
@@ -146,7 +144,6 @@ def shown(params: Mapping[str, Any]) -> str:
 
 
 def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
-    """What asks for one run, after ``nmrun``."""
     return [*cell.words, *plan.words_of(params), f"seed={seed}"]
 
 
@@ -242,7 +239,6 @@ def expected(cells: Sequence[TuningCell], trials: int) -> float | None:
 
 
 def _took(cell: TuningCell) -> list[float]:
-    """The seconds of the finished runs that are like a cell's."""
     wanted = _alike(cell.config.plain)
     places = [*(cell.folder / RUNS).glob("*/*/*/*/*"), *run_folder(cell.config).parent.glob("*")]
     results = [result for place in places if (result := RunFolder(place).finished())]
@@ -284,7 +280,6 @@ class Outcome:
 
 
 def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
-    """Collect what a comparison's cells have."""
     runs: list[dict[str, Any]] = []
     tried: list[dict[str, Any]] = []
     tuning: list[list[str]] = []

@@ -50,7 +50,6 @@ class TuningCell:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The config's own values of what is searched."""
         flat = schema.flatten(self.config.plain)
         return {key: flat[key] for key in self.searched}
 
@@ -137,7 +136,6 @@ def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
 
 
 def total(cells: Sequence[TuningCell], trials: int) -> int:
-    """Count the runs of a comparison, where no trial fails."""
     return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
 
 
@@ -168,7 +166,6 @@ def space_of(config: Config, given: Space) -> Space:
 
 
 def has(config: Config, key: str) -> bool:
-    """Whether a config has a key, such as ``recipe.decay``."""
     group, _, name = key.partition(".")
     return name in config.plain.get(group, {})
 
@@ -199,7 +196,6 @@ def read_space(words: Sequence[str]) -> Space:
 
 
 def words_of(params: Mapping[str, Any]) -> list[str]:
-    """Write what was found as overrides."""
     return [f"{key}={value}" for key, value in params.items()]
 
 

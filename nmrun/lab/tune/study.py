@@ -105,7 +105,6 @@ class Study:
         return ended
 
     def run(self, params: Mapping[str, Any], seed: int) -> Trial | None:
-        """Find the run with some settings and a seed; None where it has not ended."""
         return next((run for run in self.runs if (run.params, run.seed) == (params, seed)), None)
 
     def add(self, params: Mapping[str, Any]) -> None:
@@ -145,11 +144,9 @@ class Study:
         return choose(means, key=_value) if means else None
 
     def seconds(self, count: int) -> float:
-        """Add up the seconds of the trials that count and of the finalists' repeats."""
         return sum(run.seconds for run in [*self.trials()[:count], *self.repeats()])
 
     def repeats(self) -> list[Trial]:
-        """List the finalists' runs with other seeds."""
         return [run for run in self.runs if run.seed in AGAIN]
 
     def propose(self, count: int) -> dict[str, Any]:
