@@ -122,6 +122,9 @@ def raise_interrupt(outcome: dict[str, Any]) -> None:
         raise SystemExit(128 + int(outcome["signal"]))
 
 
+# --- the result -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, repr=False)
 class Result:
     """A run and its folder.
@@ -193,6 +196,8 @@ class Result:
         ]
 
 
+# --- the process ----------------------------------------------------------------------------------
+
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT")
 
 
@@ -218,6 +223,9 @@ def unchanged() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         if device is not None:
             torch.cuda.set_device(device)
+
+
+# --- arguments of Python as words -----------------------------------------------------------------
 
 
 def asked(

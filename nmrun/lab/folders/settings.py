@@ -53,6 +53,8 @@ def same(a: str, b: str) -> bool:
         return False
 
 
+# --- nmrun compare --------------------------------------------------------------------------------
+
 HERE = ("output_dir", "resume", "force", "dry", "seeds")  # of the command, not of the training
 
 

@@ -114,6 +114,9 @@ def plain(value: Any) -> Any:
     return copied(value, 0)
 
 
+# --- lines of JSON --------------------------------------------------------------------------------
+
+
 def read_lines(
     path: Path, parsed: Callable[[bytes], Any] = parsed
 ) -> tuple[list[dict[str, Any]], list[int]]:

@@ -310,6 +310,9 @@ def _wrong_config(config: Mapping[str, Any]) -> str:
     return ""
 
 
+# --- how far the run is ---------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Position:
     """As of the last rows. Texts are empty, and numbers None, where they do not say.

@@ -286,6 +286,9 @@ def _memory(device: torch.device) -> list[Fact]:
     return []
 
 
+# --- the plan -------------------------------------------------------------------------------------
+
+
 def plan_lines(config: Config, parts: Parts) -> list[str]:
     """How long and on what a run trains, which weights are sparse, which are not and why, density
     and FLOPs."""

@@ -205,10 +205,12 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-Parts = Mapping[tuple[Any, ...], Any]  # sharded tensors by their path in a nested dict
+# --- on the disk ----------------------------------------------------------------------------------
+
+Tensors = Mapping[tuple[Any, ...], Any]  # sharded tensors by their path in a nested dict
 
 
-def save_shards(folder: Path, parts: Parts) -> dict[str, Any]:
+def save_shards(folder: Path, parts: Tensors) -> dict[str, Any]:
     """Write one-dimensionally sharded tensors to a folder, which is not there yet and which all
     processes see. All ranks call; when they return, it is whole and on the disk.
 

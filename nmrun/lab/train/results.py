@@ -180,6 +180,8 @@ def remove_unfinished(folder: Path) -> None:
         path.unlink()
 
 
+# --- the environment ------------------------------------------------------------------------------
+
 PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wandb")
 
 

@@ -214,6 +214,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+# --- where a value is not finite ------------------------------------------------------------------
+
+
 def culprit(
     model: nn.Module,
     loss_of: Loss,

@@ -92,6 +92,9 @@ def load(
     )
 
 
+# --- in the processes -----------------------------------------------------------------------------
+
+
 class Replicated:
     """A sparse model, its optimizer and its handle, whole in every process; in shards it is
     ``nmrun.lab.train.fsdp.Sharded``."""

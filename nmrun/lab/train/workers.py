@@ -134,6 +134,8 @@ def _alive(process: int) -> bool:
     return False
 
 
+# --- the table ------------------------------------------------------------------------------------
+
 GAP = 2  # columns
 PAUSE = 0.5  # seconds between two looks
 STYLES = {"finished": "green", "failed": "bold red", "refused": "bold red", "killed": "bold red"}

@@ -254,6 +254,8 @@ def _alike(config: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+# --- what was found -------------------------------------------------------------------------------
+
 RUNS_CSV, TRIALS_CSV, TABLE = "runs.csv", "trials.csv", "table.md"
 CELL = "tuned.cell"
 IN_TITLE = ("dataset", "model", "optimizer")
