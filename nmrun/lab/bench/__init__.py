@@ -1,8 +1,8 @@
 """``nmrun bench WHAT``: how fast masks, 2:4 products, layers, training and inference are on the
 machine at hand.
 
-Each benchmark is a module of this package with a ``main(options, argv)`` of its own; without WHAT
-it is ``recipes``. ``options`` has their options, ``harness`` what they share.
+Each benchmark is a module of this package, whose ``benchmark`` takes the values of its options; without
+WHAT it is ``recipes``. ``options`` reads them, ``harness`` has what all share.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ def main(argv: Sequence[str]) -> int:
         )
     from nmrun.lab.bench import options
 
-    found = options.parse(what, words)
-    module = "infer_cpu" if found.on_cpu else what
-    return int(importlib.import_module(f"nmrun.lab.bench.{module}").main(found, words))
+    found = vars(options.parse(what, words))
+    out, on_cpu = found.pop("out"), found.pop("on_cpu")
+    import torch
+
+    from nmrun.lab.bench import harness
+
+    module = importlib.import_module(f"nmrun.lab.bench.{'infer_cpu' if on_cpu else what}")
+    threads = torch.get_num_threads()
+    try:
+        harness.run(what, module.benchmark(**found), out, words)
+    finally:
+        torch.set_num_threads(threads)
+    return 0

@@ -14,7 +14,6 @@ step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,7 +29,7 @@ from nmrun.fast.cpu import linear
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.measurement import ONEDNN
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, ratios, rounds, speedup
+from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, ratios, rounds, speedup
 from nmrun.lab.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
@@ -243,29 +242,30 @@ def page_of_cpu(rows: Sequence[Row]) -> str:
 # --- the command -----------------------------------------------------------------------------------
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    device = harness.device_of(options.device)
-    harness.needs_products(device)
-    on_cpu = not acceleration.is_24(device)
-    if options.fp8 and on_cpu:
+def benchmark(
+    shapes: Sequence[tuple[int, int]] | None, tokens: Sequence[int] | None, fp8: bool,
+    sparsity: Sequence[Pattern] | None, rounds: int, device: str,
+) -> Benchmark:  # fmt: skip
+    place = harness.device_of(device)
+    harness.needs_products(place)
+    on_cpu = not acceleration.is_24(place)
+    if fp8 and on_cpu:
         raise ConfigError("--fp8: there are no products of FP8 numbers on a CPU")
-    if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if fp8 and place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 9):
         raise ConfigError("--fp8: this GPU has no products of FP8 numbers")
-    where, count = "cpu" if on_cpu else "cuda", options.rounds
-    ratios = [str(p) for p in options.sparsity or CPU_RATIOS]
-    clock = harness.cpu_clock() if on_cpu else Clock(device)
+    where = "cpu" if on_cpu else "cuda"
+    ratios = [str(p) for p in sparsity or CPU_RATIOS]
+    clock = harness.cpu_clock() if on_cpu else Clock(place)
 
     def cases() -> Iterator[list[Row]]:
-        for narrow, wide in options.shapes or map(shape, GEMM_SHAPES[where]):
+        for narrow, wide in shapes or map(shape, GEMM_SHAPES[where]):
             for inputs, outputs in dict.fromkeys(((narrow, wide), (wide, narrow))):
-                for tokens in options.tokens or GEMM_TOKENS[where]:
-                    harness.note(f"{inputs} to {outputs}, {tokens} tokens")
+                for many in tokens or GEMM_TOKENS[where]:
+                    harness.note(f"{inputs} to {outputs}, {many} tokens")
                     if on_cpu:
-                        yield measure_on_cpu(inputs, outputs, tokens, ratios, count, clock)
+                        yield measure_on_cpu(inputs, outputs, many, ratios, rounds, clock)
                     else:
-                        yield measure(inputs, outputs, tokens, count, clock, device, options.fp8)
+                        yield measure(inputs, outputs, many, rounds, clock, place, fp8)
 
-    report = page_of_cpu if on_cpu else partial(page, fp8=options.fp8, count=count)
-    variant = "_fp8" if options.fp8 else ""
-    harness.run("gemm", cases(), report, options.out, argv, device, variant)
-    return 0
+    report = page_of_cpu if on_cpu else partial(page, fp8=fp8, count=rounds)
+    return Benchmark(cases(), report, place, "_fp8" if fp8 else "")

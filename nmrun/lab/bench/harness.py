@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -227,18 +227,22 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
     return table([down, *map(str, columns)], lines)
 
 
-def run(
-    name: str,
-    cases: Iterable[list[Row]],
-    page: Callable[[list[Row]], str],
-    out: Path | None,
-    argv: Sequence[str],
-    device: torch.device,
-    variant: str = "",
-) -> list[Row]:
+class Benchmark(NamedTuple):
+    """The ``cases`` of a benchmark, measured as they are asked for, and the ``page`` of their rows.
+    ``left_out`` says what cannot be measured; where that is all, it is a mistake in the command."""
+
+    cases: Iterable[list[Row]]
+    page: Callable[[list[Row]], str]
+    device: torch.device
+    variant: str = ""
+    left_out: Sequence[str] = ()
+
+
+def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) -> None:
     """Measure case by case, then print the page and with ``--out`` write it as .md and .json. What
     is there is reported also where an error or Ctrl-C is the end."""
     rows: list[Row] = []
+    cases, page, device, variant, left_out = benchmark
     try:
         for some in cases:
             rows += some
@@ -253,7 +257,8 @@ def run(
                 record = {**about, "rows": [_plain(row) for row in rows]}
                 (out / f"{stem}.md").write_text(text + "\n")
                 (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-    return rows
+    if left_out and not rows:
+        raise ConfigError(list(left_out))
 
 
 def _plain(row: Row) -> Row:

@@ -8,7 +8,6 @@ Times are those of a call, with the time that the host takes to launch it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.lab import models
 from nmrun.lab.bench import gemm, harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.networks import composed, each, random_text
 from nmrun.lab.keys.texts import TokenBin
 from nmrun.patterns import Pattern
@@ -183,26 +182,25 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
     return torch.randn(batch, *inputs["shape"], device=device).to(gemm.DTYPE)
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` where there are 2:4 products."""
-    device = harness.device_of(options.device)
-    harness.needs_products(device)
-    compiled, count = options.compile, options.rounds
+def benchmark(
+    models: Sequence[str], batches: Sequence[int], compile: bool, overrides: Sequence[str], rounds: int, device: str
+) -> Benchmark:  # fmt: skip
+    """``nmrun bench infer`` where there are 2:4 products."""
+    place = harness.device_of(device)
+    harness.needs_products(place)
 
     def cases() -> Iterator[list[Row]]:
-        paths, wrong = right_paths(device)
+        paths, wrong = right_paths(place)
         yield wrong
         yield from each(
-            options.models,
-            lambda words: measure(
-                [*words, *options.overrides], paths, options.batches, compiled, count, device
-            ),
+            models,
+            lambda words: measure([*words, *overrides], paths, batches, compile, rounds, place),
         )
 
     def page(rows: list[Row]) -> str:
         title = (
-            "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
-            f" [quartiles] of paired rounds, n = {count}. Compiled: {'yes' if compiled else 'no'}."
+            "Forward passes in evaluation, bfloat16: milliseconds of dense ones, of those with 2:4 layers times as fast. "
+            f"Median [quartiles] of paired rounds, n = {rounds}. Compiled: {'yes' if compile else 'no'}."
         )
 
         def cell(row: Row) -> str:
@@ -215,5 +213,4 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
         return "\n\n".join([title, harness.grid(shown, "batch", "arm", cell), *unused])
 
-    harness.run("infer", cases(), page, options.out, argv, device)
-    return 0
+    return Benchmark(cases(), page, place)

@@ -12,7 +12,6 @@ thread the CPU time of the process, threads of runtimes among it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import statistics
@@ -30,7 +29,7 @@ from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
 from nmrun.lab.bench import harness, peers
-from nmrun.lab.bench.harness import Row, quartiles, ratios, rounds
+from nmrun.lab.bench.harness import Benchmark, Row, quartiles, ratios, rounds
 from nmrun.lab.bench.options import INFERRING, PRECISIONS
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
@@ -294,34 +293,29 @@ def held_bytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` on a CPU."""
-    device = harness.device_of(options.device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.threads or before)
-    threads = torch.get_num_threads()
+def benchmark(
+    models: Sequence[str], patterns: Sequence[Pattern], tokens: Sequence[tuple[int, int]],
+    precisions: Sequence[str] | None, arms: Sequence[str], threads: int | None, rounds: int, device: str,
+) -> Benchmark:  # fmt: skip
+    """``nmrun bench infer`` on a CPU."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     there = {peers.BF16: peers.has_bf16(), peers.INT8: not int8.obstacle()}
-    left = [p for p in options.precisions or () if not there.get(p, True)]
+    left = [p for p in precisions or () if not there.get(p, True)]
     if left:
         raise ConfigError(f"--precisions {left[0]}: this processor has no instructions for it")
-    precisions = options.precisions or [p for p in PRECISIONS if there.get(p, True)]
+    precisions = precisions or [p for p in PRECISIONS if there.get(p, True)]
 
     def cases() -> Iterator[list[Row]]:
-        for name in options.models:
-            for size in options.tokens:
+        for name in models:
+            for size in tokens:
                 harness.note(f"{name}, {size[0]} x {size[1]}")
-                yield measure(
-                    name, options.patterns, size, precisions, options.arms, options.rounds
-                )
+                yield measure(name, patterns, size, precisions, arms, rounds)
                 torch.compiler.reset()  # the compiler keeps what it compiled
                 gc.collect()
 
-    try:
-        shown = partial(page, count=options.rounds)
-        harness.run("infer", cases(), shown, options.out, argv, device, f"_{threads}_threads")
-    finally:
-        torch.set_num_threads(before)
-    return 0
+    variant = f"_{torch.get_num_threads()}_threads"
+    return Benchmark(cases(), partial(page, count=rounds), harness.device_of(device), variant)
 
 
 def page(rows: list[Row], count: int) -> str:

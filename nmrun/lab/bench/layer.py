@@ -9,7 +9,6 @@ cores all of them are masked, the same numbers by dense products, and "2:4" is l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from nmrun import optim
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.options import LAYER_SHAPES, LAYER_TOKENS, shape
 from nmrun.step.sparsify import sparsify
 
@@ -110,28 +109,30 @@ def measure(
     return rows
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    device = harness.device_of(options.device)
-    tokens = options.tokens or LAYER_TOKENS[device.type]
+def benchmark(
+    shapes: Sequence[tuple[int, int]] | None, tokens: int | None, accumulate: Sequence[int], rounds: int,
+    device: str,
+) -> Benchmark:  # fmt: skip
+    place = harness.device_of(device)
+    many = tokens or LAYER_TOKENS[place.type]
 
     def cases() -> Iterator[list[Row]]:
-        for inputs, outputs in options.shapes or map(shape, LAYER_SHAPES[device.type]):
-            for accumulate in options.accumulate:
-                harness.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
-                yield measure(inputs, outputs, tokens, accumulate, options.rounds, device)
+        for inputs, outputs in shapes or map(shape, LAYER_SHAPES[place.type]):
+            for batches in accumulate:
+                harness.note(f"{inputs} to {outputs}, micro-batches: {batches}")
+                yield measure(inputs, outputs, many, batches, rounds, place)
 
     def page(rows: list[Row]) -> str:
-        products = acceleration.is_24(device) and not acceleration.obstacle(device)
+        products = acceleration.is_24(place) and not acceleration.obstacle(place)
         numbers = "bfloat16."
         if not products:
             numbers = "No sparse tensor cores here: float32, masks in dense products."
         title = (
             f"Forward and backward of a linear layer: times as fast as dense. "
-            f"Median [quartiles] of paired rounds, n = {options.rounds}. {numbers} "
-            f"{tokens} tokens a micro-batch; xN: N of them share a projection."
+            f"Median [quartiles] of paired rounds, n = {rounds}. {numbers} "
+            f"{many} tokens a micro-batch; xN: N of them share a projection."
         )
         shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
         return f"{title}\n\n{harness.grid(shown, 'size', 'arm', harness.speed)}"
 
-    harness.run("layer", cases(), page, options.out, argv, device)
-    return 0
+    return Benchmark(cases(), page, place)

@@ -9,7 +9,6 @@ and STEP does. Arms that make what they return are held against ``torch.clone``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, quartiles, ratios, rounds
+from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, quartiles, ratios, rounds
 from nmrun.lab.bench.options import COLUMNS
 from nmrun.lab.bench.recipes import argsort_mask
 from nmrun.patterns import Pattern
@@ -147,14 +146,16 @@ def page(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    device, dtype = harness.device_of(options.device), getattr(torch, options.dtype)
+def benchmark(
+    patterns: Sequence[Pattern], weights: Sequence[float], arms: Sequence[str], dtype: str, rounds: int,
+    device: str,
+) -> Benchmark:  # fmt: skip
+    place, numbers = harness.device_of(device), getattr(torch, dtype)
 
     def cases() -> Iterator[list[Row]]:
-        for millions in options.weights:
-            for one in options.patterns:
+        for millions in weights:
+            for one in patterns:
                 harness.note(f"{one}, {millions:g} million weights")
-                yield measure(one, millions, options.arms, dtype, options.rounds, device)
+                yield measure(one, millions, arms, numbers, rounds, place)
 
-    harness.run("masks", cases(), page, options.out, argv, device)
-    return 0
+    return Benchmark(cases(), page, place)

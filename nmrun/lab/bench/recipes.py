@@ -8,7 +8,6 @@ ratio is an arm's time over the dense time of the same round.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.nn.utils import parametrize
 from nmrun import optim
 from nmrun.errors import ConfigError
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import Clock, Row
+from nmrun.lab.bench.harness import Benchmark, Clock, Row
 from nmrun.lab.models import small_conv, torchvision_models
 from nmrun.lab.train.build import fuse, lay_out
 from nmrun.patterns import Pattern
@@ -225,19 +224,21 @@ def measure(
     ]  # fmt: skip
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+def benchmark(
+    models: Sequence[str], patterns: Sequence[Pattern], recipes: Sequence[str], rounds: int
+) -> Benchmark:
     left_out: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
-        for name in options.models:
-            for pattern in options.patterns:
+        for name in models:
+            for pattern in patterns:
                 harness.note(f"{name} {pattern}")
-                yield measure(name, pattern, options.recipes, options.rounds, left_out)
+                yield measure(name, pattern, recipes, rounds, left_out)
 
     def page(rows: list[Row]) -> str:
         title = (
             "Time of a training step over the dense step, float32, AdamW: median [quartiles] of paired"
-            f" rounds, n = {options.rounds}."
+            f" rounds, n = {rounds}."
         )
         shown = [{**row, "step of": f"{row['model']} {row['pattern']}"} for row in rows]
         dense = {row["step of"]: row for row in shown}.values()
@@ -254,6 +255,4 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         )
         return "\n\n".join([title, text, *left_out])
 
-    if not harness.run("recipes", cases(), page, options.out, argv, DEVICE):
-        raise ConfigError(left_out)
-    return 0
+    return Benchmark(cases(), page, DEVICE, left_out=left_out)

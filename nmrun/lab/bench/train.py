@@ -10,7 +10,6 @@ best.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.networks import composed, each, random_text
 from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
 from nmrun.lab.keys.config import Config
@@ -143,28 +142,27 @@ def line(row: Row) -> list[str]:
     ]
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    device = harness.device_of(options.device)
-    compiled = device.type == "cuda" if options.compile is None else options.compile
-    arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]
-    own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
+def benchmark(
+    models: Sequence[str] | None, recipe: str, sparsity: Sequence[str], arms: Sequence[str] | None, steps: int,
+    compile: bool | None, overrides: Sequence[str], rounds: int, device: str,
+) -> Benchmark:  # fmt: skip
+    place = harness.device_of(device)
+    compiled = place.type == "cuda" if compile is None else compile
+    arms = arms or [arm for arm in TRAINING_ARMS if arm != "torch" or place.type == "cpu"]
+    own = [f"trainer.compile={compiled}", f"trainer.device={place.type}", *overrides]
 
     def of_network(words: Sequence[str]) -> list[Row]:
-        how = (options.steps, options.rounds, device)
+        how = (steps, rounds, place)
         return [
-            row
-            for ratio in options.sparsity
-            for row in measure([*words, *own], options.recipe, ratio, arms, *how)
+            row for ratio in sparsity for row in measure([*words, *own], recipe, ratio, arms, *how)
         ]
 
     def page(rows: list[Row]) -> str:
         title = (
-            f"Training steps, {options.recipe}: milliseconds, and times as fast as dense. "
-            f"Median [quartiles] of paired stretches of {options.steps} steps, n = {options.rounds}. "
+            f"Training steps, {recipe}: milliseconds, and times as fast as dense. "
+            f"Median [quartiles] of paired stretches of {steps} steps, n = {rounds}. "
             f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )
         return f"{title}\n\n{table(HEAD, [line(row) for row in rows])}"
 
-    networks = each(options.models or TRAINED[device.type], of_network)
-    harness.run("train", networks, page, options.out, argv, device)
-    return 0
+    return Benchmark(each(models or TRAINED[place.type], of_network), page, place)

@@ -8,7 +8,6 @@ step, as with any other optimizer.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from torch import nn
 
 from nmrun import optim
-from nmrun.errors import ConfigError
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, quartiles, ratios, rounds
+from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, quartiles, ratios, rounds
 from nmrun.lab.bench.recipes import ARMS
 from nmrun.patterns import Pattern
 
@@ -71,29 +69,29 @@ def measure(
     ]  # fmt: skip
 
 
-def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    device = harness.device_of(options.device)
+def benchmark(
+    patterns: Sequence[Pattern], weights: float, recipes: Sequence[str], rounds: int, device: str
+) -> Benchmark:
+    place = harness.device_of(device)
     left_out: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
-        for one in options.patterns:
-            for recipe in options.recipes:
+        for one in patterns:
+            for recipe in recipes:
                 harness.note(f"{recipe} {one}")
                 try:
-                    yield measure(recipe, one, options.weights, options.rounds, device)
+                    yield measure(recipe, one, weights, rounds, place)
                 except ValueError as error:  # a pattern that does not divide the inputs
                     left_out.append(f"{one} without {recipe}: {error}")
 
     def page(rows: list[Row]) -> str:
         dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
         title = (
-            f"An optimizer step of {options.weights:g} million weights, float32, in multiples of "
-            f"torch's fused AdamW ({dense:.3g} ms). Median [quartiles] of paired rounds, n = {options.rounds}."
+            f"An optimizer step of {weights:g} million weights, float32, in multiples of "
+            f"torch's fused AdamW ({dense:.3g} ms). Median [quartiles] of paired rounds, n = {rounds}."
         )
         shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
         text = harness.grid(shown, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
         return "\n\n".join([title, text, *left_out])
 
-    if not harness.run("update", cases(), page, options.out, argv, device):
-        raise ConfigError(left_out)
-    return 0
+    return Benchmark(cases(), page, place, left_out=left_out)
