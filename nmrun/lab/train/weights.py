@@ -5,6 +5,7 @@ last epochs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs.run_folder import WEIGHTS, RunFolder, weights_in
+from nmrun.lab.runs.run_folder import WEIGHTS, weights_in
 from nmrun.lab.tasks.base import Task
-from nmrun.recipes.maskllm import masks_file
 from nmrun.step.handle import Handle
 
 
@@ -36,11 +36,10 @@ def network(config: Config, task: Task) -> nn.Module:
 def check_masks(place: str) -> None:
     """Look whether the weights that ``recipe.masks`` names are as their run left them; what is in
     no run's folder is taken as it is. ConfigError where they were changed."""
-    path = masks_file(place)
-    if path.name in WEIGHTS:
-        folder = RunFolder(path.parent)
+    folder, file = weights_in(Path(place).expanduser())
+    if file in WEIGHTS:
         try:
-            folder.checked(path.name)
+            folder.checked(file)
         except RunError as error:
             raise ConfigError(f"recipe.masks={place}: {error}") from None
         folder.tell_unverified()
