@@ -21,13 +21,13 @@ def room_told(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         # safetensors has an error of its own, which ends with "(os error 28)"
-        found = re.search(r"os error (\d+)", str(error))
-        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        match = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         if number not in FULL:
             raise
         free = shutil.disk_usage(path.parent).free
-        said = f"{os.strerror(number)}, {_size(free)} free there"
-        raise OSError(number, said, str(path)) from None
+        reason = f"{os.strerror(number)}, {_size(free)} free there"
+        raise OSError(number, reason, str(path)) from None
 
 
 def _size(count: float) -> str:

@@ -79,8 +79,8 @@ class NMCallback(Callback):
         steps = None if self._training.total_steps else planned_steps(trainer, pl_module)
         optimizer = optimizers[self._optimizer or 0]
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        own = [each for each in schedules if getattr(each, "optimizer", None) is optimizer]
-        self.handle = self._training.begin(pl_module, optimizer, steps, schedules=own)
+        followers = [each for each in schedules if getattr(each, "optimizer", None) is optimizer]
+        self.handle = self._training.begin(pl_module, optimizer, steps, schedules=followers)
         for each in _callbacks(trainer):
             if isinstance(each, callbacks.StochasticWeightAveraging):
                 average_dense(each, self.handle)
@@ -118,9 +118,9 @@ def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs or 0
     for each in _callbacks(trainer):
         # its last epoch, for batch norm, has no steps
-        own = getattr(each, "_max_epochs", epochs)
-        if isinstance(each, callbacks.StochasticWeightAveraging) and 0 < own < epochs:
-            steps = steps * own / epochs
+        averaged = getattr(each, "_max_epochs", epochs)
+        if isinstance(each, callbacks.StochasticWeightAveraging) and 0 < averaged < epochs:
+            steps = steps * averaged / epochs
     return None if steps == float("inf") else int(steps)
 
 

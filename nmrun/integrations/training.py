@@ -37,9 +37,9 @@ class Training:
         self.own_optimizer = own_optimizer
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
-        own = inspect.signature(sparsify).parameters
-        rule = recipes.build(recipe, {k: v for k, v in options.items() if k not in own})
-        self._name, self._adds_group = rule.name, isinstance(rule, AddedParameters)
+        arguments = inspect.signature(sparsify).parameters
+        built = recipes.build(recipe, {k: v for k, v in options.items() if k not in arguments})
+        self._name, self._adds_group = built.name, isinstance(built, AddedParameters)
 
     def begin(
         self,

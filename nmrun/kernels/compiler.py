@@ -43,8 +43,8 @@ def library(
     if compiler is None:
         return None
     code = "".join(resources.files(room).joinpath(f"{source}.c").read_text() for source in sources)
-    said = [code, *FLAGS, *flags, compiler, _processor()]
-    key = hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+    ingredients = [code, *FLAGS, *flags, compiler, _processor()]
+    key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:16]
     try:
         path = cache_folder() / f"{name}-{key}.so"
         if not _trusted(path):
@@ -140,8 +140,8 @@ def _trusted(path: Path) -> bool:
 def _is_own(path: Path) -> bool:
     if not hasattr(os, "getuid"):  # Windows: a profile is its user's
         return True
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest(path: Path) -> str:

@@ -115,7 +115,7 @@ def launches(
     """The fewest launches for these weights: one for each device, pattern, kind of layout and pair
     of dtypes. Raises ValueError where the kernels do not apply to a weight."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    found = []
+    prepared = []
     for i, (weight, out, pattern, dim) in enumerate(
         zip(weights, outs, patterns, dims, strict=True)
     ):
@@ -126,13 +126,13 @@ def launches(
             )
         sizes, constants = shape_of(weight, pattern, dim, tile)
         constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
-        found.append((sizes, constants))
+        prepared.append((sizes, constants))
         kinds.setdefault((weight.device, *constants.values()), []).append(i)
     made = []
     for members in kinds.values():
-        constants = found[members[0]][1]
+        constants = prepared[members[0]][1]
         table = LaunchTable(
-            [found[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
+            [prepared[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
         )
         made.append(Launch(members, table, constants))
     return made

@@ -98,13 +98,13 @@ def prune(
         RunError: where the inputs of a layer are not finite, or their Hessian has no inverse. The
             layers before it are pruned then.
     """
-    rule, pattern = oneshot.build(method, hyperparameters), Pattern.parse(pattern)
+    chosen, pattern = oneshot.build(method, hyperparameters), Pattern.parse(pattern)
     calibration = list(batches)
     if not calibration:
         raise ConfigError("prune needs calibration inputs, and there is no batch")
     layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)
     blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
-    if blocks and isinstance(rule, Scored) and rule.permute:
+    if blocks and isinstance(chosen, Scored) and chosen.permute:
         raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
@@ -114,11 +114,11 @@ def prune(
         for root, stage, through in stages(model, layers, passes):
             with watched(stage) as grams:
                 through()
-            if isinstance(rule, Scored) and rule.permute:
-                permute(stage, grams, rule, free_channels(root, model))
+            if isinstance(chosen, Scored) and chosen.permute:
+                permute(stage, grams, chosen, free_channels(root, model))
             for layer in stage:
                 if layer.name in grams:
-                    done[layer.name] = _prune_layer(layer, rule, grams.pop(layer.name))
+                    done[layer.name] = _prune_layer(layer, chosen, grams.pop(layer.name))
                     if tell is not None:
                         count = f"[{len(done):{digits}}/{len(layers)}]"
                         (told,) = oneshot.lines([done[layer.name]], width)
@@ -128,7 +128,7 @@ def prune(
     if not done:
         raise ConfigError(f"no layer of this model was reached: {NOT_REACHED} ({missed[0].name})")
     in_order = [done[layer.name] for layer in layers if layer.name in done]
-    return Pruned(rule.name, pattern, in_order, left_dense)
+    return Pruned(chosen.name, pattern, in_order, left_dense)
 
 
 def _selection(
@@ -225,12 +225,12 @@ def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
 
     def inside(module: nn.Module) -> list[Channels]:
         try:
-            found = {id(each): each for each in input_channels(module).values()}
+            channels = {id(each): each for each in input_channels(module).values()}
         except ValueError:
             return [each for child in module.children() for each in inside(child)]
         return [
             each
-            for each in found.values()
+            for each in channels.values()
             if not each.fixed and all(holders[id(site.tensor)] == 1 for site in each.sites)
         ]
 

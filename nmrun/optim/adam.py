@@ -267,10 +267,10 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
     needs instead."""
     if isinstance(optimizer, Adam):
         return optimizer
-    own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
+    instead = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
     raise ConfigError(
         f"{recipe} freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
-        f"use nmrun.optim.{own}, a drop-in with the same arguments"
+        f"use nmrun.optim.{instead}, a drop-in with the same arguments"
     )
 
 

@@ -134,8 +134,8 @@ class _Swaps:
 
     def _gain(self) -> Tensor:
         """[a, b]: the magnitude that all layers gain if channels a and b are swapped."""
-        own = self.with_other.diagonal(dim1=1, dim2=2)
-        change = self.with_other - own.unsqueeze(2)
+        present = self.with_other.diagonal(dim1=1, dim2=2)
+        change = self.with_other - present.unsqueeze(2)
         change = change + change.transpose(1, 2)
         return change.masked_fill_(self.group.unsqueeze(1) == self.group.unsqueeze(2), 0.0).sum(0)
 

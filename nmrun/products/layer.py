@@ -114,8 +114,8 @@ class Layer:
 
     def other_weight(self) -> Tensor | None:
         """:attr:`input_weight` as this pass needs it, also where the model was moved or cast."""
-        own = self.input_weight
-        return None if own is None or self.is_behind() else own.to(self.weight.parameter)
+        stored = self.input_weight
+        return None if stored is None or self.is_behind() else stored.to(self.weight.parameter)
 
     def keep_input_weight(self) -> Tensor:
         """The memory of :attr:`input_weight`, made where the weight is."""

@@ -112,7 +112,7 @@ def _placements(weight: SparseWeight) -> Sequence[Any]:
 
 
 def _alike(weight: SparseWeight, other: SparseWeight) -> bool:
-    own: Any = weight.parameter
-    its: Any = other.parameter
+    one: Any = weight.parameter
+    another: Any = other.parameter
     kinds = [[p.is_shard() for p in _placements(each)] for each in (weight, other)]
-    return bool(own.device_mesh == its.device_mesh and kinds[0] == kinds[1])
+    return bool(one.device_mesh == another.device_mesh and kinds[0] == kinds[1])

@@ -122,8 +122,8 @@ def select(
         if reason:
             dense.append(LeftDense(entry.name, entry.shape, reason))
         else:
-            own = ratio.over(entry.shape[entry.dim]) if pad else ratio
-            sparse.append(replace(entry, pattern=own))
+            padded = ratio.over(entry.shape[entry.dim]) if pad else ratio
+            sparse.append(replace(entry, pattern=padded))
     if wrong := [f"overrides: {text!r} fits no layer: {why}" for text, why in fits.items() if why]:
         raise ConfigError(wrong)
     return sparse, dense
@@ -324,9 +324,9 @@ def first_layer(model: nn.Module) -> str | None:
         if is_embedding(module):
             return None
         known = axes(module)
-        own = [a for a in known if module._parameters.get(a) is not None]
+        present = [a for a in known if module._parameters.get(a) is not None]
         if known:
-            return f"{name}.{own[0]}".lstrip(".") if own else None
+            return f"{name}.{present[0]}".lstrip(".") if present else None
     return None
 
 

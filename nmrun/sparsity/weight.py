@@ -82,8 +82,8 @@ class SparseWeight:
     @property
     def dense(self) -> Tensor:
         """The dense weight, without gradient; in dense phases it is the parameter itself."""
-        own = self._tensors.get("dense")
-        return local(self.parameter.detach() if own is None else own)
+        dense = self._tensors.get("dense")
+        return local(self.parameter.detach() if dense is None else dense)
 
     @property
     def weight(self) -> Tensor:
@@ -218,8 +218,8 @@ class SparseWeight:
     @property
     def dtypes(self) -> dict[str, str]:
         """The dtype of each tensor that differs from the parameter's, such as ``bool``."""
-        own, tensors = self.parameter.dtype, self._tensors.items()
-        return {key: str(t.dtype).removeprefix("torch.") for key, t in tensors if t.dtype != own}
+        usual, tensors = self.parameter.dtype, self._tensors.items()
+        return {key: str(t.dtype).removeprefix("torch.") for key, t in tensors if t.dtype != usual}
 
     def restore(self, key: str, value: Tensor, kind: str | None = None) -> None:
         """Keep a tensor that was saved, whole or sharded, on the parameter's device. The dense

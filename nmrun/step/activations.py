@@ -96,10 +96,10 @@ class SparseActivations:
         number, zeros, energy, kept = sums.tolist()
         if not number:
             return {}
-        found = {"activation_zeros": zeros / number}
+        shares = {"activation_zeros": zeros / number}
         if self.pattern is not None:
-            found["activation_kept"] = kept / energy if energy else 1.0
-        return found
+            shares["activation_kept"] = kept / energy if energy else 1.0
+        return shares
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -139,13 +139,13 @@ def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> di
             for name, module in modules.items()
             if isinstance(module, SquaredReLU) or type(module).__name__ in SQUARED_RELUS
         }
-    found: dict[str, nn.Module] = {}
+    chosen: dict[str, nn.Module] = {}
     for text in [include] if isinstance(include, str) else include:
         named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
         if not named:
             raise ConfigError(f"include: {text!r} is the name of no module")
-        found |= named
-    return found
+        chosen |= named
+    return chosen
 
 
 def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | None:

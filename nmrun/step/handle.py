@@ -253,8 +253,8 @@ class Handle:
             ConfigError: for a ``model`` that has not the parameters of this one.
         """
         if model is not None:
-            for own, projected in self._projections(model):
-                own.copy_(projected)
+            for parameter, projected in self._projections(model):
+                parameter.copy_(projected)
             return
         self._reshard()
         if self.sparse:
@@ -296,25 +296,28 @@ class Handle:
             ConfigError: as :meth:`finalize`.
         """
         with torch.no_grad():
-            pairs = [(own, own.detach().clone(), new) for own, new in self._projections(model)]
-            for own, _, projection in pairs:
-                own.copy_(projection)
+            pairs = [
+                (parameter, parameter.detach().clone(), new)
+                for parameter, new in self._projections(model)
+            ]
+            for parameter, _, projection in pairs:
+                parameter.copy_(projection)
         try:
             yield
         finally:
             with torch.no_grad():
-                for own, before, _ in pairs:
-                    own.copy_(before)
+                for parameter, before, _ in pairs:
+                    parameter.copy_(before)
 
     def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each sparse weight, the parameter of an average and what it is to become."""
         weights = self.sparse or self.finished
         parameters = counterparts(model, self.model, [weight.name for weight in weights])
-        for weight, own in zip(weights, parameters, strict=True):
-            out = torch.empty_like(own)
-            dense = weight.with_dense(own.detach().clone())
+        for weight, parameter in zip(weights, parameters, strict=True):
+            out = torch.empty_like(parameter)
+            dense = weight.with_dense(parameter.detach().clone())
             self.recipe.project_final(dense, out)
-            yield own, out + 0.0
+            yield parameter, out + 0.0
 
 
 Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters in their order

@@ -55,8 +55,8 @@ class Resume:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
         plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
         for key, saved in metadata.state_dict_metadata.items():
-            own, _, last = key.rpartition(".")
-            match = re.fullmatch(r"(?:.*\.)?state\.(.*)", own)
+            place, _, last = key.rpartition(".")
+            match = re.fullmatch(r"(?:.*\.)?state\.(.*)", place)
             if match and match[1] in plain and hasattr(saved, "properties"):
                 self._room.setdefault(plain[match[1]], {})[last] = saved
 
@@ -95,13 +95,13 @@ class Resume:
         optimizer: Any = self.optimizer
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             return []
-        own = optimizer.load_state_dict
+        original = optimizer.load_state_dict
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def load(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             self._loaded = False
             self.check(saved_settings(state_dict.get("param_groups") or ()))
-            own(state_dict, *args, **kwargs)
+            original(state_dict, *args, **kwargs)
             if not self._loaded:
                 self._after_loading()
 
@@ -135,7 +135,9 @@ class Resume:
         It expects either no entry or one for each parameter; plain SGD has none, and the sparse
         weights alone would have one."""
         # copies, since pop_state empties the optimizer's own entries
-        state_dict["state"] = {number: dict(own) for number, own in state_dict["state"].items()}
+        state_dict["state"] = {
+            number: dict(tensors) for number, tensors in state_dict["state"].items()
+        }
         for weight in self._without:
             weight.pop_state(self.optimizer)
         for group in state_dict["param_groups"] if state_dict["state"] else ():
@@ -147,20 +149,20 @@ class Resume:
         choice of weights. None, from a training without nmrun, fits."""
         if settings is None:
             return
-        own = self.settings()
+        present = self.settings()
         if settings.get("version") != VERSION:
             raise ConfigError(
                 "this state was saved by another version of nmrun, which keeps weights elsewhere: "
                 "finish it there, and start from the finished model"
             )
         for key in ("recipe", "pattern"):
-            if settings[key] != own[key]:
+            if settings[key] != present[key]:
                 raise ConfigError(
-                    f"this state is of {key} {settings[key]}, the handle is of {own[key]}: "
+                    f"this state is of {key} {settings[key]}, the handle is of {present[key]}: "
                     f"call sparsify with the former, or load the model alone"
                 )
-        if settings["weights"] != own["weights"]:
-            other = sorted(dict(settings["weights"].items() ^ own["weights"].items()))
+        if settings["weights"] != present["weights"]:
+            other = sorted(dict(settings["weights"].items() ^ present["weights"].items()))
             raise ConfigError(
                 f"this state has other sparse weights or patterns than the handle ({other[0]}): "
                 "call sparsify with the same include, exclude, overrides and pad"
@@ -170,11 +172,13 @@ class Resume:
         """Check what is loaded, and take out what was saved before the first step: torch's Adam
         takes any state that is not empty for its own."""
         self.check(saved_settings(state_dict["param_groups"]))
-        own = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         names = {id(w.parameter): w.name for w in self.weights}
         left = dict(state_dict["state"])
-        for parameter, number in zip(own, numbers, strict=False):  # torch compares their lengths
+        for parameter, number in zip(
+            parameters, numbers, strict=False
+        ):  # torch compares their lengths
             state = left.get(number)
             if parameter in names and state and all(k.startswith(PREFIX) for k in state):
                 self._apart[names[parameter]] = left.pop(number)
@@ -218,7 +222,7 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     saved = optimizer.state_dict()
     wanted = any(weight.saved() for weight in weights)
     has_tensors = any(
-        str(key).startswith(PREFIX) for own in saved.get("state", {}).values() for key in own
+        str(key).startswith(PREFIX) for state in saved.get("state", {}).values() for key in state
     )
     if not saved_settings(saved.get("param_groups") or ()) or (wanted and not has_tensors):
         raise ConfigError(

@@ -100,12 +100,12 @@ def sparsify(
         TypeError: for an unknown hyperparameter.
     """
     pattern = Pattern.parse(pattern)
-    rule = recipes.build(recipe, hyperparameters)
+    recipe = recipes.build(recipe, hyperparameters)
     if input_gradient not in INPUT_GRADIENTS:
         raise ConfigError(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
         )
-    rule.begin(pattern, total_steps)
+    recipe.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
@@ -113,15 +113,15 @@ def sparsify(
         )
     _refuse_second(model, optimizer)
     _refuse_masked(model)
-    if rule.name == "dense":
+    if recipe.name == "dense":
         weights = candidates(model, dims)
         left = [LeftDense(c.name, c.shape, "recipe dense") for c in weights]
-        return Handle(optimizer, rule, [], left, model)
+        return Handle(optimizer, recipe, [], left, model)
     if input_gradient == "transposable":
-        rule.make_transposable()
+        recipe.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     chosen, left_dense = select(
-        model, pattern, include, exclude, owned, overrides, rule.refuses, pad, dims
+        model, pattern, include, exclude, owned, overrides, recipe.refuses, pad, dims
     )
     if not chosen:
         reasons = by_reason(left_dense) or "it has no such layer"
@@ -129,8 +129,8 @@ def sparsify(
     saved = saved_settings(optimizer.param_groups)
     sparse = [_weight(c, pattern) for c in chosen]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
-        rule.check_blocks(blocks[0])
-    check_shards(sparse, f"recipe {rule.name}" if rule.looks_across_rows else "")
+        recipe.check_blocks(blocks[0])
+    check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else "")
     if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
         raise ConfigError(
             "input_gradient=double_prune looks across the rows of a weight, and weights are "
@@ -139,22 +139,22 @@ def sparsify(
     undo = _Undo(model, optimizer, sparse)
     try:
         if saved is not None:
-            Resume(optimizer, rule, sparse, lambda: None).check(saved)
+            Resume(optimizer, recipe, sparse, lambda: None).check(saved)
             for weight in sparse:
                 weight.pop_state(optimizer, dtypes_of(saved))
             tensors = {weight.name: weight.saved() for weight in sparse}
             for weight in sparse:
                 weight.clear()  # attach() begins with dense weights, and would overwrite these
-        rule.prepare(model)
-        rule.attach(sparse, optimizer)
-        _install_products(rule, sparse, mvue, fp8, input_gradient)
+        recipe.prepare(model)
+        recipe.attach(sparse, optimizer)
+        _install_products(recipe, sparse, mvue, fp8, input_gradient)
         if saved is not None:
             for weight in sparse:
                 for key, value in tensors[weight.name].items():
                     weight.restore(key, value)
-            rule.load_state_dict(saved["state"])
+            recipe.load_state_dict(saved["state"])
         fsdp = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
-        handle = Handle(optimizer, rule, sparse, left_dense, model, fsdp)
+        handle = Handle(optimizer, recipe, sparse, left_dense, model, fsdp)
         try:
             check_saved(optimizer, sparse)
         except BaseException:
@@ -260,7 +260,7 @@ def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:
 
 
 def _install_products(
-    rule: Recipe, sparse: Sequence[SparseWeight], mvue: str | Pattern | None, fp8: bool, grad: str
+    recipe: Recipe, sparse: Sequence[SparseWeight], mvue: str | Pattern | None, fp8: bool, grad: str
 ) -> None:
     if mvue is not None or fp8:
         exact = layer.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
@@ -269,21 +269,21 @@ def _install_products(
                 f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}"
             )
         if exact:
-            rule.events.append(
+            recipe.events.append(
                 f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
             )
     if grad in ("double_prune", "mvue"):
         asked = f"input_gradient={grad}"
-        if rule.transposable or any(weight.dependents for weight in sparse):
+        if recipe.transposable or any(weight.dependents for weight in sparse):
             raise ConfigError(
-                f"{rule.name} makes the input gradient N:M by itself: {asked} is for other recipes"
+                f"{recipe.name} makes the input gradient N:M by itself: {asked} is for other recipes"
             )
         make = layer.prune_again if grad == "double_prune" else layer.estimate_again
         exact = make(sparse)
         if len(exact) == len(sparse):
             raise ConfigError(f"{asked} needs a layer whose outputs are a multiple of M")
         if exact:
-            rule.events.append(
+            recipe.events.append(
                 f"{asked} does not apply to {', '.join(exact)}: their input gradient is exact"
             )
 
