@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -87,21 +86,6 @@ def number(
     )
 
 
-UNITS = {"s": 1, "min": 60, "h": 3600}
-
-
-def seconds(time: Any) -> float | None:
-    """The seconds of a time such as ``30s``, ``10min`` or ``1.5h``; None for what is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", time) if isinstance(time, str) else None
-    return None if match is None else float(match[1]) * UNITS[match[2]]
-
-
-def steps(number: Any) -> int | None:
-    """The number of steps that ``200steps`` says; None for what says none."""
-    match = re.fullmatch(r"([1-9]\d*)steps", number) if isinstance(number, str) else None
-    return None if match is None else int(match[1])
-
-
 def one_of(*options: str) -> Check:
     return Check(f"one of {', '.join(options)}", lambda value: value in options, options=options)
 
@@ -133,7 +117,6 @@ ACCELERATION = (
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
 OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
-PATH = Check("the path of a file or folder", TEXT.holds)
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check(
     f"{', '.join(SWITCHES)} or a fraction of all steps above 0 and below 1",

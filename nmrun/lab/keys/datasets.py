@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.ranges import FLAG, PATH, number, whole
+from nmrun.lab.keys.ranges import PATH
+from nmrun.ranges import FLAG, number, whole
 
 Keys = TypeVar("Keys", bound=Group)
 SHARE = number(0, 0.5, open_low=True)

@@ -7,7 +7,24 @@ import re
 from typing import Any
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import FRACTION, TEXT, Check, seconds, steps, whole
+from nmrun.ranges import FRACTION, TEXT, Check, whole
+
+UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
+def seconds(time: Any) -> float | None:
+    """The seconds of a time such as ``30s``, ``10min`` or ``1.5h``; None for what is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", time) if isinstance(time, str) else None
+    return None if match is None else float(match[1]) * UNITS[match[2]]
+
+
+def steps(number: Any) -> int | None:
+    """The number of steps that ``200steps`` says; None for what says none."""
+    match = re.fullmatch(r"([1-9]\d*)steps", number) if isinstance(number, str) else None
+    return None if match is None else int(match[1])
+
+
+PATH = Check("the path of a file or folder", TEXT.holds)
 
 
 def _is_expressions(value: Any) -> bool:

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar
 
 from nmrun.lab.keys.datasets import RUNNING_TEXT, TEXTS, Dataset, Fractions, Seeded
 from nmrun.lab.keys.groups import Group
-from nmrun.ranges import OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
+from nmrun.lab.keys.ranges import PATH
+from nmrun.ranges import OPTIONAL_TEXT, TEXT, number, one_of, whole
 
 MODELS_OWN = "${oc.select:model.pretrained,words}"  # the tokenizer that a model came with
 

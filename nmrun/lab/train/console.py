@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun import ranges
 from nmrun.errors import folded
 from nmrun.fast import acceleration
 from nmrun.lab import verbs
+from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import evaluating
 from nmrun.lab.train.build import Parts

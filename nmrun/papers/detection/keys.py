@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar
 
 from nmrun.lab.keys.datasets import SHARE, Dataset, Seeded
 from nmrun.lab.keys.models import Model
-from nmrun.ranges import FLAG, PATH, Check, one_of, whole
+from nmrun.lab.keys.ranges import PATH
+from nmrun.ranges import FLAG, Check, one_of, whole
 
 INSTANCES = "images with instances"
 LEVELS = Check(

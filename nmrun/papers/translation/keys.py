@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar
 
 from nmrun.lab.keys.datasets import Dataset, Seeded
 from nmrun.lab.keys.groups import Group
+from nmrun.lab.keys.ranges import PATH
 from nmrun.lab.keys.transformers import Transformer
-from nmrun.ranges import FLAG, FRACTION, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
+from nmrun.ranges import FLAG, FRACTION, OPTIONAL_TEXT, TEXT, number, one_of, whole
 
 PAIRS = "pairs of sentences"
 
