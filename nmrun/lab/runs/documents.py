@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -85,6 +86,15 @@ def yaml_of(plain: dict[str, Any]) -> str:
         plain, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
     )
     return text
+
+
+def strict(value: Any) -> Any:
+    """Plain data that every JSON reader accepts: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def neutral(text: str) -> str:

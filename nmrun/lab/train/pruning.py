@@ -130,7 +130,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         "sparsity": pruned.report(),
         "seconds": round(time.perf_counter() - began, 3),
     }
-    done = results.write(results.of_outcome(outcome, config, command, None), folder)
+    done = results.write(outcome, config, command, None, folder)
     if done["status"] != "finished":
         raise RunError(done["error"])
     return done

@@ -23,6 +23,7 @@ from nmrun import atomic
 from nmrun.errors import RunError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
@@ -31,13 +32,17 @@ from nmrun.lab.words.identity import identity
 from nmrun.lab.words.metric import by_split
 
 
-def of_outcome(
-    outcome: dict[str, Any], config: Config, command: str, loop: Loop | None
+def write(
+    outcome: dict[str, Any], config: Config, command: str, loop: Loop | None, folder: Path
 ) -> dict[str, Any]:
-    """Complete what is known of a run's end with what every result has; ``loop`` is None where it
-    ended before training. Numbers that are not finite are None."""
+    """Complete what is known of a run's end, and write ``result.json``, on the leader alone, that of
+    a finished run bound to the folder's files.
+
+    ``loop`` is None where the run ended before training. Returns what is in the file; ``failed``
+    where it cannot be written.
+    """
     described = environment(loop.steps.device if loop else torch.device("cpu"))
-    strict: dict[str, Any] = _strict(
+    result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],
             "id": identity(config),
@@ -54,21 +59,6 @@ def of_outcome(
             **outcome,
         }
     )
-    return strict
-
-
-def _strict(value: Any) -> Any:
-    """Plain data that every JSON reader accepts: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write ``result.json``, on the leader alone, that of a finished run bound to the folder's
-    files. Returns what is in it; ``failed`` where it cannot be written."""
     try:
         if ranks.leads():
             return RunFolder(folder).write_result(result)

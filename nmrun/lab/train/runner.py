@@ -151,8 +151,7 @@ class _Run:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        ended = results.of_outcome(outcome, self.config, self.command, self.loop)
-        ended = results.write(ended, self.folder)
+        ended = results.write(outcome, self.config, self.command, self.loop, self.folder)
         if self.tracker is not None:
             code = 0 if ended["status"] == "finished" else 1
             self.tracker.finish(results.summary(ended), code)

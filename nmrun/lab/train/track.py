@@ -75,11 +75,7 @@ class Tracker:
     def log(self, row: dict[str, Any]) -> None:
         """Write one row, with the ``time`` in seconds since 1970. Numbers that are not finite
         become null, which every JSON reader knows."""
-        row = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
-        row["time"] = round(time.time(), 3)
+        row = {**documents.strict(row), "time": round(time.time(), 3)}
         line = json.dumps(row) + "\n"
         with atomic.room_told(self._path):
             self._file.write(line)
