@@ -29,19 +29,12 @@ class NMTrainerCallback(TrainerCallback):
 
     Checkpoints are plain, and ``resume_from_checkpoint`` resumes with the same bits. With
     ``load_best_model_at_end``, only models from sparse phases compete for the best. The recipe's
-    events are in the Trainer's log (``trainer.state.log_history``), under ``nmrun``.
+    events are in the Trainer's log (``trainer.state.log_history``), under ``nmrun``. ``handle`` is
+    there from the beginning of the training on.
 
     Args:
-        recipe, pattern: as of :func:`nmrun.sparsify`.
         total_steps: optimizer steps of the whole run; by default as the Trainer plans.
-        options: other arguments of :func:`nmrun.sparsify`, the recipe's hyperparameters among them.
-
-    Attributes:
-        handle: the handle, from the beginning of the training on.
-
-    Raises:
-        ConfigError: for an unknown recipe, pattern or value.
-        TypeError: for an unknown hyperparameter.
+        options: other arguments of :func:`nmrun.sparsify`, which raises its errors here already.
     """
 
     def __init__(

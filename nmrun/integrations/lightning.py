@@ -28,22 +28,15 @@ class NMCallback(Callback):
 
     Checkpoints are plain, and ``ckpt_path`` resumes with the same bits.
     ``StochasticWeightAveraging`` averages the dense weights; the average becomes N:M.
-    ``ModelCheckpoint`` and ``EarlyStopping`` begin anew when the weights become sparse.
+    ``ModelCheckpoint`` and ``EarlyStopping`` begin anew when the weights become sparse. ``handle``
+    is there from the beginning of the training on.
 
     Args:
-        recipe, pattern: as of :func:`nmrun.sparsify`.
         total_steps: optimizer steps of the whole run. None, the default: as the Trainer estimates
             with automatic optimization, and ``max_steps`` with manual.
         optimizer: which of the module's optimizers has the sparse weights, from 0; a module with
             several must say so.
-        options: other arguments of :func:`nmrun.sparsify`, the recipe's hyperparameters among them.
-
-    Attributes:
-        handle: the handle, from the beginning of the training on.
-
-    Raises:
-        ConfigError: for an unknown recipe, pattern or value.
-        TypeError: for an unknown hyperparameter.
+        options: other arguments of :func:`nmrun.sparsify`, which raises its errors here already.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class SparseGPT(Method):
     """Column by column, with the columns to the right making up for what is pruned (Frantar &
     Alistarh 2023, arXiv 2301.00774).
 
-    With H = X^T X, pruning weight j costs w_j^2 / [H^-1]_jj, and the weights that are left
+    With H = X^T X, pruning w_j costs w_j^2 / [H^-1]_jj, and the weights that are left
     compensate by - w_j / [H^-1]_jj * [H^-1]_j: (the optimal brain surgeon, equation 3). From left
     to right, H is that of the columns not yet passed, the same for every row (section 3.2). All
     these inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a

@@ -139,7 +139,6 @@ def _selection(
     overrides: Mapping[str, str | Pattern] | None,
     pad: bool,
 ) -> tuple[list[LayerMatrix], list[LeftDense]]:
-    """The layers that are pruned, and the parameters that stay dense."""
     candidates, left_dense = select(model, pattern, include, exclude, overrides=overrides, pad=pad)
     if live := [c.name for c in candidates if LIVE.get(id(c.parameter)) is c.parameter]:
         raise ConfigError(f"{live[0]} is trained sparse: call finalize() on its handle first")

@@ -83,7 +83,6 @@ def _listed(names: Sequence[str]) -> str:
 def _by_channels(
     weights: Sequence[SparseWeight], known: Mapping[str, Channels]
 ) -> list[tuple[Channels, list[SparseWeight]]]:
-    """Sparse weights by the channels that they read; unknown channels are fixed."""
     unknown = Channels(0, "it is not known where they come from")
     readers: dict[int, tuple[Channels, list[SparseWeight]]] = {}
     for weight in weights:

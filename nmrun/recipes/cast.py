@@ -1,14 +1,13 @@
 """CAST: dense weights that a growing L1 decay draws to N:M (Huang et al. 2025, arXiv 2509.25996).
 
 The forward pass is dense until the last step: ``w * s``, with learnable scales s
-(:class:`PartScales`). The mask holds the N largest of every M and is chosen anew every
-``interval`` steps. AdamS (algorithm 1) moves the other weights less and less by their gradients,
-more and more towards zero. With Adam's first moment m1, a = t / T and the step of
-:class:`nmrun.recipes.ast.AdamDecay`::
+(:class:`PartScales`). The mask is chosen anew every ``interval`` steps. AdamS (algorithm 1) moves
+the other weights less and less by their gradients, more and more towards zero. With Adam's first
+moment m1, a = t / T and the step of :class:`nmrun.recipes.ast.AdamDecay`::
 
     u = (1 - a) * m1 + a * decay * sign(w)   for pruned weights,   m1 for kept ones
 
-In the end pruned weights become 0 and scales are merged. The paper's teacher, the dense network, is
+In the end pruned weights become 0 and scales are merged. The paper's teacher is
 ``trainer.distill``.
 
 Cost: a mask byte a weight; some fifteen passes over the sparse weights.
@@ -68,7 +67,6 @@ class PartScales(AddedParameters):
         gradient.mul_(self.scale(weight))
 
     def _part(self, weight: SparseWeight) -> Tensor:
-        """Which part each input is in, (inputs,)."""
         inputs, m = weight.dense.shape[weight.dim], weight.pattern.m
         group = torch.arange(inputs, device=weight.dense.device) // m
         return group * self.parts // -(-inputs // m)

@@ -43,8 +43,8 @@ class MaskLLM(MaskScores, FrozenWeights):
         kappa: factor of the logits, from start to end.
         temperature: of the softmax, from start to end.
         prior: how much logits start out preferring large weights, or those that ``masks`` keeps.
-        masks: the folder of a finished run of the same network that is N:M, such as that of nmrun
-            prune, or a .safetensors file of its parameters; null: the masks of the largest weights.
+        masks: the folder of a finished N:M run of the same network, such as that of nmrun prune,
+            or a .safetensors file of its parameters; null: the masks of the largest weights.
         reg: the weight of the kept energy in the loss at first; it falls to 0, linearly.
         lr_mult: the learning rate of the logits, over that of the first parameter group.
         dense: fraction of all steps trained first; 0 for a model that comes trained.

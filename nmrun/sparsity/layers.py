@@ -152,7 +152,6 @@ def _gated_pair(stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
 
 
 def _mixture(module: nn.Module) -> bool:
-    """Whether the name of a module's class or of an attribute contains "expert"."""
     return any("expert" in name.lower() for name in (type(module).__name__, *vars(module)))
 
 

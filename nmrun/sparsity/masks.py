@@ -1,13 +1,10 @@
 """Masks and projections for any N:M pattern.
 
-The compiled kernels compute them where they apply, else torch (:mod:`nmrun.sparsity.reference`), with
-the same bits. Autograd does not record them.
-
-``dim`` is the dimension that groups run along: 1 for ``nn.Linear`` (out, in) and for convolutions
-(out, in, kh, kw), whose groups are M input channels at one kernel position.
-
-M must divide the size of that dimension, or a ValueError says so. With ``pad=True``, or with a
-pattern made :meth:`Pattern.over` this size, the last group may be short: zeros fill it up.
+The compiled kernels compute them where they apply, else torch (:mod:`nmrun.sparsity.reference`),
+with the same bits. Autograd does not record them. ``dim`` is the dimension that groups run along: 1
+for ``nn.Linear`` (out, in) and for convolutions (out, in, kh, kw), whose groups are M input
+channels at one kernel position. M must divide its size, or a ValueError says so. With ``pad=True``,
+or with a pattern made :meth:`Pattern.over` this size, zeros fill up the last group.
 """
 
 from __future__ import annotations

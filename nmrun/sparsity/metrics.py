@@ -47,7 +47,7 @@ class MaskMetrics:
     """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
 
     Each weight keeps the run's first mask, packed, in ``nmrun_first_mask``. Weights on a GPU are
-    measured together, so that the launches do not grow with their number.
+    measured together, so that launches do not grow with their number; a virtual mask takes its own.
     """
 
     def __init__(self, recipe: Masks, weights: Sequence[SparseWeight]) -> None:

@@ -68,32 +68,15 @@ def select(
 ) -> tuple[list[Candidate], list[LeftDense]]:
     """Split the parameters of two dimensions or more into sparse ones and dense ones.
 
-    A regular expression must match a whole name. An expression that matches nothing is a mistake.
+    Options are as of :func:`nmrun.sparsify`. A regular expression must match a whole name; one that
+    matches nothing is a mistake. ``owned``: ids of the parameters that an optimizer updates; others
+    stay dense. None, the default, does not ask. ``refuses``: a recipe's own check. Parameters may
+    be on the meta device.
 
-    Args:
-        model: its parameters may be on the meta device.
-        pattern: where no override names another.
-        include: expressions for module names; all other modules stay dense. None, the default,
-            includes every module without adapters (LoRA), which have to be named.
-        exclude: expressions for module names that stay dense; ``"auto"`` means the first layer and
-            the heads.
-        owned: ids of the parameters that an optimizer updates; others stay dense. None, the
-            default, does not ask whether a parameter is trained.
-        overrides: another pattern, or ``"dense"``, by expressions for module names. The first that
-            matches counts, and more than ``exclude``.
-        refuses: a recipe's own check, ``refuses(shape, outputs, pattern)``; returns the reason
-            against a weight, or an empty string.
-        pad: let the last group of a weight be short (:meth:`Pattern.over`).
-        dims: the dimension that groups run along, by expressions for parameter names. It makes
-            weights of unknown layers candidates. The first that matches counts.
-
-    Returns:
-        The sparse weights, and those left dense with the reason, in the order of
-        ``named_parameters``. A weight that two layers share is sparse once, under its first name.
-
-    Raises:
-        ConfigError: for expressions that do not compile or match nothing, wrong patterns and
-            dimensions, and an override that none of its layers can hold.
+    Returns the sparse weights, and those left dense with the reason, in the order of
+    ``named_parameters``. A weight that two layers share is sparse once, under its first name.
+    Raises ConfigError for expressions that do not compile or match nothing, wrong patterns and
+    dimensions, and an override that none of its layers can hold.
     """
     options = Options(model, include, exclude, overrides, dims)
     sparse: list[Candidate] = []
@@ -221,7 +204,6 @@ class Options:
     # --- reading the options ----------------------------------------------------------------------
 
     def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
-        """Compile expressions for modules; note those that match none."""
         every = list(dict.fromkeys(each.module_name for each in self.parameters))
         compiled = []
         for text in texts:
@@ -237,7 +219,7 @@ class Options:
         return compiled
 
     def _patterns(self, overrides: Mapping[str, str | Pattern]) -> Choices[Pattern | None]:
-        """Read the overrides; None stands for dense."""
+        """None stands for dense."""
         choices: Choices[Pattern | None] = []
         for text, ratio in overrides.items():
             try:
@@ -300,7 +282,6 @@ def _match(expressions: Iterable[re.Pattern[str]], names: Sequence[str]) -> bool
 
 
 def _first(choices: Iterable[tuple[re.Pattern[str], T]], names: Sequence[str]) -> T | None:
-    """The value of the first expression that matches."""
     return next((value for expression, value in choices if _match([expression], names)), None)
 
 
@@ -365,7 +346,6 @@ def _headless(model: nn.Module) -> bool:
 
 
 def _declared(model: nn.Module) -> list[nn.Module]:
-    """Ask the model itself for its heads."""
     answers = []
     for question in ("get_classifier", "get_output_embeddings"):
         try:

@@ -175,7 +175,8 @@ def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
 
 def _improve(masks: Tensor, gains: Tensor) -> None:
     """Move units along cycles of rows, in place, until no cycle keeps more. A step from row i to
-    row i' takes an entry of a column out of i and adds that of i'; the best column counts. A
+    row i' takes an entry of a column out of i and adds that of i'. The best column
+    counts. A
     cycle of such steps keeps the sums of rows and columns. Cycles that gain have negative
     length, by Bellman and Ford's algorithm."""
     size, todo = masks.shape[1], torch.arange(len(masks), device=masks.device)

@@ -383,7 +383,6 @@ def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> li
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter without the parts that wrappers add."""
     return re.sub(WRAPPED, "", name)
 
 
