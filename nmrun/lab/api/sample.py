@@ -47,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = finished_run.read(options.run, options.yes)
         model, task = finished_run.network(run)
-        model.load_state_dict(run.state)
     except ConfigError:
         raise
     except (ValueError, RuntimeError) as error:

@@ -136,12 +136,13 @@ def refuse_pruned_activations(run: FinishedRun) -> None:
 
 
 def network(run: FinishedRun) -> tuple[nn.Module, Task]:
-    """The run's network, on the CPU and set to evaluation, and its task; the weights
-    (``run.state``) are still to be loaded."""
+    """The run's network with its weights, on the CPU and set to evaluation, and its task."""
     verbs.demand_consent(run.folder, run.result["config"], run.trusted)
     config = Config(run.result["config"], None)
     task = tasks.build(config, torch.device("cpu"))
-    return models.build(config.model.mapping(), task.inputs).cpu().eval(), task
+    model = models.build(config.model.mapping(), task.inputs).cpu().eval()
+    model.load_state_dict(run.state)
+    return model, task
 
 
 def write_plain(run: FinishedRun, folder: Path) -> list[str]:

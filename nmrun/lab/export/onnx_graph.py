@@ -95,7 +95,6 @@ def _built(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], d
     """The run's network on the CPU; its input's name; what draws an input of so many images or
     texts; and the input's dimensions that may have other sizes."""
     model, task = network(run)
-    model.load_state_dict(run.state)
     batch = {0: torch.export.Dim("batch")}
     if "shape" in task.inputs:
         shape = tuple(task.inputs["shape"])

@@ -66,7 +66,6 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     if why := int8.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
-    model.load_state_dict(run.state)
     found, left = sites(model)
     before: dict[str, float] = {}
     watch(model, found, lambda: before.update(task.evaluate(model, SPLIT)))
