@@ -155,6 +155,17 @@ def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
     handle.finalize()
 
 
+def test_an_average_taken_in_a_dense_phase_is_pruned_by_magnitude() -> None:
+    model, optimizer, handle = start("asp")
+    average = AveragedModel(model)
+    train(model, optimizer, [0])
+    average.update_parameters(model)
+    wanted = hard_threshold(average.module[0].weight.detach(), "2:4")
+    handle.finalize(average)
+    assert torch.equal(average.module[0].weight, wanted)
+    assert handle.phase == "dense"
+
+
 def averaged(recipe: str) -> tuple[Start, nn.Module, list[nn.Parameter]]:
     """A trained network and an average of its dense weights, as a module and as a list."""
     made = start(recipe)
@@ -235,13 +246,6 @@ def test_what_is_no_average_is_told() -> None:
         with pytest.raises(ConfigError, match=message) as e:
             made[2].finalize(wrong)  # type: ignore[arg-type]
         assert "\n" not in str(e.value)
-
-
-def test_a_copy_without_the_parameter_is_named() -> None:
-    model, optimizer, handle = start("sr_ste")
-    train(model, optimizer, range(2))
-    with pytest.raises(ConfigError, match=r"this model has no parameter 0\.weight"):
-        handle.finalize(nn.Linear(3, 3))
 
 
 def test_dense_weights_is_a_look_and_what_is_written_inside_stays() -> None:

@@ -248,24 +248,6 @@ def test_parameter_groups_keep_their_learning_rates_and_decays() -> None:
     torch.testing.assert_close(model[4].weight.detach(), weights["4.weight"])
 
 
-def test_tied_weights_stay_tied_and_dense() -> None:
-    embedding, head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
-    head.weight = embedding.weight
-    model, tokens = nn.Sequential(embedding, nn.Linear(8, 8), head), torch.arange(12)
-    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
-    assert [(d.name, d.reason) for d in handle.left_dense] == [
-        ("0.weight", "an embedding"),
-        ("2.weight", "tied to 0.weight"),
-    ]
-    for _ in range(3):
-        nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert head.weight is embedding.weight
-    assert head.weight.count_nonzero() == 96
-
-
 # --- refused --------------------------------------------------------------------------------------
 
 
@@ -306,17 +288,6 @@ def test_an_optimizer_of_other_weights_and_a_model_without_any() -> None:
         match=r"no weight of this model can be 2:4 sparse \(weight \[8, 8\]: an embedding\)",
     ):
         nmrun.sparsify(embedding, torch.optim.SGD(embedding.parameters(), 0.1), "ste")
-
-
-def test_sparse_twice() -> None:
-    model, optimizer, handle = start("ste")
-    for recipe in ("ste", "dense"):
-        with pytest.raises(
-            ValueError, match=r"sparse already: call finalize\(\) on its handle first"
-        ):
-            nmrun.sparsify(model, optimizer, recipe, "2:4")
-    train(model, optimizer, range(2))
-    assert handle.recipe.step == 2  # each step is counted by one handle
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -268,3 +268,27 @@ def test_a_weight_that_shares_its_storage_gives_the_same_bits() -> None:
         results.append(everything(model, optimizer, handle))
     assert results[0] == results[1]
     assert math.isfinite(float(model[0].weight.sum()))
+
+
+def test_inference_mode() -> None:
+    model, optimizer, handle = start("ste")
+    with torch.inference_mode():
+        model(batch(0))
+        assert torch.equal(copy.deepcopy(model)(batch(1)), model(batch(1)))
+    train(model, optimizer, range(2))
+    assert torch.equal(model[0].weight, hard_threshold(handle.sparse[0].dense, "2:4"))
+
+
+def test_projected_once_a_step_however_often_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, handle = start("ste")
+    projected: list[str] = []
+    project = handle.recipe.project
+    monkeypatch.setattr(
+        handle.recipe, "project", lambda w, out: (projected.append(w.name), project(w, out))
+    )
+    for step in range(3):
+        for _ in range(4):
+            model(batch(step)).sum().backward()
+        optimizer.step()
+        model.eval()(batch(step))
+    assert projected == ["0.weight", "2.weight"] * 3

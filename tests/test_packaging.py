@@ -190,19 +190,6 @@ def test_the_workflow_runs_what_is_there_on_the_versions_that_are_named():
     assert extra in EXTRAS
 
 
-@pytest.mark.parametrize(
-    "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.stem
-)
-def test_issue_forms_have_what_github_asks_for(form):
-    content = yaml.safe_load(form.read_text())
-    if form.stem == "config":
-        return
-    assert {"name", "description", "body"} <= set(content)
-    for field in content["body"]:
-        assert field["type"] in ("textarea", "input", "dropdown", "checkboxes", "markdown")
-        assert field["attributes"]["label"]
-
-
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)

@@ -6,19 +6,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reference import DECAY, LR, SPARSE, TOTAL, Reference, Weights, data, mask_of, pruned
-from runs import config
+from reference import DECAY, LR, SPARSE, TOTAL, Reference, Weights, data, pruned
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 
 import nmrun
-from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 from nmrun.recipes.base import generator_of
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.handle import Handle
@@ -224,24 +219,6 @@ def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> No
     assert [order_of(w) for w in other.sparse] == orders[0]
 
 
-@pytest.mark.parametrize("at", [1, 3, 4])
-def test_resumed_with_the_same_bits(at: int) -> None:
-    alone, batches = net(torch.float32), data(2, torch.float32)
-    optimizer, _ = sparsify(alone, interval=3, candidates=5)
-    train(alone, optimizer, batches, range(8))
-    model = net(torch.float32)
-    optimizer, handle = sparsify(model, interval=3, candidates=5)
-    train(model, optimizer, batches, range(at))
-    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, handle)])
-    other = net(torch.float32, seed=4)
-    optimizer, handle = sparsify(other, interval=3, candidates=5)
-    for part, state in zip((other, optimizer, handle), saved, strict=True):
-        part.load_state_dict(state)
-    assert not any("input_weight" in key for state in saved[1]["state"].values() for key in state)
-    train(other, optimizer, batches, range(at, 8))
-    assert all(map(torch.equal, used(other), used(alone)))
-
-
 # --- whole runs -----------------------------------------------------------------------------------
 
 
@@ -307,35 +284,6 @@ def test_trajectory(update: str, wd: float, accumulate: int, clip: float | None)
     assert all("forward" not in vars(layer) for layer in model)
 
 
-def test_a_copy_is_on_its_own() -> None:
-    model, batches = net(), data(1)
-    optimizer, handle = sparsify(model, interval=3)
-    train(model, optimizer, batches, range(2))
-    with handle.dense_weights():
-        average = copy.deepcopy(model)
-    twin, plain = copy.deepcopy(model), net()
-    plain.load_state_dict(model.state_dict())
-    x = batches(0)[0][0].clone().requires_grad_()
-    # nobody searches an order of outputs for a copy: its input gradient is exact
-    exact = torch.autograd.grad(plain(x).sum(), x)[0]
-    masked = torch.autograd.grad(model(x).sum(), x)[0]
-    assert not torch.equal(masked, exact)
-    train(model, optimizer, batches, range(2, 5))
-    torch.testing.assert_close(torch.autograd.grad(twin(x).sum(), x)[0], exact, rtol=0, atol=0)
-    with torch.no_grad():
-        average[0].weight.add_(average[0].weight.flip(1), alpha=0.3)
-    wanted, untouched = average[0].weight.detach().clone(), used(model)
-    handle.finalize(average)
-    assert torch.equal(average[0].weight, wanted * mask_of(wanted))
-    assert all(map(torch.equal, used(model), untouched))
-    assert torch.equal(torch.autograd.grad(twin(x).sum(), x)[0], exact)
-    for weight in handle.sparse:
-        again = weight.weight * second_mask(weight.weight, order_of(weight), 2, 4)
-        assert torch.equal(weight.layer.input_weight, again)
-    assert list(twin.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    train(model, optimizer, batches, range(5, 8))
-
-
 def test_what_keeps_the_exact_input_gradient_is_told() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -373,65 +321,6 @@ def test_with_estimates_and_fp8_besides() -> None:
     torch.manual_seed(1)
     torch.testing.assert_close(model[0].weight.grad, nmrun.sparsity.mvue(dz, "1:4", 0).T @ x)
     torch.testing.assert_close(x.grad, dz @ handle.sparse[0].layer.input_weight)
-
-
-@pytest.mark.parametrize("convolution", [False, True])
-def test_compiled_in_one_graph(convolution: bool) -> None:
-    torch._dynamo.reset()
-    compiles: list[int] = []
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return (
-            nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh(), nn.Conv1d(8, 4, 1))
-            if convolution
-            else net(torch.float32)
-        )
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        compiles.append(1)
-        return aot_eager(graph, inputs)
-
-    model, eager = make(), make()
-    (optimizer, _), (eager_optimizer, _) = sparsify(model, interval=2), sparsify(eager, interval=2)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for step in range(5):
-        torch.manual_seed(step)
-        x = (
-            torch.randn(3, 8, 6).requires_grad_()
-            if convolution
-            else torch.randn(3, 8).requires_grad_()
-        )
-        grads = []
-        for run, update in ((compiled, optimizer), (eager, eager_optimizer)):
-            x.grad = None
-            run(x).square().sum().backward()
-            grads.append(x.grad.clone())
-            update.step()
-            update.zero_grad()
-        torch.testing.assert_close(*grads)
-        torch.testing.assert_close(list(model.parameters()), list(eager.parameters()))
-    assert len(compiles) == 1
-
-
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [
-        ({"decay": -1.0}, "bi_mask: decay=-1.0 must be a number at least 0"),
-        ({"interval": 0}, "bi_mask: interval=0 must be a whole number, 1 or more"),
-        ({"candidates": 0}, "bi_mask: candidates=0 must be a whole number, 1 or more"),
-    ],
-)
-def test_values_out_of_range(hyper: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sparsify(net(), **hyper)
-
-
-def test_a_run_of_the_command_line(tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=bi_mask", "recipe.interval=5", "recipe.candidates=3")
-    result = runner.run(made, run_folder(made))
-    assert result["status"] == "finished"
-    assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True, True]
 
 
 def test_numbers_of_a_recipe_are_apart_by_each_word() -> None:

@@ -264,21 +264,3 @@ def test_a_copy_keeps_the_mask_of_what_it_averages() -> None:
         ema[0].weight.fill_(1.0)
     handle.finalize(ema)
     assert torch.equal(ema[0].weight, (model[0].weight != 0).double())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "words"),
-    [
-        ("ste_periodic", {"interval": 0}, "interval"),
-        ("ste_periodic", {"gradient": "mask"}, "ste, masked"),
-        ("t_sr_ste", {"decay": -1.0}, "decay"),
-        ("t_sr_ste", {"dense_end": 1.0}, "dense_end"),
-        ("t_sr_ste", {"interval": 0}, "interval"),
-    ],
-)
-def test_refused(recipe: str, options: dict[str, Any], words: str) -> None:
-    model = Net()
-    with pytest.raises(ValueError, match=words):
-        nmrun.sparsify(
-            model, torch.optim.SGD(model.parameters(), 0.1), recipe, "2:4", 10, **options
-        )

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import re
-import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -63,20 +62,6 @@ def install(folder: Path) -> dict[str, str]:
     (folder / "saliency.py").rename(site / "saliency.py")
     before = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), before]))}
-
-
-def test_it_is_short():
-    (code,) = blocks("python")
-    assert len(code.splitlines()) < 40
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_commands_are_accepted(number, module):
-    text, _ = blocks("bash")
-    words = shlex.split(text.splitlines()[number].partition("  #")[0])[1:]
-    asked = command_line.options(words)
-    found = precheck.look(command_line.own_recipe(asked.overrides), asked.multirun)
-    assert (found.problems, found.jobs) == ([], (1, 12)[number])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import DECAY, LR, SPARSE, TOTAL, Reference, data, mask_of, pruned, soft
+from reference import DECAY, LR, TOTAL, Reference, data, soft
 from torch import Tensor, nn
 
 import nmrun
@@ -140,34 +140,6 @@ def test_loss_scaling_and_a_skipped_step(
         assert handle.flip_rate == plain_handle.flip_rate
     assert scaler.get_scale() == 2.0**9
     assert handle.pop_events() == plain_handle.pop_events()
-
-
-@pytest.mark.parametrize("setting", ["ste", "sr_ste", "s_ste", "asp at once"])
-def test_gradient_at_the_projected_weight(setting: str) -> None:
-    """Before the optimizer: the dense gradient at the weight that the network uses, for pruned
-    weights as well.
-    """
-    model, _, handle = start(setting, "sgd", 0.0)
-    x, y = data(1)(0)[0]
-    leaves = [w.requires_grad_() for w in model.used]
-    (
-        torch.tanh(x @ leaves[0].T + leaves[1]) @ leaves[2].T + leaves[3] - y
-    ).square().mean().backward()
-    (model(x) - y).square().mean().backward()
-    for weight, i in zip(handle.sparse, SPARSE, strict=True):
-        assert leaves[i].grad[~mask_of(weight.dense)].any()
-        torch.testing.assert_close(weight.parameter.grad, leaves[i].grad)
-
-
-def test_sr_ste_adds_its_term_once_and_to_pruned_weights_only() -> None:
-    model, optimizer, handle = start("sr_ste", "sgd", 0.0)
-    dense = [w.dense.detach().clone() for w in handle.sparse]
-    for weight in handle.sparse:
-        weight.parameter.grad = torch.zeros_like(weight.parameter)
-    optimizer.step()
-    for weight, w in zip(handle.sparse, dense, strict=True):
-        torch.testing.assert_close(weight.parameter.grad, DECAY * pruned(w), rtol=0, atol=0)
-    assert model[0].bias.grad is None
 
 
 def test_a_weight_without_gradient_is_passed_over() -> None:

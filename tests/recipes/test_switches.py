@@ -1,19 +1,22 @@
-"""The other rules of STEP's switch, and AutoSwitch's options, against plain-Python oracles that
-follow v and g themselves.
-"""
+"""The rules of STEP's switch against plain-Python oracles that follow v and g themselves."""
 
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_autoswitch import CURVES, EPS, begin, gradients, one_step, run
+from test_autoswitch import EPS, Rms, begin, gradients, one_step, run
 
 from nmrun.errors import ConfigError
 
 T_MIN, T_MAX = 20, 100  # of 200 steps
-MORE = {
-    **CURVES,
+CURVES: dict[str, Rms] = {
+    "settles": lambda t: 1e-3 / math.sqrt(1 + t / 4),
+    "settles late": lambda t: 1e-3 + 3e-3 * (t < 70),
+    "never settles": lambda t: 1e-2,
+    "settled from the start": lambda t: 1e-5,
+    "a burst in the window": lambda t: 1e-4 + 1e-2 * (t == 25),
+    "on the edge": lambda t: 3.2e-4 * (1 + (t // 15) % 2),
     "grows": lambda t: 1e-3 * 1.05**t,
     "grows, then stays": lambda t: 1e-3 * 1.1 ** min(t, 45),
     "jumps late": lambda t: 1e-3 * (1 + 20 * (t > 40)),
@@ -48,11 +51,17 @@ def gradient_norm(grads: list[list[float]], beta2: float) -> Iterator[tuple[floa
             yield math.nan, False
 
 
-def autoswitch(partial: bool, threshold: float | None) -> Measured:
+def autoswitch(
+    partial: bool = False, threshold: float | None = None, geometric: bool = False
+) -> Measured:
     def measured(grads: list[list[float]], beta2: float) -> Iterator[tuple[float, bool]]:
         window, before, length = [], [0.0] * 48, round(1 / (1 - beta2))
         for v in moments(grads, beta2):
-            z = sum(abs(a - b) for a, b in zip(v, before, strict=True)) / 48
+            changes = [abs(a - b) for a, b in zip(v, before, strict=True)]
+            z = sum(changes) / 48
+            if geometric:
+                moved = [c for c in changes if c > 0]
+                z = math.exp(sum(map(math.log, moved)) / len(moved)) if moved else 0.0
             window, before = [*window, z][-length:], v
             measure = sum(window) / len(window)
             if threshold is not None:
@@ -74,20 +83,23 @@ def oracle(measured: Iterator[tuple[float, bool]]) -> tuple[int, bool]:
 
 
 CASES: dict[str, tuple[Measured, str, dict[str, Any]]] = {
+    "auto": (autoswitch(), "auto", {}),
+    "geometric": (autoswitch(geometric=True), "auto_geometric", {}),
     "ratio": (variance_ratio, "variance_ratio", {}),
     "gradient": (gradient_norm, "gradient_norm", {}),
-    "partial": (autoswitch(True, None), "auto", {"window": "partial"}),
+    "partial": (autoswitch(True), "auto", {"window": "partial"}),
     "relative": (autoswitch(False, 1.3), "auto", {"threshold": 1.3}),
     "both": (autoswitch(True, 1.5), "auto", {"threshold": 1.5, "window": "partial"}),
 }
 
 
-@pytest.mark.parametrize("beta2", [0.9, 0.95])
+@pytest.mark.parametrize(("beta2", "dead"), [(0.9, 0), (0.95, 20)])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("curve", MORE)
-def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float) -> None:
+@pytest.mark.parametrize("curve", CURVES)
+def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float, dead: int) -> None:
+    """``dead`` coordinates never have a gradient."""
     measured, rule, options = CASES[case]
-    grads = gradients(MORE[curve])
+    grads = gradients(CURVES[curve], dead)
     step, settled = oracle(measured(grads, beta2))
     found, event = run(grads, rule, beta2, **options)
     assert found == step
@@ -100,21 +112,21 @@ def test_every_rule_decides_between_its_bounds_somewhere() -> None:
     for measured, _, _ in CASES.values():
         found = {
             oracle(measured(gradients(rms), beta2))
-            for rms in MORE.values()
+            for rms in CURVES.values()
             for beta2 in (0.9, 0.95)
         }
         assert any(settled and T_MIN + 1 < t < T_MAX for t, settled in found)
     assert any(
         not s
         for c in ("ratio", "partial")
-        for s in [oracle(CASES[c][0](gradients(MORE["grows"]), 0.95))[1]]
+        for s in [oracle(CASES[c][0](gradients(CURVES["grows"]), 0.95))[1]]
     )
 
 
 @pytest.mark.parametrize("case", ["relative", "both", "ratio", "gradient"])
 def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case: str) -> None:
     _, rule, options = CASES[case]
-    curve = MORE["grows, then stays"]
+    curve = CURVES["grows, then stays"]
     steps = {
         run(gradients(lambda t, c=c: c * curve(t)), rule, 0.95, **options)[0]
         for c in (0.01, 1, 100)
@@ -130,7 +142,7 @@ def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case: str) -> None:
 @pytest.mark.parametrize("stop", [5, 33])
 def test_resume_at_any_moment(case: str, stop: int) -> None:
     measured, rule, options = CASES[case]
-    grads = gradients(MORE["jumps late"])
+    grads = gradients(CURVES["jumps late"])
     wanted, _ = oracle(measured(grads, 0.95))
     model, optimizer, _ = begin(rule, 0.95, **options)
     for g in grads[: min(stop, wanted - 1)]:
@@ -143,11 +155,14 @@ def test_resume_at_any_moment(case: str, stop: int) -> None:
         assert (other_handle.phase == "sparse") == (t == wanted)
 
 
+@pytest.mark.parametrize("resumed", [0, 33, -1])
 @pytest.mark.parametrize("case", CASES)
-def test_where_no_step_waits_a_rule_fires_one_step_later(case: str) -> None:
-    """As on a GPU; where t_min decides, the measure was known before."""
+def test_where_no_step_waits_a_rule_fires_one_step_later(case: str, resumed: int) -> None:
+    """As on a GPU, also when the run was resumed on the way, be it just before (-1). Where t_min
+    decides, the measure was known before.
+    """
     measured, rule, options = CASES[case]
-    grads = gradients(MORE["grows, then stays"])
+    grads = gradients(CURVES["grows, then stays"])
     found = list(measured(grads, 0.95))
     wanted = next(
         t for t in range(1, 200) if t > T_MAX or (t > T_MIN and t > 1 and found[t - 2][1])
@@ -157,6 +172,12 @@ def test_where_no_step_waits_a_rule_fires_one_step_later(case: str) -> None:
     for t, g in enumerate(grads[:wanted], 1):
         assert handle.phase == "dense", t
         one_step(model, optimizer, g)
+        if t == resumed % wanted:
+            parts, fresh = (model, optimizer, handle), begin(rule, 0.95, **options)
+            fresh[2].recipe.switching.waits = False
+            for part, before in zip(fresh, parts, strict=True):
+                part.load_state_dict(before.state_dict())
+            model, optimizer, handle = fresh
     assert handle.phase == "sparse"
 
 
@@ -170,7 +191,7 @@ def test_where_no_step_waits_a_rule_fires_one_step_later(case: str) -> None:
 )
 def test_what_is_measured_is_logged(case: str, key: str) -> None:
     measured, rule, options = CASES[case]
-    grads = gradients(MORE["grows"])
+    grads = gradients(CURVES["grows"])
     wanted = [measure for measure, _ in measured(grads, 0.9)]
     model, optimizer, handle = begin(rule, 0.9, **{**options, "t_min": 0.4})
     for t, g in enumerate(grads[:40], 1):

@@ -17,6 +17,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "s_ste": {},
     "asp": {"prune_at": 0.5},
     "step": {"switch": 0.5},
+    "bi_mask": {"interval": 2, "candidates": 3},
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nmrun": lambda p: nmrun.optim.AdamW(p, lr=0.05),

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
-from nmrun.lab.train import build, console, runner
+from nmrun.lab.train import build, console
 from nmrun.lab.train.flops import Flops, LayerFlops, Products
-from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
@@ -149,14 +148,6 @@ def test_a_nan_of_a_short_group_is_kept() -> None:
 def test_without_the_option_m_must_divide(function: Any, pattern: str | Pattern) -> None:
     with pytest.raises(ValueError, match="2:4 needs dimension 1 to be a multiple of 4; it is 6"):
         function(torch.ones(4, 6), pattern)
-
-
-def test_the_compiled_projection_refuses_the_same() -> None:
-    weight = torch.ones(64, 70)
-    with pytest.raises(ValueError, match="multiple of 4"):
-        hard = torch.empty_like(weight)
-        if not cpu.project(weight, hard, Pattern(2, 4), 1):
-            hard_threshold(weight, "2:4")
 
 
 def test_check_nm_counts_the_short_group() -> None:
@@ -336,32 +327,6 @@ def counts(weight: Tensor, m: int) -> list[tuple[int, int]]:
         (sum(x != 0 for x in group), len(group))
         for row in rows(weight, 1)
         for group in groups(row, m)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "pattern"), [(name, ("2:4", "1:8")[i % 2]) for i, name in enumerate(SPARSE)]
-)
-def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
-    model, parsed = Net(), Pattern.parse(pattern)
-    optimizer, handle = start(recipe, pattern, model, pad=True)
-    train(model, optimizer, range(TOTAL), 10)
-    assert handle.is_sparse
-    assert all(layer["holds"] for layer in handle.report()["layers"])
-    assert check_nm(model, pattern, exclude="out", pad=True) == [
-        "a.weight",
-        "b.weight",
-        "conv.weight",
-    ]
-    handle.finalize()
-    for layer in (model.a, model.b, model.conv):
-        assert layer.weight.count_nonzero() > 0
-        for nonzeros, members in counts(layer.weight.detach(), parsed.m):
-            assert nonzeros <= parsed.n if recipe in AT_MOST else nonzeros == min(parsed.n, members)
-    assert check_nm(model, pattern, exclude="out", pad=True) == [
-        "a.weight",
-        "b.weight",
-        "conv.weight",
     ]
 
 
@@ -564,46 +529,6 @@ def test_the_config_says_what_would_help() -> None:
         config("out", "recipe=dense", *extra) for extra in ((), ("sparsity.pad=true",))
     )
     assert run_folder(plain) == run_folder(padded)
-
-
-def test_a_run_that_is_cut_off_ends_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(place: str) -> Any:
-        return config(
-            tmp_path / place,
-            *ODD,
-            "sparsity.pad=true",
-            "recipe=sr_ste",
-            "trainer.checkpoint_every=1",
-        )
-
-    class Killed(BaseException):
-        pass
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 8:  # checkpoints are written after 3, 6, 9 and 12 steps
-            raise Killed
-        return step(*args, **kwargs)
-
-    alone, cut = make("alone"), make("cut")
-    result = runner.run(alone, run_folder(alone))
-    assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True, True]
-    density = (8 * 4 + 9 * 4) / (8 * 10 + 9 * 8)
-    assert result["sparsity"]["density"] == pytest.approx(density)
-    with monkeypatch.context() as patch:
-        step, calls = TrainingSteps.train_step, list[int]()
-        patch.setattr(TrainingSteps, "train_step", dying)
-        with pytest.raises(Killed):
-            runner.run(cut, run_folder(cut))
-    assert runner.run(cut, run_folder(cut))["status"] == "finished"
-    ends = [(run_folder(made) / "model.safetensors").read_bytes() for made in (alone, cut)]
-    assert ends[0] == ends[1]
-
-    from nmrun.lab.export import cli
-
-    assert cli.main([str(run_folder(cut)), "--to", str(tmp_path / "copy")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -100,19 +100,6 @@ def test_help_config_and_completion_stay_light(tmp_path, line):
         assert "sparsity=2:8" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("ratio", "n", "m"), [("3:16", 3, 16), ("7:32", 7, 32), ("2:8", 2, 8), ("dense", None, None)]
-)
-def test_any_ratio_composes(ratio, n, m):
-    from hydra import compose, initialize_config_module
-
-    import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
-
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        composed = compose("nmrun", [f"sparsity={ratio}"])
-    assert (composed.sparsity.n, composed.sparsity.m) == (n, m)
-
-
 def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
     line = ("recipe=step", "sparsity=2:8", "debug=fast", "output_dir=out")
     first = nmrun_cli(*line)
@@ -209,14 +196,6 @@ def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli)
     }
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
-    done = nmrun_cli("recipe=step", "sparsity=2:8", "dry=true")
-    assert done.returncode == 0, done.stderr
-    for part in ("inner.0.weight", "stem.weight", "excluded", "FLOPs of an inference"):
-        assert part in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     line = [
@@ -297,12 +276,6 @@ def test_several_seeds_in_one_job(tmp_path: Path) -> None:
     assert (outcome["status"], again["status"]) == ("finished", "skipped")
     assert [result["config"]["seed"] for result in results] == [3, 5]
     assert "seeds" not in results[0]["config"]
-
-
-@pytest.mark.parametrize("seeds", ["[]", "[1,1]", "[-1]", "3", "[a]"])
-def test_seeds_that_are_none(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verb(f"seeds={seeds}") == 2
-    assert "null or a list of different whole numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--config-dir=mine"]])

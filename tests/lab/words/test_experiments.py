@@ -16,7 +16,6 @@ import pytest
 from verbs import verb
 
 from nmrun.errors import ConfigError
-from nmrun.lab import cli
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show.experiments import KINDS
@@ -61,15 +60,6 @@ def label(config: schema.Config, key: str) -> str:
 
 
 # --- the files ------------------------------------------------------------------------------------
-
-
-def test_the_page_names_each_of_them_and_no_other():
-    page = (Path(__file__).parents[3] / "docs" / "experiments.md").read_text()
-    named = re.findall(r"`([a-z]+(?:_[a-z0-9]+)*)`", page)
-    families = {name.partition("_")[0] for name in NAMES}
-    rows = "\n".join(line for line in page.splitlines() if line.startswith("|"))
-    assert set(NAMES) == {name for name in NAMES if f"`{name}`" in rows}
-    assert {name for name in named if name.partition("_")[0] in families} <= {*NAMES, "sr_ste"}
 
 
 @pytest.mark.parametrize(("name", "scale"), EVERY)
@@ -371,46 +361,6 @@ def test_small_is_the_default_and_several_run_one_after_the_other():
         "step_glue"
     ).overrides("small", ["seed=5"])
     assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
-
-
-@pytest.mark.parametrize(
-    ("line", "starts"),
-    [
-        (
-            "-m experiment=step_cifar100 scale=smal",
-            "scale=smal: no such scale; did you mean small?",
-        ),
-        (
-            "-m experiment=step_cifar11",
-            "experiment=step_cifar11: no such experiment; did you mean step_cifar1",
-        ),
-        ("experiment=step_cifar10 scale=smoke", "experiment=step_cifar10 is a sweep: add -m"),
-        ("scale=smoke", "scale=smoke: of which experiment?"),
-        (
-            "-m experiment=step_cifar10 optimizer.lrr=1",
-            "optimizer.lrr: no such key; did you mean optimizer.lr?",
-        ),
-        ("-m experiment=nowhere.yaml", "experiment=nowhere.yaml: No such file"),
-        (
-            "table --experiment step_cifar",
-            "experiment=step_cifar: no such experiment; did you mean step_cifar10?",
-        ),
-        (
-            "table --experiment step_cifar10 --scale tiny",
-            "scale=tiny: no such scale (there are smoke, small, paper)",
-        ),
-        (
-            "table --experiment step_cifar10 --scale smoke",
-            "experiment=step_cifar10 scale=smoke: none of its 16 runs is finished; nmrun -m",
-        ),
-    ],
-)
-def test_mistakes_get_one_line(line, starts, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["nmrun", *line.split()])
-    assert cli.main() == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"nmrun: {starts}")
 
 
 @pytest.mark.parametrize(

@@ -258,44 +258,6 @@ def _sortable(job: dict[str, Any]) -> str:
     return json.dumps(job, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("sparsity=2:4,1:4 seed=0,1,2 zip=sparsity,seed", "have as many values each, and have: sparsity 2, seed 3"),
-        ("sparsity=2:4,1:4 seed=0,1 zip=sparsity,sede", "zip=sparsity,sede: sede has no list of values here, as in sede=a,b; did you mean"),
-        ("sparsity=2:4,1:4 seed=0 zip=sparsity,seed", "seed has no list of values here"),
-        ("recipe=glob(*ste) seed=0,1 zip=recipe,seed", "recipe has no list of values here"),
-        ("optimizer.lr=interval(1,2) seed=0,1 zip=optimizer.lr,seed", "optimizer.lr has no list of values here"),
-        ("seed=0,1 sparsity=2:4,1:4 recipe=ste,asp zip=seed,sparsity zip=recipe,seed", "zip: seed is zipped twice"),
-        ("seed=0,1 sparsity=2:4,1:4 zip=seed", "zip=seed: it takes two keys or more"),
-        ("seed=0,1 zip=", "zip=: it takes two keys or more"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_zipped(
-    line: str, said: str, launches, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert launches(*line.split()) == []
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("nmrun: zip")
-    assert said in told
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_zipping_is_for_sweeps(nmrun_cli) -> None:
-    done = nmrun_cli("recipe=ste,asp", "seed=0,1", "zip=recipe,seed")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "nmrun: zip=recipe,seed: several values make a sweep; add -m\n",
-    )
-
-
-def test_a_word_that_cannot_be_read_is_told_as_ever(
-    launches, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launches("seed=0,1", "recipe=[a,b", "zip=seed,recipe") == []
-    assert capsys.readouterr().err.startswith("nmrun: recipe=[a,b: cannot be read as key=value")
-
-
 def test_each_job_has_a_command_that_asks_for_it_alone(tmp_path: Path) -> None:
     words = ["recipe=dense,ste", "sparsity=dense,2:4", f"output_dir={tmp_path}"]
     sweeps, _ = jobs.checked(words, multirun=True)
