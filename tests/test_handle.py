@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import top
 from torch import Tensor, nn
-from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, stored, train
+from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, train
 
 import nmrun
 from nmrun.recipes import RECIPES
@@ -49,28 +49,6 @@ def test_a_finished_handle_shows_where_the_model_is_nm() -> None:
 
 
 # --- saved and restored ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recipe", "stop"), [(name, (1, 4, 7)[i % 3]) for i, name in enumerate(SPARSE)]
-)
-def test_three_state_dicts_are_all_that_a_loop_has_to_save(recipe: str, stop: int) -> None:
-    """Through a file without pickle, into a model that was initialized and sparsified otherwise:
-    the same bits at the end.
-    """
-    whole, first, second = start(recipe), start(recipe), start(recipe, seed=5)
-    train(whole[0], whole[1], range(TOTAL), whole[2])
-    train(first[0], first[1], range(stop), first[2])
-    for part, state in zip(second, stored(*first), strict=True):
-        part.load_state_dict(state)
-    assert everything(*second) == everything(*first)
-    train(second[0], second[1], range(stop, TOTAL), second[2])
-    assert everything(*second) == everything(*whole)
-    assert second[2].metrics() == whole[2].metrics()
-    assert second[2].is_sparse
-    for _, _, handle in (whole, second):
-        handle.finalize()
-    assert bits(second[0].state_dict()) == bits(whole[0].state_dict())
 
 
 def test_a_state_of_another_recipe_is_refused() -> None:

@@ -249,10 +249,9 @@ class BiMaskReference(Reference):
             self._update(i, g)
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, None), (3, 0.05)])
-@pytest.mark.parametrize("wd", [0.0, 0.2])
+@pytest.mark.parametrize(("accumulate", "clip", "wd"), [(1, None, 0.2), (3, 0.05, 0.0)])
 @pytest.mark.parametrize("update", UPDATES)
-def test_trajectory(update: str, wd: float, accumulate: int, clip: float | None) -> None:
+def test_trajectory(update: str, accumulate: int, clip: float | None, wd: float) -> None:
     model = net()
     reference = BiMaskReference("sr_ste", update, used(model), wd)
     optimizer = UPDATES[update](model.parameters(), wd)

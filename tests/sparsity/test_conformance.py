@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SPARSE = [name for name in RECIPES if name != "dense"]
 # factors that change, scores, adapters, other products; rules alone are in test_compiled.py
-BEYOND_RULES = ("mdgf_linear", "lbc", "maskllm", "cast", "sqft", "slope", "bi_mask")
+BEYOND_RULES = ("mdgf_linear", "lbc", "cast", "sqft", "slope")
 
 
 class Net(nn.Sequential):

@@ -32,6 +32,10 @@ EMBEDDED = (
     *("stdlib_text", "copy_reverse"),
 )
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
+SMOKES_FIRST = [
+    pytest.param(name, scale, marks=() if scale == "smoke" else pytest.mark.slow)
+    for name, scale in EVERY
+]
 OWN = """
 title: Own
 source: nobody
@@ -62,7 +66,7 @@ def label(config: schema.Config, key: str) -> str:
 # --- the files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "scale"), EVERY)
+@pytest.mark.parametrize(("name", "scale"), SMOKES_FIRST)
 def test_every_job_is_accepted(name, scale, monkeypatch):
     monkeypatch.setattr(launchers, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
@@ -168,6 +172,7 @@ def test_s_ste_gpt2_is_the_authors_pre_training():
     assert len(every) == 3 * (2 + 2 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["s_ste_glue", "s_ste_squad"])
 def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
     """The folders that init names, and networks of the same size."""
@@ -312,6 +317,7 @@ def test_asp_on_imagenet_trains_twice():
             assert [factor(s) for s in range(500)] == [factor(s) for s in range(500, 1000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("compare_")])
 def test_comparisons_differ_in_recipe_and_ratio_alone(name):
     """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
