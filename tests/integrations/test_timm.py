@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import reference
 import torch
+from lazily import Lazily, needs
 from torch import Tensor, nn
 from training import bits
 
 import nmrun
 
-timm = pytest.importorskip("timm", reason="needs timm: pip install 'nmrun[timm]'")
-from timm.models import load_checkpoint  # noqa: E402
-from timm.optim import create_optimizer_v2  # noqa: E402
-from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler  # noqa: E402
-
+pytestmark = needs("timm", "timm")
+timm, optim, utils = Lazily("timm"), Lazily("timm.optim"), Lazily("timm.utils")
 STEPS = 6
 EXCLUDE = r"patch_embed\.proj|head"
 
@@ -38,7 +36,7 @@ def images(step: int) -> Tensor:
 
 def optimizer_of(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
     options = {"lr": 0.01, "weight_decay": 0.05, "layer_decay": 0.8}
-    optimizer: torch.optim.Optimizer = create_optimizer_v2(model, name, **options)
+    optimizer: torch.optim.Optimizer = optim.create_optimizer_v2(model, name, **options)
     return optimizer
 
 
@@ -57,7 +55,7 @@ def test_its_scaler_changes_no_bit(recipe: str, name: str) -> None:
         model = vit()
         optimizer = optimizer_of(model, name)
         assert len({group["lr_scale"] for group in optimizer.param_groups}) == 4
-        handle, scaler = sparse(model, optimizer, recipe), NativeScaler("cpu")
+        handle, scaler = sparse(model, optimizer, recipe), utils.NativeScaler("cpu")
         for number in range(2 * STEPS):
             loss, last = model(images(number)).square().mean() / 2, number % 2 == 1
             if scaled:
@@ -83,11 +81,11 @@ def test_its_average_made_before_or_after(first: bool) -> None:
     """Dense weights are averaged; the average is projected."""
     model = vit()
     optimizer = optimizer_of(model)
-    average = ModelEmaV3(model, decay=0.5) if first else None
+    average = utils.ModelEmaV3(model, decay=0.5) if first else None
     handle = sparse(model, optimizer, "sr_ste")
     if average is None:
         with handle.dense_weights():
-            average = ModelEmaV3(model, decay=0.5)
+            average = utils.ModelEmaV3(model, decay=0.5)
     mean = {w.name: w.dense.clone() for w in handle.sparse}
     for step in range(STEPS):
         model(images(step)).square().mean().backward()
@@ -109,7 +107,7 @@ def test_its_checkpoints_are_read_by_a_plain_model_and_resume(stop: int, tmp_pat
     """In and after ASP's dense phase."""
     model = vit()
     optimizer = optimizer_of(model)
-    saver = CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
+    saver = utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
     handle = sparse(model, optimizer, "asp")
 
     def steps(model: Any, optimizer: Any, numbers: Any) -> None:
@@ -124,7 +122,7 @@ def test_its_checkpoints_are_read_by_a_plain_model_and_resume(stop: int, tmp_pat
     steps(model, optimizer, range(stop, STEPS))
     again = vit()
     nn.init.zeros_(again.get_parameter("head.weight"))
-    load_checkpoint(again, str(tmp_path / "last.pth.tar"))
+    timm.models.load_checkpoint(again, str(tmp_path / "last.pth.tar"))
     assert bits(again.state_dict()) == now
     if stop == 4:
         nmrun.sparsity.check_nm(again, "2:4", exclude=EXCLUDE)

@@ -623,9 +623,12 @@ def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() ->
 
 @pytest.mark.parametrize(
     ("options", "precision"),
-    [("both", torch.bfloat16), ("input", torch.float32)],
+    [
+        ("both", torch.bfloat16),
+        pytest.param("input", torch.float32, marks=pytest.mark.slow),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_compiled_in_one_graph(options: str, precision: torch.dtype) -> None:
     """aot_eager compiles the backward pass too, and draws the same random numbers as without
     compilation.

@@ -272,6 +272,7 @@ def test_torch_exports_the_live_model(recipe: str) -> None:
     handle.finalize()
 
 
+@pytest.mark.slow
 def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
     onnx, runtime = (
         pytest.importorskip("onnx", reason="needs nmrun[onnx]"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import KINDS, config, rows
+from runs import config, rows
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
@@ -18,7 +18,6 @@ from nmrun.lab import models
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import build, checkpoint, runner, steps
-from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.optimizers import schedule_factor
@@ -64,7 +63,7 @@ def weights(loop: Loop) -> dict[str, Tensor]:
 # --- micro-batches, clipping, schedule ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("recipe", ["dense", "sr_ste", "step", "s_ste", "lbc", "sqft", "bi_mask"])
 def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path: Path) -> None:
     """Also when they are of unequal size (30 images in 4 parts), and with SR-STE's decay, which
     must not be added 4 times.
@@ -491,17 +490,10 @@ def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
         loop.steps.check_losses()
 
 
-def test_parts_of_the_build(tmp_path: Path) -> None:
-    parts: Parts = build.build(config(tmp_path, "optimizer=adamw", "optimizer.lr=0.02"))
-    assert (parts.precision, parts.total_steps, parts.device.type) == ("fp32", 12, "cpu")
-    assert parts.optimizer.param_groups[0]["lr"] == 0.02
-    assert [w.name for w in parts.handle.sparse] == ["inner.0.weight", "inner.1.weight"]
-
-
 # --- memory layout --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("recipe", ["asp", "sr_ste", "s_ste", "lbc", "sqft", "bi_mask"])
 def test_with_channels_last_the_same_training_up_to_rounding(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -449,39 +448,6 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
     assert state is not None
     checkpoint.restore_random_state(state["random"])
     assert [draw() for _ in range(3)] == expected
-
-
-@pytest.mark.parametrize("damage", ["empty", "text", "cut", "one bit"])
-@pytest.mark.parametrize("both", [False, True])
-def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
-    damage: str,
-    both: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    made = make(tmp_path, "ste")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
-    for name in ("checkpoint.pt", "checkpoint.previous.pt")[: 1 + both]:
-        path = run_folder(made) / name
-        data = path.read_bytes()
-        with zipfile.ZipFile(path) as records:  # not between two records, where nothing is
-            largest = max(records.infolist(), key=lambda record: record.file_size)
-            content = records.read(largest)
-        at = data.index(content) + len(content) // 2
-        flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
-        path.write_bytes(
-            {"empty": b"", "text": b"not a checkpoint", "cut": data[:2000], "one bit": flipped}[
-                damage
-            ]
-        )
-    capsys.readouterr()
-    assert outcome(made) == left_alone(tmp_path, "ste")
-    said = capsys.readouterr().out
-    assert "checkpoint.pt is damaged (" in said
-    assert ("starting over" if both else "going on from checkpoint.previous.pt") in said
-    assert ("goes on at step 3 of 12" in said) != both
-    assert not list(run_folder(made).glob("*previous*"))
 
 
 def test_resume_false_starts_over(
