@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+import nmrun
 
 N, M, LR, DECAY, TOTAL = 2, 4, 0.05, 0.1, 10
 SHAPES = ((8, 8), (8,), (4, 8), (4,))  # weight and bias of two linear layers
@@ -192,6 +195,43 @@ class ByHand:
             g = self.edit(self.t, i, self.weights[i], g) if i in SPARSE else g
             self.weights[i] = self.weights[i] - LR * g
         self.t += 1
+
+
+class Net(nn.Sequential):
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        torch.manual_seed(3)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.5)
+        self.to(dtype)
+
+    @property
+    def used(self) -> list[Tensor]:
+        return [
+            t.detach().clone() for layer in (self[0], self[2]) for t in (layer.weight, layer.bias)
+        ]
+
+
+def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **options: Any) -> Net:
+    """The network after ``TOTAL`` steps of SGD, in each of which it used the weights that are worked
+    out by hand.
+    """
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **options)
+    batches = data(2)
+    for t in range(TOTAL):
+        torch.testing.assert_close(
+            model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
+        )
+        for x, y in batches(t):
+            ((model(x) - y).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hand.step(batches(t))
+    handle.finalize()
+    torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
+    return model
 
 
 def top(w: Tensor, n: int, m: int) -> Tensor:

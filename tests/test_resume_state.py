@@ -153,18 +153,6 @@ def test_a_state_from_before_the_first_step(kind: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("order", ["smo", "oms"])
-@pytest.mark.parametrize(("recipe", "stop"), HALF)
-def test_also_where_the_kernels_step(recipe: str, stop: int, order: str) -> None:
-    """A held mask that comes from a file is what they read byte by byte."""
-    whole, first = start(recipe, fused=True), start(recipe, fused=True)
-    train(*whole[:2], range(TOTAL))
-    train(*first[:2], range(stop))
-    second = resumed(recipe, stored(*first[:2]), order, fused=True)
-    train(*second[:2], range(stop, TOTAL))
-    assert everything(*second) == everything(*whole)
-
-
 @pytest.mark.parametrize(("recipe", "at"), [(name, (2, 8)[i % 2]) for i, name in enumerate(SPARSE)])
 def test_a_handle_that_was_further_goes_back(recipe: str, at: int) -> None:
     """Loading an early state into a handle in a later phase, and the other way round."""

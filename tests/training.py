@@ -33,6 +33,19 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
+class Conv1D(nn.Module):
+    """As in Hugging Face's GPT-2: y = x W + b, with W stored as (inputs, outputs)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -75,7 +75,7 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path, monkeypatch: A
         batches.append(collate(rows))
         return batches[-1]
 
-    monkeypatch.setattr(hf, "collate", recorded)
+    monkeypatch.setattr("hf.collate", recorded)
     trainer, sparse = trained(tmp_path, recipe)
     assert sparse.handle.recipe.step == trainer.state.global_step == hf.STEPS
     nmrun.sparsity.check_nm(trainer.model, "2:4")

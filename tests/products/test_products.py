@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from runs import config
 from torch import Tensor, nn
+from training import Conv1D
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -533,20 +534,6 @@ def test_resumed_from_a_state_with_the_generators(options: dict[str, Any]) -> No
     torch.set_rng_state(saved[1])
     train(other, optimizer, 3)
     assert all(map(torch.equal, other.parameters(), alone.parameters()))
-
-
-class Conv1D(nn.Module):
-    """As in Hugging Face's GPT-2: the weight is stored (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(normal(nx, nf).float()), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
-            *x.shape[:-1], self.nf
-        )
 
 
 def test_weights_stored_the_other_way_round() -> None:

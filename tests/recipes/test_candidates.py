@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, data, top
+from reference import LR, TOTAL, ByHand, Net, data, top
 from safetensors.torch import save_file
-from test_recipes import Net
 from torch import Tensor, nn
 
 import nmrun

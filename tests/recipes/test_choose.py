@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from reference import DECAY, LR, TOTAL, ByHand, data
-from test_recipes import Net
+from reference import DECAY, LR, TOTAL, ByHand, Net, data
 from torch import Tensor, nn
 from training import bits, everything, net, train
 

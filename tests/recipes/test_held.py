@@ -8,32 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, data, top
-from test_recipes import Net
+from reference import LR, TOTAL, ByHand, Net, data, follow, top
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.lab.train.flops import densities
-
-
-def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: Any) -> nn.Module:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **hyperparameters)
-    batches = data(2)
-    for t in range(TOTAL):
-        torch.testing.assert_close(
-            model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
-        )
-        for x, y in batches(t):
-            ((model(x) - y).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        hand.step(batches(t))
-    handle.finalize()
-    torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
-    return model
-
 
 TWO = [r for r in itertools.product((0.0, 1.0), repeat=4) if sum(r) == 2]
 # all 4 x 4 masks with two in each row and column

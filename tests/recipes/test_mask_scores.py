@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, data
+from reference import LR, Net, data
 from test_candidates import MASKS, maskllm
-from test_recipes import Net
 from torch import Tensor, nn
 
 import nmrun

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, data, top
-from test_recipes import Net
+from reference import LR, TOTAL, ByHand, Net, data, follow, top
 from torch import Tensor
 
 import nmrun
 from nmrun.errors import RunError
 from nmrun.patterns import Pattern, PatternError, geometric, stepwise
 
-DENSE, FINAL = 0.2, 0.3  # of 10 steps: dense for 2, then 5 in between, then 3 at N:M
+PHASES = {"dense": 0.2, "final": 0.3}  # of 10 steps: dense for 2, then 5 in between, then 3 at N:M
 
 
 def factor(shape: str, tau: float | None, t: int) -> float:
@@ -25,27 +24,6 @@ def factor(shape: str, tau: float | None, t: int) -> float:
     if shape == "linear":
         return max(0.0, 1 - (0.2 if tau is None else tau) * j)
     return math.exp(-j * (math.log(1000) / 5 if tau is None else tau))
-
-
-def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: Any) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, recipe, pattern, TOTAL, dense=DENSE, final=FINAL, **hyperparameters
-    )
-    batches = data(2)
-    for t in range(TOTAL):
-        torch.testing.assert_close(
-            model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
-        )
-        for x, y in batches(t):
-            ((model(x) - y).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        hand.step(batches(t))
-    handle.finalize()
-    torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
-    nmrun.sparsity.check_nm(model, pattern)
 
 
 @pytest.mark.parametrize("tau", [None, 0.3])
@@ -60,7 +38,7 @@ def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
         m = top(w, 2, 4)
         return g * (m + (1 - m) * factor(shape, tau, t)) if mode == "scaled" else g
 
-    follow(f"mdgf_{shape}", ByHand(Net().used, forward, edit), tau=tau, grad_mode=mode)
+    follow(f"mdgf_{shape}", ByHand(Net().used, forward, edit), tau=tau, grad_mode=mode, **PHASES)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +55,7 @@ def test_the_decaying_mask_passes_the_gradient_on(
         m = top(w, 2, 4)
         return w * (m + (1 - m) * factor(shape, 0.25, t))
 
-    follow(recipe, ByHand(Net().used, forward), tau=0.25, **options)
+    follow(recipe, ByHand(Net().used, forward), tau=0.25, **options, **PHASES)
 
 
 def test_densify_keeps_n() -> None:
@@ -94,7 +72,7 @@ def test_densify_keeps_n() -> None:
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 2)))
 
     by_hand = ByHand(Net().used, forward)
-    follow("sdgf_geometric", by_hand, "1:2", frames=3, densify=True)
+    follow("sdgf_geometric", by_hand, "1:2", frames=3, densify=True, **PHASES)
 
 
 FRAMES = {  # of steps 2 to 6, then 3 at the target
@@ -113,7 +91,7 @@ def test_structure_decay(recipe: str, pattern: str) -> None:
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else target))
 
     options = {"frames": 3} if recipe == "sdgf_geometric" else {}
-    follow(recipe, ByHand(Net().used, forward), pattern, **options)
+    follow(recipe, ByHand(Net().used, forward), pattern, **options, **PHASES)
 
 
 def test_decay_structure_is_stepwise() -> None:
@@ -122,7 +100,7 @@ def test_decay_structure_is_stepwise() -> None:
     def forward(t: int, i: int, w: Tensor) -> Tensor:
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 4)))
 
-    follow("decay_structure", ByHand(Net().used, forward), "1:4")
+    follow("decay_structure", ByHand(Net().used, forward), "1:4", **PHASES)
 
 
 def test_paths_of_patterns() -> None:
@@ -205,7 +183,7 @@ def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe: str) -> None
     """A hundredth of ten steps is none of them, and the last one is still N:M."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=DENSE, final=0.01)
+    handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=0.2, final=0.01)
     for t in range(TOTAL):
         kept = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
         assert (kept == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import DECAY, LR, TOTAL, Reference, data, soft
+from reference import DECAY, LR, TOTAL, Net, Reference, data, soft
 from torch import Tensor, nn
 
 import nmrun
@@ -35,21 +35,6 @@ UPDATES = {
 COMBINATIONS = [
     (s, u) for s in SETTINGS for u in UPDATES if not (s.startswith("step") and u == "sgd")
 ]
-
-
-class Net(nn.Sequential):
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        torch.manual_seed(3)
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.5)
-        self.to(dtype)
-
-    @property
-    def used(self) -> list[Tensor]:
-        return [
-            t.detach().clone() for layer in (self[0], self[2]) for t in (layer.weight, layer.bias)
-        ]
 
 
 def start(

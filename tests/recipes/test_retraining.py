@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, SPARSE, TOTAL, Weights, data, loss, top
-from test_recipes import Net
+from reference import LR, SPARSE, TOTAL, Net, Weights, data, loss, top
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from runs import config
 from torch import Tensor, nn
+from training import Conv1D
 
 import nmrun
 from nmrun.kernels import compiler as c_library
@@ -349,21 +350,6 @@ def test_as_if_zeros_filled_it_up(recipe: str, pattern: str) -> None:
             used, whole = getattr(narrow, name).weight, getattr(wide, name).weight
             torch.testing.assert_close(used, whole[:, : used.shape[1]])
             assert not whole[:, used.shape[1] :].any()
-
-
-class Conv1D(nn.Module):
-    """As Hugging Face's: a linear layer whose weight is stored (in, out)."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.nf = outputs
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(inputs, outputs)),
-            nn.Parameter(torch.zeros(outputs)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 @pytest.mark.parametrize("recipe", SPARSE)

@@ -9,26 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from training import Conv1D
 
 import nmrun
 from nmrun import Pattern
 from nmrun.errors import ConfigError
 from nmrun.sparsity.select import candidates, select
-
-
-class Conv1D(nn.Module):
-    """As in Hugging Face's transformers: y = x W + b, W stored as (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.weight, self.bias = (
-            nf,
-            nn.Parameter(torch.randn(nx, nf)),
-            nn.Parameter(torch.zeros(nf)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 def layers(**modules: nn.Module) -> nn.ModuleDict:

@@ -129,7 +129,13 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", glue.TASKS)
+@pytest.mark.parametrize(
+    "task",
+    [
+        task if task in (*METRICS, "mnli") else pytest.param(task, marks=pytest.mark.slow)
+        for task in glue.TASKS
+    ],
+)
 def test_every_task_trains(task: str, data: Path, tmp_path: Path):
     write(data, task, 32 * [line for line in FILES[task][2] if "torn" not in line])
     made = config(

@@ -313,6 +313,7 @@ def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any])
     assert one.get("notes") == alone.get("notes")
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(found: dict[str, Any]) -> None:
     for name in found:
         assert (
@@ -323,12 +324,14 @@ def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(found: dict[str, A
         assert "bee/07.png is damaged, or not an image" in found[name]["damaged"]["error"]
 
 
+@pytest.mark.slow
 def test_two_processes_decode_half_each(found: dict[str, Any]) -> None:
     alone, one, other = (found[name]["stream"] for name in ("0of1", "0of2", "1of2"))
     assert [run["trained"] for run in (alone, one, other)] == [18, 9, 9]
     assert alone["status"] == one["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
     found: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -344,6 +347,7 @@ def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
         assert run["metrics"]["final"][f"{prefix}/loss"] == pytest.approx(wanted["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_task_that_knows_no_ranks_is_evaluated_on_each(found: dict[str, Any]) -> None:
     alone, one, other = (found[name]["own"] for name in ("0of1", "0of2", "1of2"))
     assert alone["status"] == one["status"] == "finished"
