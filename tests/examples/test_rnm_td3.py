@@ -145,6 +145,7 @@ def test_a_dense_agent_is_plain_td3() -> None:
         )
 
 
+@pytest.mark.slow
 def test_what_is_printed_and_that_a_seed_decides_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +179,7 @@ class OneState:
         return np.zeros(4, np.float32), 1.0, self.ends, False, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_value_stops_where_an_episode_terminates(
     monkeypatch: pytest.MonkeyPatch, ends: bool

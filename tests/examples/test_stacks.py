@@ -103,6 +103,7 @@ def gpt(folder: Path, *words: str) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
 def test_a_language_model_resumes_with_the_same_bits(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +128,7 @@ def test_a_language_model_resumes_with_the_same_bits(
         assert bits(again["optimizer"]) == bits(whole["optimizer"])
 
 
+@pytest.mark.slow
 def test_a_compiled_language_model_trains_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_several_figures_are_refused(outputs: Path, write: Any) -> None:
     assert nmrun.plot(outputs, filter="dataset=cifar10").axes
 
 
+@pytest.mark.slow
 def test_a_plot_leaves_pyplot_alone(outputs: Path) -> None:
     """A notebook has chosen its backend before."""
     code = (

@@ -292,7 +292,9 @@ def drawn(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "n"), [(4, 2), (3, 5), (7, 3)])
+@pytest.mark.parametrize(
+    ("rows", "n"), [(4, 2), (3, 5), pytest.param(7, 3, marks=pytest.mark.slow)]
+)
 def test_intervals_cover_and_tests_err_as_they_say(
     rows: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +317,9 @@ def test_intervals_cover_and_tests_err_as_they_say(
     assert rejected / tries < 0.08
 
 
-@pytest.mark.parametrize(("rows", "n", "better"), [(4, 5, 1.0), (7, 3, 3.0)])
+@pytest.mark.parametrize(
+    ("rows", "n", "better"), [(4, 5, 1.0), pytest.param(7, 3, 3.0, marks=pytest.mark.slow)]
+)
 def test_intervals_cover_what_there_is_in_the_units_found(
     rows: int, n: int, better: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

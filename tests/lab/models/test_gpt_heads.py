@@ -102,6 +102,7 @@ def test_a_pre_trained_run_gets_a_new_head(pretrained: Path, tmp_path: Path) -> 
         network(tmp_path, *TEXTS, "model.width=32", f"init={pretrained}")
 
 
+@pytest.mark.slow
 def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained: Path, tmp_path: Path) -> None:
     """A 2:4 weight is its own soft threshold: t is 0, and so the scale is 1."""
     model = network(tmp_path, *TEXTS, f"init={pretrained}")

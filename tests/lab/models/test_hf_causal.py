@@ -80,7 +80,14 @@ def test_logits_are_hugging_faces_and_all_layers_but_the_head_are_sparse(kind, s
     handle.finalize()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "gpt2",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2", "mixtral", "gemma2")),
+    ],
+)
 def test_a_run_and_its_export(kind, saved, tmp_path, capsys):
     folder, _ = saved(kind)
     words = (

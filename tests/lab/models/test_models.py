@@ -55,6 +55,7 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGENET)
 def test_for_imagenet(name: str) -> None:
     count, sparse_layers = IMAGENET[name]
@@ -79,7 +80,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("side", [28, 32, 64])
+@pytest.mark.parametrize("side", [28, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_for_small_images(name: str, side: int) -> None:
     if name == "vgg16_bn" and side == 28:
@@ -121,6 +122,7 @@ def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
     assert not out[:, 6:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "module", "small", "large"),
     [

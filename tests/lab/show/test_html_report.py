@@ -265,6 +265,7 @@ def comparison(write: Any) -> None:
     write("ste", "2:4", 0, status="failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), browser.FRAMES)
 def test_a_report(width: int, scheme: str, write: Any, tmp_path: Path) -> None:
     comparison(write)
