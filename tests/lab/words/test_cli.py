@@ -171,9 +171,7 @@ def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
     [
         ("recipe=dense sparsity=2:4", "sparsity=2:4"),
         ("recipe=dense sparsity=1:8 sparsity.pad=true seed=1", "sparsity=1:8 sparsity.pad=true"),
-        ("recipe=dense", None),
         ("recipe=dense sparsity=dense", None),
-        ("recipe=ste sparsity=2:4", None),
     ],
 )
 def test_a_ratio_beside_the_dense_recipe_is_told(words, left_out, nmrun_cli):
@@ -278,7 +276,7 @@ def test_several_seeds_in_one_job(tmp_path: Path) -> None:
     assert "seeds" not in results[0]["config"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--config-dir=mine"]])
+@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--config-dir=mine"]])
 def test_help_is_what_hydra_would_say(tmp_path: Path, flags: list[str]) -> None:
     """It is put together without Hydra, which is not even imported."""
     for name in ("recipe/slow", "debug/slow", "hydra/job_logging/mine"):
