@@ -183,6 +183,23 @@ def test_a_model_that_is_cast_after_sparsify(recipe: str, dtype: torch.dtype) ->
         nmrun.sparsity.check_nm(layer.weight, "2:4")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_by_sgd_a_cast_model_has_the_dense_weights_cast(dtype: torch.dtype) -> None:
+    """By an optimizer without a state of its own, which torch would cast."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    handle = attach(model, optimizer, "ste")
+    before = handle.sparse[0].dense.clone()
+    model.to(dtype)
+    grad = torch.randn(8, 16).to(dtype)
+    model[0].weight.grad = grad.clone()
+    optimizer.step()
+    weight = handle.sparse[0]
+    assert model[0].weight.dtype == weight.dense.dtype == dtype
+    torch.testing.assert_close(weight.dense, before.to(dtype) - grad)
+    assert torch.equal(model[0].weight, hard_threshold(weight.dense, "2:4"))
+
+
 def test_a_cast_between_steps_is_the_dense_weight_cast() -> None:
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))
