@@ -104,7 +104,7 @@ def gpt(folder: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
+@pytest.mark.parametrize("recipe", ["asp", "s_ste"])
 def test_a_language_model_resumes_with_the_same_bits(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ def test_the_nearest_score_is_the_answer() -> None:
     assert task._predictions(likely).tolist() == pytest.approx([1.4])
 
 
-@pytest.mark.parametrize("task", ["rte", "stsb", "mnli"])
+@pytest.mark.parametrize("task", ["stsb", pytest.param("mnli", marks=pytest.mark.slow)])
 def test_a_run(
     task: str, data: Path, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -625,6 +625,7 @@ def test_prepare_writes_a_whole_folder_or_nothing(
 # --- whole runs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

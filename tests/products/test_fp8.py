@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from played_gpu import Machine, along_inputs, both_ways, normal, play
 from runs import config
 from torch import Tensor, nn
-from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -21,8 +20,6 @@ from nmrun.fast.acceleration import accelerate
 from nmrun.fast.gpu import linear, probe, semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
-from nmrun.lab import bench
-from nmrun.lab.bench import harness
 from nmrun.lab.train import build, console
 
 
@@ -171,7 +168,7 @@ def test_training_is_that_of_the_simulation(recipe: str, options: dict[str, Any]
     assert products[0] != trained("off", recipe="ste")[0]
 
 
-@pytest.mark.parametrize("recipe", ["ste", "t_sr_ste"])
+@pytest.mark.parametrize("recipe", ["ste", pytest.param("t_sr_ste", marks=pytest.mark.slow)])
 def test_compiled_as_one_graph(recipe: str) -> None:
     compiled, eager = (trained("auto", compiled, recipe=recipe) for compiled in (True, False))
     assert compiled[2][0] == "cusparselt_fp8"
@@ -238,40 +235,6 @@ def test_what_is_said(tmp_path: Path) -> None:
         ConfigError, match=r"cusparselt_fp8: 2:4 products by it go with trainer\.fp8=true"
     ):
         config(tmp_path, *network[:-1], "trainer.acceleration=cusparselt_fp8")
-
-
-def test_the_benchmark_is_against_dense_products_of_fp8(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "gemm",
-        "--fp8",
-        "--shapes",
-        "32x64",
-        "--tokens",
-        "16",
-        "--rounds",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
-    assert bench.main(words) == 0
-    printed = capsys.readouterr().out
-    assert "bfloat16 rounded to FP8" in printed
-    assert "cusparselt_fp8:\n\n| shape" in printed
-    assert {path.name for path in tmp_path.glob("gemm*")} == {
-        "gemm_fp8_cpu.md",
-        "gemm_fp8_cpu.json",
-    }
-
-
-def test_the_benchmark_refuses_a_gpu_without_fp8(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(harness, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert verb("bench", "gemm", "--fp8") == 2
-    assert capsys.readouterr().err == "nmrun: --fp8: this GPU has no products of FP8 numbers\n"
 
 
 def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers() -> None:

@@ -38,7 +38,7 @@ def test_no_point_of_a_grid_is_lower(n: int, m: int, strength: float) -> None:
         assert value <= on_a_grid(row, n, strength, 20) + 1e-12
 
 
-@pytest.mark.parametrize(("n", "m", "strength"), [(2, 4, 0.1), (2, 6, 0.7), (4, 8, 0.7)])
+@pytest.mark.parametrize(("n", "m", "strength"), [(2, 4, 0.1), (2, 6, 0.7)])
 def test_no_descent_from_anywhere_ends_lower(n: int, m: int, strength: float) -> None:
     """Gradient descent from 20 random points, within the orthant of z, where the minimum lies."""
     torch.manual_seed(1)

@@ -25,18 +25,14 @@ from nmrun.sparsity.select import candidates, select
 # are eligible at 2:4
 IMAGENET = {
     "resnet18": (11_689_512, 19),
-    "resnet34": (21_797_672, 35),
     "resnet50": (25_557_032, 52),
     "densenet121": (7_978_856, 119),
     "vgg16_bn": (138_365_992, 14),
     "mobilenet_v2": (3_504_872, 34),
     "vit_tiny": (5_717_416, 24),
     "vit_small": (22_050_664, 24),
-    "vit_base": (86_567_656, 24),
     "deit_tiny": (5_717_416, 24),
-    "deit_small": (22_050_664, 24),
     "swin_v2_t": (28_351_570, 24),
-    "swin_v2_b": (87_930_848, 48),
 }
 
 
@@ -127,8 +123,6 @@ def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
     ("name", "module", "small", "large"),
     [
         ("resnet18", "layer4", (4, 4), (1, 1)),
-        ("densenet121", "features.denseblock1", (32, 32), (8, 8)),
-        ("mobilenet_v2", "features.18", (4, 4), (1, 1)),
         ("swin_v2_t", "features.0", (16, 16), (8, 8)),  # (B, H, W, C)
     ],
 )

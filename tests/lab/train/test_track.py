@@ -109,8 +109,7 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
     [
         ("auto", False, None, False), ("auto", True, None, True),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("offline", False, None, True), ("online", False, None, True),
-            ("auto", False, "offline", True), ("offline", True, None, True))),
+            ("online", False, None, True), ("auto", False, "offline", True))),
     ],
 )  # fmt: skip
 def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(

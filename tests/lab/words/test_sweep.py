@@ -402,7 +402,7 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
-    ["--version", "--help", "recipe=ste dry=true", "status out", "-m recipe=ste seed=0,1 dry=true"],
+    ["--help", "recipe=ste dry=true", "-m recipe=ste seed=0,1 dry=true"],
 )
 def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -> None:
     write("ste", "2:4", 0, 0.5, root="out")
