@@ -22,7 +22,7 @@ run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:
 
 test test-slow: export PYTHONDONTWRITEBYTECODE :=  # half of the time until all tests are collected is compiling them
 
-test: $(VENV)/installed-all  ## the same environment with all extras but ray, then the tests (five minutes on two cores, six the first time)
+test: $(VENV)/installed-all  ## the same environment with all extras but ray, then the tests (four minutes on two cores, five the first time)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/installed-all  ## the tests that take seconds each: processes that are killed, ranks, compilers, whole programs

@@ -172,9 +172,6 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
         f"{jobs[2]} (?)",
     ]
     assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
-    (record,) = (tmp_path / "outputs" / ".sweeps").glob("*/jobs.jsonl")
-    seconds = [json.loads(line)["seconds"] for line in record.read_text().splitlines()]
-    assert seconds[0] < seconds[1]  # the second loads torch
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     wanted = {
         f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}"
