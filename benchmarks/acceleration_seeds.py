@@ -25,7 +25,7 @@ import torch
 import nmrun
 from nmrun.lab.bench.harness import hardware
 from nmrun.lab.compare.statistics import student
-from nmrun.lab.show.markdown import table
+from nmrun.lab.show.formats import aligned
 
 WORDS = (
     *("dataset=shakespeare", "dataset.context=64", "model=gpt_tiny", "model.width=256"),
@@ -58,7 +58,7 @@ def report(final: dict[str, list[float]], said: str) -> tuple[str, bool]:
         f"**{'Within the spread of the seeds' if alike else 'Outside of the spread of the seeds'}**, n = {len(gaps)}."
     )
     head = ["seed", "masks alone (`off`)", "packed (`force`)", "difference"]
-    return f"{said}\n\n{table(head, rows)}\n\n{verdict}", alike
+    return f"{said}\n\n{aligned(head, rows)}\n\n{verdict}", alike
 
 
 def main() -> int:

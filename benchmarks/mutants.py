@@ -54,7 +54,7 @@ GROUPS = {
         " lab/train/test_resume.py::test_random_state_of_all_generators",
     ),
     "statistics": (
-        "lab/compare/statistics.py lab/compare/numbers.py",
+        "lab/compare/statistics.py lab/compare/notation.py",
         "lab/compare/test_numbers.py lab/compare/test_statistics.py",
     ),
 }

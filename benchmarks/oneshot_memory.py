@@ -24,8 +24,8 @@ import torch
 
 import nmrun
 from nmrun.lab.bench.harness import hardware
-from nmrun.lab.models.gpt import GPTNetwork
-from nmrun.lab.show.markdown import table
+from nmrun.lab.models.texts import GPTNetwork
+from nmrun.lab.show.formats import aligned
 from nmrun.oneshot import METHODS
 
 VOCABULARY, MIB = 50257, 2**20
@@ -82,7 +82,7 @@ def main() -> int:
     text = (
         f"One-shot pruning to 2:4 of GPT layouts of width {options.width} with random weights, by "
         f"{options.texts} texts of {options.context} tokens.\n\n"
-        f"{table(['method', 'layers', 'weights, MiB', 'peak beyond them, MiB', 'CPU seconds'], rows)}\n\n"
+        f"{aligned(['method', 'layers', 'weights, MiB', 'peak beyond them, MiB', 'CPU seconds'], rows)}\n\n"
         f"{machine['cpu']}, 1 thread, torch {torch.__version__}, n = 1\n\n"
         f"    python benchmarks/oneshot_memory.py {' '.join(sys.argv[1:])}\n"
     )

@@ -39,8 +39,8 @@ from nmrun.lab.tasks.storage import data_folder
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words import schema, source
-from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.lab.words import composition, schema
+from nmrun.papers.translation.fairseq import fairseq
 
 SHORTEST = 2.0  # seconds of a stretch
 COMMON = ("recipe=dense", "track=local", "trainer.device=cpu", "trainer.epochs=1000")
@@ -279,7 +279,7 @@ def measure(case: Callable[[], Case], rounds: int) -> str:
     copies of the other loop, which shows how far equal loops stray from 1 here, and the
     milliseconds of a step of it."""
     overrides, plain = case()
-    source.register()
+    composition.register()
     with (
         tempfile.TemporaryDirectory() as folder,
         initialize_config_module("nmrun.conf", version_base="1.3"),

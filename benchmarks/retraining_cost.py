@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import nmrun
-from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.train.distillation import divergence
 from nmrun.oneshot import METHODS
 

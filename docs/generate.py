@@ -29,8 +29,8 @@ from pathlib import Path
 import pandas as pd
 
 from nmrun.lab import cli
-from nmrun.lab.compare.names import written as in_papers
-from nmrun.lab.show import markdown
+from nmrun.lab.compare.notation import written as in_papers
+from nmrun.lab.show import formats
 from nmrun.lab.words import reference
 from nmrun.lab.words.reference import Key, Option
 
@@ -320,7 +320,7 @@ def _settings(command: str) -> list[str]:
         labels = row[: len(keys)]
         dense = chosen.get((*labels, "dense"), "-")
         row[len(keys) :] = [chosen.get((*labels, ratio), dense) for ratio in head[len(keys) :]]
-    return [markdown.table(head, rows).rstrip()]
+    return [formats.aligned(head, rows).rstrip()]
 
 
 def _short(value: object) -> str:

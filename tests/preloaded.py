@@ -29,9 +29,9 @@ from nmrun.lab import cli
 MODULES = [
     "hydra.main",
     "nmrun.lab.cli",
-    "nmrun.lab.tasks.vision.digits",
-    "nmrun.lab.models.mlp",
-    "nmrun.lab.models.small_conv",
+    "nmrun.lab.tasks.vision.images",
+    "nmrun.lab.models.images",
+    "nmrun.lab.models.images",
     "nmrun.lab.compare.tables",
     "nmrun.lab.train.jobs",
     "nmrun.lab.train.loop",

@@ -14,7 +14,7 @@ from nmrun import recipes
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words import schema, source
+from nmrun.lab.words import composition, schema
 from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
 
@@ -59,7 +59,7 @@ def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     fitting = [
         word for name, words in FITTING.items() if f"recipe={name}" in overrides for word in words
     ]
-    source.register()
+    composition.register()
     with composing():
         words = [*tiny, f"output_dir={output_dir}", *fitting, *overrides]
         return schema.check(composed(words, COMPOSED))

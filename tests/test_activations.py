@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.models import gpt, text_encoder, vit
+from nmrun.lab.models import images, texts
 from nmrun.patterns import Pattern
 from nmrun.step.activations import SquaredReLU, keep_largest
 
@@ -166,10 +166,10 @@ def test_any_recipe_trains_beside(recipe: str) -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda a: (gpt.build(19, 12, 2, 2, 16, 0.0, True, a), (torch.arange(12)[None],)),
-        lambda a: (vit.build((1, 8, 8), 10, 2, 2, 16, 4, 0.0, 0.0, a), (torch.randn(3, 1, 8, 8),)),
+        lambda a: (texts.GPTNetwork(19, 12, 2, 2, 16, 0.0, True, a), (torch.arange(12)[None],)),
+        lambda a: (images.vit((1, 8, 8), 10, 2, 2, 16, 4, 0.0, 0.0, a), (torch.randn(3, 1, 8, 8),)),
         lambda a: (
-            text_encoder.build(19, 12, 3, 2, 4, 16, 0.1, a),
+            texts.TextEncoderNetwork(19, 12, 3, 2, 4, 16, 0.1, a),
             (
                 torch.arange(12)[None],
                 torch.ones(1, 12, dtype=torch.bool),

@@ -14,7 +14,7 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nmrun.lab.compare.names import written
+from nmrun.lab.compare.notation import written
 from nmrun.lab.show.style import COLOURS, GREY, looks
 
 DOCS = Path(__file__).parents[1]

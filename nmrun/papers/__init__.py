@@ -1,5 +1,5 @@
-"""Data sets, tasks and models that only a paper's table needs. They run; a smoke test each holds them.
+"""Data sets, tasks and models that only a paper's table needs; a smoke test each holds them.
 
-They reach the laboratory as any other package's do, by the entry points ``nmrun.datasets`` and
-``nmrun.models``: nothing imports this package.
+They reach the laboratory by the entry points ``nmrun.datasets`` and ``nmrun.models``, as any other
+package's do.
 """

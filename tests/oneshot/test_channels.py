@@ -13,7 +13,7 @@ from torch import nn
 import nmrun
 from nmrun import oneshot
 from nmrun.errors import ConfigError
-from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.oneshot.inputs import LayerMatrix, watched
 from nmrun.oneshot.prune import free_channels, permute
 from nmrun.patterns import Pattern

@@ -15,7 +15,7 @@ from torch.nn import functional
 import nmrun
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.patterns import Pattern
 from nmrun.sparsity import check_nm
 

@@ -21,9 +21,8 @@ from nmrun.lab.tasks.items import Split
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.detection import generated_shapes
-from nmrun.papers.detection.instances import coco_detections, precision
-from nmrun.papers.detection.task import Detection
+from nmrun.papers.detection import data
+from nmrun.papers.detection.task import Detection, coco_detections, precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -143,7 +142,7 @@ def squares() -> Split:
         for n in (1, 2)
     ]
     dataset = {"images": images, "annotations": instances, "categories": [{"id": 7, "name": "x"}]}
-    return Split(generated_shapes.Shapes(np.zeros((2, 100, 100, 3), np.uint8), dataset), [0, 1])
+    return Split(data.Shapes(np.zeros((2, 100, 100, 3), np.uint8), dataset), [0, 1])
 
 
 def square(image: int, left: int, score: float) -> dict[str, Any]:

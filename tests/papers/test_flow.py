@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nmrun.lab import tasks
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.flow import generated_motion
+from nmrun.papers.flow import data
 from nmrun.papers.flow.task import FlowTask, sequence_loss
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def write_flo(file: Path, flow: np.ndarray) -> None:
 
 def sintel(place: Path, scenes: int = 4, side: int = 128) -> Any:
     """Generated pairs as scenes of two frames in Sintel's layout."""
-    moved = generated_motion.Moved(scenes, side, 0)
+    moved = data.Moved(scenes, side, 0)
     for number, (first, second, flow) in enumerate(moved.pairs):
         for kind in ("clean", "final", "flow"):
             folder = place / "Sintel" / "training" / kind / f"scene_{number}"
@@ -63,7 +63,7 @@ def of_sintel(tmp_path: Path, *overrides: str) -> FlowTask:
 
 def test_generated_pixels_are_where_their_flow_says() -> None:
     """But for what the square covers."""
-    for first, second, flow in generated_motion.Moved(5, 64, 1).pairs:
+    for first, second, flow in data.Moved(5, 64, 1).pairs:
         y, x = np.mgrid[:64, :64]
         to_x, to_y = (x + flow[0]).astype(int), (y + flow[1]).astype(int)
         inside = (to_x >= 0) & (to_x < 64) & (to_y >= 0) & (to_y < 64)

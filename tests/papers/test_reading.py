@@ -17,13 +17,22 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.tasks.text_classification.tokens import Words
+from nmrun.lab.tasks.text.classification import Words
 from nmrun.lab.train import flops, runner
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.reading import generated_questions, squad
-from nmrun.papers.reading.answers import Question, exact, f1, normal, scores
-from nmrun.papers.reading.task import LONGEST, Reading, best_spans
-from nmrun.papers.reading.windows import NOWHERE, windows
+from nmrun.papers.reading import data
+from nmrun.papers.reading.task import (
+    LONGEST,
+    NOWHERE,
+    Question,
+    Reading,
+    best_spans,
+    exact,
+    f1,
+    normal,
+    scores,
+    windows,
+)
 
 TEXT = "Rosa Parks was born in Tuskegee, Alabama, in 1913. She refused to give up her seat in 1955."
 
@@ -50,7 +59,7 @@ def write(folder: Path, name: str, *articles: dict[str, Any]) -> Path:
 def test_a_file_in_the_official_layout(tmp_path: Path) -> None:
     none = {**asked(key="n"), "is_impossible": True, "plausible_answers": [{"text": "x"}]}
     path = write(tmp_path, "dev-v2.0", article(asked("Tuskegee", "Alabama"), none))
-    assert squad.read(path) == [
+    assert data.read(path) == [
         [
             Question("q", "Who or where?", TEXT, (("Tuskegee", 23), ("Alabama", 33))),
             Question("n", "Who or where?", TEXT, ()),
@@ -69,13 +78,13 @@ def test_articles_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     write(tmp_path, "train-v1.1", *every)
     write(tmp_path, "dev-v1.1", article(asked("1913", key="d")))
-    found = squad.load("v1.1", held_out=0.2)
+    found = data.load_squad("v1.1", held_out=0.2)
     of = {name: {q.key.partition("-")[0] for q in some} for name, some in found.items()}
     assert (len(of["train"]), len(of["val"]), of["test"]) == (8, 2, {"d"})
     assert not of["train"] & of["val"]
     assert (len(found["train"]), len(found["val"])) == (24, 6)
-    assert squad.load("v1.1", held_out=0.2, limit=4)["train"] == found["train"][:4]
-    assert squad.load("v1.1", held_out=0.2, split_seed=1)["val"] != found["val"]
+    assert data.load_squad("v1.1", held_out=0.2, limit=4)["train"] == found["train"][:4]
+    assert data.load_squad("v1.1", held_out=0.2, split_seed=1)["val"] != found["val"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,7 @@ def test_a_broken_file_costs_one_line(tmp_path: Path, broken: str, says: str) ->
     path = tmp_path / "train-v1.1.json"
     path.write_text(broken)
     with pytest.raises(ConfigError) as caught:
-        squad.read(path)
+        data.read(path)
     assert f"{path}: " in str(caught.value)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -105,18 +114,18 @@ def test_a_broken_file_costs_one_line(tmp_path: Path, broken: str, says: str) ->
 def test_missing_files_say_where_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=r"squad/train-v1.1.json in .*rajpurkar"):
-        squad.load("v1.1")
+        data.load_squad("v1.1")
     write(tmp_path, "train-v1.1", article(asked("1913")))
     write(tmp_path, "dev-v1.1", article(asked("1913")))
     with pytest.raises(ConfigError, match="of 1 articles for training that leaves 0"):
-        squad.load("v1.1")
+        data.load_squad("v1.1")
 
 
 def test_real_articles() -> None:
     path = Path(os.environ.get("NMRUN_DATA", "nowhere")) / "squad" / "dev-v2.0-five-articles.json"
     if not path.exists():
         pytest.skip("SQuAD's articles are not here")
-    questions = [question for one in squad.read(path) for question in one]
+    questions = [question for one in data.read(path) for question in one]
     assert len(questions) == 1407
     first = [q.answers[0][0] if q.answers else "" for q in questions]
     assert scores(first, questions)["exact_match"] == 1.0
@@ -168,7 +177,7 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from nmrun.lab.tasks.text_classification.tokens import PretrainedTokenizer
+    from nmrun.lab.tasks.text.classification import PretrainedTokenizer
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -286,7 +295,7 @@ class Knows(nn.Module):
 
 
 def reading(size: int = 300) -> Reading:
-    splits = generated_questions.load(size)
+    splits = data.generated(size)
     return Reading(splits, Words(512, 24), 8, batch_size=16, seed=0)
 
 
@@ -340,11 +349,11 @@ def test_batches_are_of_the_seed_and_the_epoch() -> None:
         assert all(map(torch.equal, part, first[1]))
     assert not torch.equal(one.micro_batches(0, 0, 1)[0][3], one.micro_batches(1, 0, 1)[0][3])
     with pytest.raises(ConfigError, match="there are only"):
-        Reading(generated_questions.load(300), Words(512, 64), 8, batch_size=10_000, seed=0)
+        Reading(data.generated(300), Words(512, 64), 8, batch_size=10_000, seed=0)
 
 
 def test_generated_questions_have_their_answers() -> None:
-    splits = generated_questions.load(300)
+    splits = data.generated(300)
     texts = [question.text for some in splits.values() for question in some]
     assert len(set(texts)) == len(texts) == 700
     for question in itertools.chain(*splits.values()):

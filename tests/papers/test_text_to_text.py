@@ -15,11 +15,10 @@ from runs import config
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.tasks.text_classification import glue
+from nmrun.lab.tasks.text import labelled
 from nmrun.lab.train import build, flops, runner, weights
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.text_to_text import glue_text
-from nmrun.papers.text_to_text.task import NOTHING, TextToText
+from nmrun.papers.text_to_text.task import NOTHING, SCORES, WORDS, TextToText, asked
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 
@@ -73,13 +72,13 @@ def made(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("task", glue.TASKS)
+@pytest.mark.parametrize("task", labelled.TASKS)
 def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved: Path) -> None:
     texts, labels = FILES[task][3:]
-    names, answers = glue_text.WORDS[task]
-    (first,) = glue_text.asked(task, texts[0])
+    names, answers = WORDS[task]
+    (first,) = asked(task, texts[0])
     assert first.startswith(f"{task} {names[0]}: {texts[0][0]}")
-    assert len(answers) == (0 if task == "stsb" else len(glue.TASKS[task].labels))
+    assert len(answers) == (0 if task == "stsb" else len(labelled.TASKS[task].labels))
     write(data, task, 16 * [line for line in FILES[task][2] if "torn" not in line])
     built = tasks.build(made(tmp_path, saved, task), torch.device("cpu"))
     assert isinstance(built, TextToText)
@@ -90,7 +89,7 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
         said, asked_of = batch[2][row], batch[0][row][batch[1][row]]
         assert (
             own.decode(asked_of, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            == glue_text.asked(task, text)[0]
+            == asked(task, text)[0]
         )
         answer = own.decode(
             said[said != NOTHING], skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -100,9 +99,9 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
 
 def test_words_of_the_paper() -> None:
     """Raffel et al. 2020, appendix D."""
-    assert glue_text.asked("rte", ("A.", "B.")) == ("rte sentence1: A. sentence2: B.",)
-    assert glue_text.asked("qqp", ("Why?", "How?")) == ("qqp question1: Why? question2: How?",)
-    assert glue_text.asked("sst2", ("it 's good",)) == ("sst2 sentence: it 's good",)
+    assert asked("rte", ("A.", "B.")) == ("rte sentence1: A. sentence2: B.",)
+    assert asked("qqp", ("Why?", "How?")) == ("qqp question1: Why? question2: How?",)
+    assert asked("sst2", ("it 's good",)) == ("sst2 sentence: it 's good",)
 
 
 def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Path) -> None:
@@ -127,15 +126,15 @@ def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Pat
 
 
 def test_the_nearest_score_is_the_answer() -> None:
-    from nmrun.lab.tasks.text_classification.tokens import Words
+    from nmrun.lab.tasks.text.classification import Words
 
     task = TextToText(
         {"train": ([("a",)] * 4, [0.0, 2.37, 3.15, 5.0])},
-        *(Words(64, 8), [f"{s:.1f}" for s in glue_text.SCORES], glue_text.SCORES),
+        *(Words(64, 8), [f"{s:.1f}" for s in SCORES], SCORES),
         *(("spearman",), 2, 0),
     )
     right = task._right(task.splits["train"].labels)
-    assert [glue_text.SCORES[i] for i in right.tolist()] == [0.0, 2.4, 3.2, 5.0]
+    assert [SCORES[i] for i in right.tolist()] == [0.0, 2.4, 3.2, 5.0]
     likely = torch.zeros(1, 26)
     likely[0, 7] = 1.0
     assert task._predictions(likely).tolist() == pytest.approx([1.4])

@@ -27,10 +27,9 @@ from nmrun.lab.train import runner
 from nmrun.lab.train.optimizers import inverse_sqrt_factor
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.translation import cli, prepare
-from nmrun.papers.translation.copy_reverse import Symbols
-from nmrun.papers.translation.fairseq_folder import detokenizer
-from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.papers.translation import prepare
+from nmrun.papers.translation.data import Symbols, detokenizer
+from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.sentences import Corpus
 from nmrun.papers.translation.task import Translation, corpus_bleu
 
@@ -565,7 +564,7 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
             for row in range(len(corpus))
         ] == lines
     assert task.source == task.target
-    monkeypatch.setattr("nmrun.papers.translation.multi30k.prepare", None)
+    monkeypatch.setattr("nmrun.papers.translation.data.prepare", None)
     assert len(built(tmp_path, *wanted).splits["train"][0]) == 4
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(
@@ -589,7 +588,7 @@ def test_prepare_writes_a_whole_folder_or_nothing(
         ),
     ]
     assert (
-        cli.prepare(
+        prepare.main(
             [*words, "--to", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]
         )
         == 0
@@ -602,22 +601,22 @@ def test_prepare_writes_a_whole_folder_or_nothing(
     assert max(task.splits["train"][0].lengths) <= 21
     assert str(to) in capsys.readouterr().out
     with pytest.raises(ConfigError, match="it is there already"):
-        cli.prepare([*words, "--to", str(to)])
+        prepare.main([*words, "--to", str(to)])
     elsewhere = [*words, "--to", str(tmp_path / "else")]
     with pytest.raises(ConfigError, match="vocabulary=8000: sentencepiece cannot learn it"):
-        cli.prepare(elsewhere)
+        prepare.main(elsewhere)
     (raw / "valid.en").write_text("one\ntwo\n")
     with pytest.raises(
         ConfigError,
         match=r"valid.de and .*valid.en: 4 and 2 lines; line i of one has to translate line i of the other",
     ):
-        cli.prepare(elsewhere)
+        prepare.main(elsewhere)
     (raw / "valid.en").unlink()
     with pytest.raises(ConfigError, match=r"valid\.en: there is no such file, nor with \.gz"):
-        cli.prepare(elsewhere)
+        prepare.main(elsewhere)
     (raw / "valid.en.gz").write_bytes(b"not compressed")
     with pytest.raises(ConfigError, match=r"valid\.en\.gz: damaged"):
-        cli.prepare(elsewhere)
+        prepare.main(elsewhere)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw", "to"]
     assert [path.name for path in to.parent.iterdir()] == ["here"]
 

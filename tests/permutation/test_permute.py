@@ -20,9 +20,8 @@ from torchvision.models.resnet import BasicBlock
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.models.gpt import GPTNetwork
-from nmrun.lab.models.mlp import MLPNetwork
-from nmrun.lab.models.small_conv import SmallConvNetwork
+from nmrun.lab.models.images import MLPNetwork, SmallConvNetwork
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.train import runner
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.steps import TrainingSteps

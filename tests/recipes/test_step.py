@@ -12,7 +12,7 @@ from torch import nn
 
 import nmrun
 from nmrun.lab.train import runner
-from nmrun.lab.words import schema, source
+from nmrun.lab.words import composition, schema
 from nmrun.lab.words.identity import run_folder
 
 STEPS, FACTOR = 10, 4.0
@@ -79,7 +79,7 @@ OVER_PIXELS = (
 def test_no_seed_diverges(
     ratio: str, overrides: tuple[str, ...], seed: int, tmp_path: Path
 ) -> None:
-    source.register()
+    composition.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         words = [
             "recipe=step",

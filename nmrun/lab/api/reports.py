@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query, compare, keys, lines
-from nmrun.lab.compare.records import typed
-from nmrun.lab.compare.runs import filtered, read, summary
+from nmrun.lab.compare.runs import filtered, read, summary, typed
 from nmrun.lab.show import cli, plots
 from nmrun.lab.show.style import Layout
 from nmrun.lab.verbs import files_of_the_command

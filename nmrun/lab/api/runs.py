@@ -146,7 +146,7 @@ class Result:
 
         RunError where there is no such file, or it was changed since the run finished.
         """
-        from nmrun.lab.compare.records import frame
+        from nmrun.lab.compare.runs import frame
 
         if not (self.folder / METRICS).is_file():
             raise RunError(

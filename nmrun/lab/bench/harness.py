@@ -26,7 +26,7 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
-from nmrun.lab.show.markdown import table
+from nmrun.lab.show.formats import aligned
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host
 # to get ahead
@@ -224,7 +224,7 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
         [str(d), *(cells.get((d, a), "") for a in columns)]
         for d in dict.fromkeys(row[down] for row in rows)
     ]
-    return table([down, *map(str, columns)], lines)
+    return aligned([down, *map(str, columns)], lines)
 
 
 class Benchmark(NamedTuple):

@@ -25,7 +25,7 @@ from nmrun.lab import models
 from nmrun.lab.bench import gemm, harness
 from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.networks import composed, each, random_text
-from nmrun.lab.keys.texts import TokenBin
+from nmrun.lab.keys.datasets import TokenBin
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select

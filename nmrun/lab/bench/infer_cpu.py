@@ -117,9 +117,9 @@ def network(name: str) -> nn.Module:
     if name in GPT2:
         return Decoder(PAST if name == "gpt2" else None).eval()
     if name in IMAGES:
-        from nmrun.lab.models import torchvision_models
+        from nmrun.lab.models import images
 
-        return torchvision_models.build(name, (3, 32, 32), 10, "auto").eval()
+        return images.of_torchvision(name, (3, 32, 32), 10, "auto").eval()
     layers, width, heads = ENCODERS[name]
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()

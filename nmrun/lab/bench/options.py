@@ -10,7 +10,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.bench import KINDS
 from nmrun.lab.bench.networks import NETWORKS, overrides
 from nmrun.lab.verbs import Parser
-from nmrun.lab.words import precheck, source
+from nmrun.lab.words import composition, precheck
 from nmrun.lab.words.rules import no_gpu
 from nmrun.patterns import Pattern, PatternError
 
@@ -103,7 +103,7 @@ def _infers_on_cpu(argv: Sequence[str]) -> bool:
 
 
 def _check(names: Sequence[str], words: Sequence[str]) -> None:
-    source.register()
+    composition.register()
     for name in names:
         if found := precheck.look(overrides(Path(), [*NETWORKS[name], *words])).problems:
             raise ConfigError(found)

@@ -23,7 +23,7 @@ from nmrun import optim
 from nmrun.errors import ConfigError
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import Benchmark, Clock, Row
-from nmrun.lab.models import small_conv, torchvision_models
+from nmrun.lab.models import images
 from nmrun.lab.train.build import fuse, lay_out
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import select
@@ -58,10 +58,10 @@ def tiny() -> nn.Module:
 
 WORKLOADS = {
     "small_conv": Workload(
-        lambda: small_conv.build((1, 8, 8), 10, (32, 64, 64)), (64, 1, 8, 8), ("stem", "head")
+        lambda: images.small_conv((1, 8, 8), 10, (32, 64, 64)), (64, 1, 8, 8), ("stem", "head")
     ),
     "resnet18": Workload(
-        lambda: torchvision_models.build("resnet18", (3, 32, 32), 10, "auto"),
+        lambda: images.of_torchvision("resnet18", (3, 32, 32), 10, "auto"),
         (32, 3, 32, 32),
         ("conv1", "fc"),
     ),

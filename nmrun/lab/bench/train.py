@@ -21,7 +21,7 @@ from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, sp
 from nmrun.lab.bench.networks import composed, each, random_text
 from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
 from nmrun.lab.keys.config import Config
-from nmrun.lab.show.markdown import table
+from nmrun.lab.show.formats import aligned
 from nmrun.lab.train.build import autocast, build
 from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import TrainingSteps
@@ -163,6 +163,6 @@ def benchmark(
             f"Median [quartiles] of paired stretches of {steps} steps, n = {rounds}. "
             f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )
-        return f"{title}\n\n{table(HEAD, [line(row) for row in rows])}"
+        return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}"
 
     return Benchmark(each(models or TRAINED[place.type], of_network), page, place)

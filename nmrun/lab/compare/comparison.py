@@ -17,9 +17,8 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
-from nmrun.lab.compare.names import Key, label
-from nmrun.lab.compare.records import Lines
-from nmrun.lab.compare.runs import filtered, known, metrics_and_keys, usual_metric, verify
+from nmrun.lab.compare.notation import Key, label
+from nmrun.lab.compare.runs import Lines, filtered, known, metrics_and_keys, usual_metric, verify
 from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
 
 GROUPS = ("dataset", "model")  # of which each has a table
@@ -31,11 +30,11 @@ PARTS = 12  # tables that settings make; of more they are rows
 class Query:
     """What is asked of some runs.
 
-    ``rows`` and ``cols`` are config keys (by default ``recipe`` and ``sparsity``), or ``metric``
-    where there are several ``metrics`` (by default that of the task). ``filter`` has conditions
-    ``KEY=VALUE``. In a cell stands ``statistic``: ``mean``, ``median`` or ``best``, with ``digits``
-    after the point, or as many as the deviation leaves. ``baseline`` is the row that others are
-    compared with, by a paired ``test``, ``t`` or ``wilcoxon``; ``overall``: over all cells as well.
+    ``rows`` and ``cols`` are config keys, or ``metric`` where there are several ``metrics`` (by
+    default that of the task). ``filter`` has conditions ``KEY=VALUE``. In a cell stands
+    ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as many as
+    the deviation leaves. ``baseline`` is the row that others are compared with, by a paired
+    ``test``, ``t`` or ``wilcoxon``; ``overall``: over all cells as well.
     """
 
     rows: tuple[str, ...] = ()
@@ -90,12 +89,10 @@ class Comparison:
 
 
 def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Comparison:
-    """Compare the runs that a query is about.
+    """Compare the runs that a query is about; ``intact`` refuses changed files.
 
-    Raises:
-        ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
-            where a cell would average over runs that differ in more than their seed.
-        RunError: for changed files.
+    Raises ConfigError for an unknown key, metric, condition or baseline, and where no run is left.
+    Likewise where a cell would average over runs that differ in more than their seed.
     """
     _check(runs, query)
     runs = filtered(runs, query.filter)
@@ -147,17 +144,13 @@ def _grouped(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
 
 
 def lines(comparison: Comparison) -> Lines:
-    """A line for each cell; of a comparison over all cells one for each row and data set, and one
-    for each row over ``all cells``. None: undefined.
+    """A head, and a line for each cell. Over all cells there is one for each row and data set, and
+    one for each row over ``all cells``. None is undefined.
 
-    Columns of a cell: what tells the tables apart, the keys of row and column, metric, mean, sd, n,
-    best (0 or 1), without (runs that gave no value), median, the ``seeds`` and their ``values``, and
-    with a baseline the difference to it, its interval, p-value and the smallest that could have
-    been shown. A dense reference is one line, not one for each ratio.
-
-    Columns of a row: its keys, dataset, cells, better (in how many of them), the median cell's difference and the mean one in
-    standard deviations of a run, its interval, and its degrees of freedom; over all cells the
-    p-value and the smallest difference that could have been shown as well.
+    ``best`` is 0 or 1, ``without`` counts the runs that gave no value, and ``least`` is the
+    smallest difference that could have been shown. A dense reference is one line, not one for each
+    ratio. ``better`` counts the cells in which a row is better; its ``difference`` is in standard
+    deviations of a run.
     """
     return _of_rows(comparison) if comparison.overall else _of_cells(comparison.tables)
 
@@ -212,10 +205,7 @@ class TableSection:
 
 def divide(runs: pd.DataFrame, query: Query) -> list[TableSection]:
     """Compare runs of any settings: by data set and model, and by whatever else would be averaged
-    over. Settings of recipes (``recipe.decay``) become rows, all others parts of their own.
-
-    Raises:
-        ConfigError: as :func:`compare`.
+    over. Settings of recipes (``recipe.decay``) become rows, all others tables of their own.
     """
     runs = filtered(runs, query.filter)
     for key in (*query.row_keys, *query.column_keys):

@@ -1,11 +1,13 @@
 """One difference to the baseline over all cells of some tables: is a recipe better on the whole?
 
-Perplexities and accuracies have no unit in common, so that of a cell is the standard deviation of a
-run over its seeds there: the median over the rows that are not compared, for a unit that is small
-by chance where the differences are would make them look certain. Every cell counts alike. Runs of
-one data set and one seed see the same batches, at whatever ratio, so they are one observation: the
-test is of the means over such runs, whose spread each data set has for itself (the t-test of Welch
-1947 for a weighted sum of means, with Satterthwaite's degrees of freedom).
+Perplexities and accuracies have no unit in common. So a cell is measured in the standard deviation
+of a run over its seeds there: the median over the rows that are not compared. A unit of the
+compared rows would be small by chance where differences are, and make them look certain. Every cell
+counts alike.
+
+Runs of one data set and one seed see the same batches, at whatever ratio, so they are one
+observation. The test is of the means over such runs, whose spread each data set has for itself. It
+is the t-test of Welch 1947 for a weighted sum of means, with Satterthwaite's degrees of freedom.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare.names import Key
+from nmrun.lab.compare.notation import Key, higher_is_better
 from nmrun.lab.compare.statistics import (
     FEWEST,
     LEVEL,
@@ -30,18 +32,16 @@ from nmrun.lab.compare.statistics import (
     t_two_sided,
 )
 from nmrun.lab.compare.tables import Table, pairs, step
-from nmrun.lab.words.metric import higher_is_better
 
 
 @dataclass(frozen=True)
 class DataSetPart:
     """A row's cells of one data set.
 
-    Attributes:
-        means: of each cell the mean difference, positive where the row is better.
-        gaps: of each seed that all of them have, the mean difference over them.
-        least: the smallest spread over the seeds that one step of the metrics can tell from 0.
-        apart: whether the units are of other runs than the differences.
+    ``means`` has the mean difference of each cell, positive where the row is better. ``gaps`` has
+    that over all cells for each seed that all of them have. ``least`` is the smallest spread over
+    seeds that one step of the metrics can tell from 0. ``apart``: whether the units are of other
+    runs than the differences.
     """
 
     means: list[float]
@@ -54,11 +54,11 @@ class DataSetPart:
 class Mean(Tested):
     """A mean difference in standard deviations of a run, positive where the row is better.
 
-    ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds that all
-    of its cells have, and for several cells whose units are of the compared runs; ``p`` is None for
-    fewer than three seeds as well. ``error`` is the standard error, and ``freedom`` its degrees of
-    freedom. ``least`` is the smallest true difference that the test would have found with a
-    probability of 0.8.
+    ``low`` to ``high`` is its 95 % interval. It is None where a data set has fewer than two seeds
+    that all of its cells have. So it is for several cells whose units are of the compared runs.
+    ``p`` is None for fewer than three seeds as well. ``error`` is the standard error, with
+    ``freedom`` degrees of freedom. ``least`` is the smallest true difference that the test would
+    have found with a probability of 0.8.
     """
 
     value: float
@@ -72,8 +72,8 @@ class Mean(Tested):
 
 @dataclass(frozen=True)
 class Overall:
-    """A row against the baseline: its ``parts`` by data set, the mean over all of its cells, and how
-    many of its ``runs`` there ``failed``, which are in no difference.
+    """A row against the baseline: its ``parts`` by data set, and the mean over all of its cells.
+    ``failed`` of its ``runs`` there are in no difference.
     """
 
     row: Key
@@ -94,12 +94,12 @@ class Overall:
 
 
 def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
-    """Compare the rows of some tables with a baseline over all cells. The tables, one for each data
-    set and model, have the same keys for rows. p-values are corrected for their number by Holm's
-    method, and ``least`` is at the level that it begins with.
+    """Compare the rows of some tables, one for each data set and model, with a baseline over all
+    cells.
 
-    Raises:
-        ConfigError: if a table has no such row, and where no other row shares a seed with it.
+    p-values are corrected for their number by Holm's method, and ``least`` is at the level that it
+    begins with. Raises ConfigError if a table has no such row, and where no other row shares a seed
+    with it.
     """
     gathered: dict[Key, dict[str, list[_Cell]]] = {}
     for table in tables:
@@ -184,9 +184,11 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
 
 @functools.lru_cache
 def inverse(counts: tuple[int, ...]) -> float:
-    """By how much a difference is too large, on average, that is divided by the median of the sample
-    deviations of normal runs of one spread, so many in each row: in closed form for one row, by
-    simulation to 0.1 % for several.
+    """By how much a difference is too large, on average, when it is divided by the median of sample
+    deviations.
+
+    The deviations are of normal runs of one spread, so many in each row. In closed form for one
+    row, by simulation to 0.1 % for several.
     """
     if len(counts) == 1:
         half = (counts[0] - 1) / 2

@@ -1,10 +1,13 @@
-"""Runs as a DataFrame: from run folders, W&B and CSV files; those that fit conditions; in short; and
-written as CSV, from which every cell of a table can be computed again.
+"""Runs as a DataFrame: from run folders, W&B and CSV files; those that fit conditions; in short;
+and written as CSV, JSON or Parquet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -14,8 +17,7 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError, RunError, tell
-from nmrun.lab.compare import records
-from nmrun.lab.compare.names import label
+from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
@@ -25,6 +27,8 @@ from nmrun.patterns import written
 from nmrun.registry import did_you_mean
 
 WANDB = "wandb://"
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for one
+Lines = list[list[Any]]  # the head, then a line for each cell or run
 RATIO = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
@@ -35,9 +39,8 @@ LOCAL = {"folder", "output_dir", "resume", "force", "dry", "track", "seeds"}  # 
 def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
     """The runs below some paths, as of :func:`collect`.
 
-    Raises:
-        ConfigError: where there is no such folder, or no run.
-        RunError: for results that were changed, where ``strict``.
+    Raises ConfigError where there is no such folder, or no run; RunError for changed results, where
+    ``strict``.
     """
     for path in paths:
         if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
@@ -53,18 +56,19 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
 
 
 def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
-    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
-    path may be ``wandb://entity/project``, or a CSV file. What lies in a hidden folder below a path,
-    as the trials of ``nmrun tune`` do, is left out.
+    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none.
 
-    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
-    ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``,
-    ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``;
-    lists as text); the final metrics (``test/accuracy``), those of the best weights under ``best/``
-    (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have
-    is NaN. A file that is not a whole result, or was changed, is left out, and named in a line on
-    standard error. Raises ConfigError where W&B does not give its runs, and RunError for such
-    files where ``strict``.
+    A path may be ``wandb://entity/project``, or a CSV file. What lies in a hidden folder below a
+    path, as the trials of ``nmrun tune`` do, is left out.
+
+    Columns are the config's groups by name (``recipe``; ``sparsity`` as ``2:4`` or ``dense``) and
+    every dotted key (``optimizer.lr``; lists as text). Metrics are the final ones
+    (``test/accuracy``), those of the best weights (``best/test/accuracy``), and ``flops/...``.
+    Beside them there are ``status``, ``folder``, ``metric`` (the task's own), ``events`` (in words)
+    and others. What a run does not have is NaN.
+
+    A file that is not a whole result, or was changed, is left out with a line on standard error.
+    Where ``strict`` it raises RunError.
     """
     rows, left_out = [], []
     files: dict[Path, Path] = {}  # by their place, whatever links lead there
@@ -127,7 +131,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _other_run(folder: str | None, ratio: str) -> str | None:
     """What a run of this ratio took from another: its recipe, and its ratio where that is neither
-    the same nor dense. Seed by seed the folder differs.
+    the same nor dense. The folder would differ from seed to seed.
     """
     run, name = weights_in(folder or "")  # <recipe>/<ratio>/<run>
     file = "" if name == FINAL else Path(name).stem
@@ -143,8 +147,8 @@ def _other_run(folder: str | None, ratio: str) -> str | None:
 
 
 def _from_wandb(project: str) -> list[dict[str, Any]]:
-    """The runs of ``entity/project`` that nmrun logged; others are left out, and counted in a line
-    on standard error.
+    """The runs of ``entity/project`` that nmrun logged; others are counted in a line on standard
+    error.
     """
     import wandb
 
@@ -193,7 +197,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_csv(path: str | Path) -> list[dict[str, Any]]:
-    """Read what :func:`to_csv` wrote, as rows of :func:`collect` with the keys that came since;
+    """What :func:`to_csv` wrote, as rows of :func:`collect` with the keys that came since.
     ``folder`` is the file's line. Raises ConfigError where it is no such file.
     """
     try:
@@ -231,16 +235,16 @@ def _value(text: str) -> Any:
             return kind(text)
         except ValueError:
             pass
-    return text[1:] if text[:1] == "'" and text[1:].startswith(records.FORMULA) else text
+    return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA) else text
 
 
 def to_csv(runs: pd.DataFrame) -> str:
-    """Write runs: values as on a command line, what a run does not have empty. What changes no
-    result is left out: where the folders are, how the runs were tracked.
+    """Runs as CSV: values as on a command line, what a run does not have empty. What changes no
+    result is left out.
     """
     columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
     lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
-    return str(records.written([columns, *lines], "csv"))
+    return str(as_text([columns, *lines], "csv"))
 
 
 def _text(value: Any) -> str:
@@ -271,7 +275,7 @@ def known(name: str, names: Sequence[str], what: str) -> None:
 
 def usual_metric(runs: pd.DataFrame) -> str:
     """The metric of the task of runs of one data set: on the test split, or on the validation split
-    where there is no other. Runs that did not finish do not say which it is.
+    where there is no other.
     """
     names = runs["metric"].dropna()
     name = names.iloc[0] if len(names) else "accuracy"
@@ -285,11 +289,8 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
     """The runs that fit all conditions: ``KEY=VALUE`` each, or several values with commas between.
 
     A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
-    training, the reference, has no ratio.
-
-    Raises:
-        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or a value that no
-            run has that is left.
+    training, the reference, has no ratio. Raises ConfigError for an unknown key, and for a value
+    that no run has that is left.
     """
     for condition in conditions:
         if "=" not in condition:
@@ -315,9 +316,7 @@ def verify(runs: pd.DataFrame) -> None:
     """Compare the files of the finished runs with the hashes in their results. Runs of before there
     were hashes pass, and are counted in a line on standard error.
 
-    Raises:
-        ConfigError: for runs in W&B, which have no files here.
-        RunError: for files that are missing or were changed, all of them.
+    Raises RunError for all files that are missing or changed, ConfigError for runs in W&B.
     """
     wrong, unsealed = [], 0
     for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
@@ -335,8 +334,8 @@ def verify(runs: pd.DataFrame) -> None:
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs in short: the columns of ``FIRST``, the settings that differ, the metrics, then the
-    columns of ``LAST``, with types. ``attrs["shared"]`` has the settings that do not differ.
+    """Runs in short: the columns of ``FIRST``, the settings that differ, the metrics, the columns
+    of ``LAST``. ``attrs["shared"]`` has the settings that do not differ.
     """
     keys = [
         key
@@ -351,6 +350,81 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     metrics = [key for key in runs.columns if "/" in key]
     # a CSV file may lack some
     first, last = ([key for key in own if key in runs] for own in (FIRST, LAST))
-    short = records.typed(runs[[*first, *differing, *metrics, *last]])
+    short = typed(runs[[*first, *differing, *metrics, *last]])
     short.attrs["shared"] = {key: values[key].iloc[0] for key in keys if key not in differing}
     return short
+
+
+# --- for programs ---------------------------------------------------------------------------------
+
+
+def as_text(lines: Lines, style: str) -> str | bytes:
+    """Lines as ``csv``, ``json`` (a list of objects) or ``parquet``. In CSV a list is its items
+    with spaces between, and texts that a spreadsheet would take for formulas begin with an
+    apostrophe.
+    """
+    if style == "csv":
+        out = io.StringIO()
+        neutral = ([_no_formula(_joined(cell)) for cell in line] for line in lines)
+        csv.writer(out, lineterminator="\n").writerows(neutral)
+        return out.getvalue()
+    head, *rest = lines
+    if style == "json":
+        records = [dict(zip(head, line, strict=True)) for line in rest]
+        return json.dumps(records, indent=1, default=str) + "\n"
+    frame = pd.DataFrame(rest, columns=head, dtype=object)
+    packed = io.BytesIO()
+    try:
+        typed(frame.loc[:, ~frame.columns.duplicated()]).to_parquet(packed, index=False)
+    except ImportError:
+        raise ConfigError("--format parquet needs pyarrow: pip install 'nmrun[parquet]'") from None
+    return packed.getvalue()
+
+
+def _joined(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _no_formula(value: object) -> object:
+    """A text that a spreadsheet would take for a formula, with the apostrophe that keeps it one."""
+    if not isinstance(value, str) or value == "-" or not value.startswith(FORMULA):
+        return value
+    with contextlib.suppress(ValueError):
+        float(value)
+        return value
+    return f"'{value}"
+
+
+def as_lines(runs: pd.DataFrame) -> Lines:
+    """A line for each run, None for what it has not."""
+    whole = runs.astype(object)
+    return [list(runs.columns), *whole.where(pd.notna(whole), None).to_numpy().tolist()]
+
+
+def frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A DataFrame of dictionaries, typed by :func:`typed`."""
+    # as objects, whole numbers stay whole beside rows without the key
+    return typed(pd.DataFrame(rows, dtype=object))
+
+
+def typed(objects: pd.DataFrame) -> pd.DataFrame:
+    """Give each column of objects the type that its values have.
+
+    These are ``bool``, ``int64`` and ``float64``; with missing values ``boolean``, ``Int64`` and
+    ``float64``, which is also the type of a column of missing values alone. Texts have pandas' type
+    for them. A column of several kinds stays one of objects.
+    """
+    return objects.apply(_column) if len(objects.columns) else objects
+
+
+def _column(column: pd.Series) -> pd.Series:
+    values = column.dropna()
+    kinds = {type(value) for value in values}
+    whole = len(values) == len(column)
+    if kinds == {bool}:
+        return column.astype("bool" if whole else "boolean")
+    if kinds == {int}:
+        return column.astype("int64" if whole else "Int64")
+    if kinds <= {int, float}:
+        return column.astype("float64")
+    return column.infer_objects()

@@ -26,9 +26,9 @@ DIGITS = 12  # beyond these, values differ by rounding
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and median over ``n`` runs (None for no run), sample standard deviation (None for fewer
-    than two), the runs' ``values`` by seed (by anything that pairs runs), and how many runs gave no
-    value, by reason.
+    """What several seeds say. The mean is None for no run, the sample standard deviation for fewer
+    than two. ``values`` are by seed, or by anything that pairs runs; ``without`` counts the runs
+    that gave no value, by reason.
     """
 
     mean: float | None
@@ -48,7 +48,7 @@ def summarise(
     values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()
 ) -> Cell:
     """The cell of several runs: their values by seed or in order, and why each of the others has
-    none. The deviation divides by n - 1.
+    none.
     """
     by_seed: dict[object, float] = dict(
         values.items() if isinstance(values, Mapping) else enumerate(values)
@@ -79,10 +79,10 @@ class Tested:
 class Difference(Tested):
     """Mean of the differences over ``n`` common seeds.
 
-    ``spread`` is their standard deviation, at least the metric's grain, and ``low`` to ``high`` the
+    ``spread`` is their standard deviation, at least the metric's grain. ``low`` to ``high`` is the
     95 % interval of Student's t: None where nothing is known of the spread. ``p`` is None for fewer
     than three seeds. ``least`` is the smallest true difference that the test would have found with
-    a probability of 0.8 (infinite: none); ``holm`` works it out.
+    a probability of 0.8 (infinite: none); :func:`holm` computes it.
     """
 
     mean: float
@@ -106,21 +106,18 @@ class Estimate(NamedTuple):
 
 def grain(values: Iterable[float]) -> float:
     """The smallest difference between two unequal values of a metric: for accuracies one test
-    image, or a few where there are few values. 0.0 if all are equal.
+    image, or a few. 0.0 if all are equal.
     """
     steps = np.diff(np.unique(_without_noise(np.array([*values], float))))
     return float(steps.min()) if len(steps) else 0.0
 
 
 def student(gaps: Floats, grain: float | Floats) -> Estimate:
-    """Student's paired t-test, two-sided, and interval (Student 1908).
+    """Student's paired t-test, two-sided, and interval (Student 1908), of ``gaps`` (..., n), n at
+    least 2.
 
-    The spread is at least ``grain``: seeds that differ by the same number of test images show that
-    the spread is less than an image, not that there is none.
-
-    Args:
-        gaps: (..., n) differences, n at least 2.
-        grain: smallest step of the metric, or (...) of them.
+    The spread is at least ``grain``, the smallest step of the metric. Seeds that differ by the same
+    number of test images show that the spread is less than an image, not that there is none.
     """
     n = gaps.shape[-1]
     mean, spread = gaps.mean(-1), np.maximum(gaps.std(-1, ddof=1), grain)
@@ -151,10 +148,8 @@ def t_two_sided(value: Floats, freedom: float) -> Floats:
 def paired(ours: Cell, baseline: Cell, grain: float, test: str = "t") -> Difference | None:
     """The first cell less the second, over the seeds that both have; None where they share none.
 
-    Args:
-        grain: smallest step of the metric, see :func:`grain`.
-        test: ``"t"``, Student's paired test, or ``"wilcoxon"``, the signed-rank test (exact up to
-            n = 16, with ties as well; its p cannot be below 2 / 2^n). Both are two-sided.
+    ``test`` is ``"t"``, Student's paired test, or ``"wilcoxon"``, the signed-rank test. The latter
+    is exact up to n = 16, with ties as well; its p cannot be below 2 / 2^n. Both are two-sided.
     """
     common = [seed for seed in ours.values if seed in baseline.values]
     if not common:
@@ -202,8 +197,10 @@ def step_down(p: Floats) -> Floats:
 
 
 def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place, Difference]:
-    """The differences with p-values corrected for their number by Holm's method (1979), and with
-    ``least``, at the level that the correction asks of the smallest p-value: 0.05 over their number.
+    """The differences with p-values corrected for their number by Holm's method (1979).
+
+    ``least`` is at the level that the correction asks of the smallest p-value: 0.05 over their
+    number.
     """
     tested = {place: d for place, d in differences.items() if d.p is not None}
     if not tested:
@@ -221,8 +218,8 @@ def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place
 
 
 def detectable(n: int, level: float) -> float:
-    """The mean difference that a two-sided paired t-test of ``n`` pairs finds with a probability of
-    0.8, in standard deviations of the differences.
+    """The mean difference, in standard deviations of the differences, that a two-sided paired
+    t-test of ``n`` pairs finds with a probability of 0.8.
     """
     return found_at(n - 1, level) / math.sqrt(n)
 

@@ -1,6 +1,4 @@
-"""The comparison: runs folded into cells, one row a recipe, one column a ratio. ``formats`` writes
-it down.
-"""
+"""Runs folded into cells, one row a recipe, one column a ratio; and each row against a baseline."""
 
 from __future__ import annotations
 
@@ -16,9 +14,17 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare import names
-from nmrun.lab.compare.names import Key, but_ratio, label, labels_of
-from nmrun.lab.compare.numbers import deviates, places, scale
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.notation import (
+    Key,
+    but_ratio,
+    deviates,
+    higher_is_better,
+    label,
+    labels_of,
+    places,
+    scale,
+)
 from nmrun.lab.compare.statistics import (
     FEWEST,
     Cell,
@@ -30,7 +36,6 @@ from nmrun.lab.compare.statistics import (
     summarise,
 )
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
-from nmrun.lab.words.metric import higher_is_better
 from nmrun.oneshot import METHODS
 from nmrun.registry import did_you_mean
 
@@ -47,20 +52,18 @@ APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one
 class Table:
     """Cells by (row, column).
 
-    ``best`` are the best cells of each comparison, see ``compared``; ``stands`` says of a row
-    without a ratio, by its own column (``dense``), in which columns its cell stands: those that
-    differ in the ratio alone; ``shared`` what all runs have in common; ``differing`` the settings
-    that are not the same in all cells, though no row or column names them; ``commits`` the versions
-    of the code; ``candidates``, where the metric is of the best weights and their number differs,
-    the rows by the number of epochs that those were chosen from. ``differences`` to the rows
-    ``baseline`` in the same column, their p-values corrected for their number; ``across`` are the
-    keys of rows in which some are compared with a baseline of another value. ``statistic``: what
-    stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: by how many trials the rows were
-    tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
-    column, and where they stand, ``paper_source``. ``pruned``: which rows were pruned in one shot,
-    not trained; ``all``, or nothing. ``digits`` after the point, where the user wants so many.
-    ``failed`` counts the runs that ended with a value and are taken for failed, see ``_set_apart``.
-    ``runs`` are those that it was made of.
+    ``best`` are the best cells of each comparison, see ``compared``. ``stands`` says of a row
+    without a ratio, by its own column (``dense``), in which columns its cell stands. ``shared`` is
+    what all runs have in common, ``differing`` the settings that differ between cells though no row
+    or column names them. ``candidates`` has rows by the number of epochs that best weights were
+    chosen from.
+
+    ``differences`` are to the rows ``baseline`` in the same column, their p-values corrected for
+    their number. ``across`` are the keys in which rows are compared with a baseline of another
+    value. ``tuned`` says by how many trials rows were tuned, and over what. ``paper`` has published
+    figures as printed, by row and column. ``pruned`` says which rows were pruned in one shot: some,
+    ``all``, or nothing. ``failed`` counts the runs that ended with a value and are taken for
+    failed, see ``_set_apart``.
     """
 
     metric: str
@@ -90,8 +93,8 @@ class Table:
 
     @property
     def compared(self) -> tuple[str, list[str]]:
-        """What is compared for ``best``: the cells of a ``column``, or of a ``row`` where recipes
-        stand side by side; and the keys of that axis in which they have to agree.
+        """Whether ``best`` compares the cells of a ``column``, or of a ``row`` where recipes stand
+        side by side. And the keys of that axis in which they agree.
         """
         recipes_are_columns = "recipe" in self.column_keys and "recipe" not in self.row_keys
         keys = self.column_keys if recipes_are_columns else self.row_keys
@@ -109,8 +112,8 @@ class Table:
         return {row for row, _ in self.stands}
 
     def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
-        """How many digits after the point a value and its standard deviation have, both in the
-        metric's own unit; None: as a value without spread.
+        """How many digits after the point a value and its standard deviation have; None: as a value
+        without spread.
         """
         if self.digits is not None and not metric.startswith("flops/"):
             return self.digits
@@ -148,8 +151,8 @@ class Table:
 
     @property
     def with_paper(self) -> list[tuple[Key, bool]]:
-        """The rows, and whether they are published figures, see ``published``. These stand below the
-        row of their name; at the end are those that we have no row for.
+        """The rows, and whether they are published figures. These stand below the row of their
+        name, or at the end.
         """
         ours = [" ".join(row) for row in self.rows]
         lines: list[tuple[Key, bool]] = []
@@ -173,12 +176,11 @@ def build(
     baseline: str = "",
 ) -> Table:
     """Fold runs of one data set and model into a table. Columns go from dense to sparse, recipes in
-    nmrun's order, metrics as in ``metric`` (several with commas between, where a key is
-    ``metric``), other labels by size or alphabet.
+    nmrun's order, metrics as in ``metric``, other labels by size or alphabet.
 
-    Raises:
-        ConfigError: where a cell would average over runs that differ in more than their seed,
-            naming the keys, or would count a seed twice; and where no row is a baseline's.
+    ``metric`` names several with commas between where a key is ``metric``. Raises ConfigError where
+    no row is a baseline's. Likewise where a cell would average over runs that differ in more than
+    their seed, or would count a seed twice.
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
     members: dict[Place, list[Run]] = {}
@@ -245,9 +247,11 @@ def build(
 
 
 def _set_apart(table: Table) -> Table:
-    """Take the value from seeds that failed: those that are worse than the median of their cell by
-    over a tenth of it and by over ``FAR`` deviations of a run, the median deviation of the column's
-    other rows (at least a step of the metric). Two such rows and three seeds are needed to tell.
+    """Take the value from seeds that failed. Such a seed is worse than the median of its cell by
+    over a tenth of it and by over ``FAR`` deviations of a run.
+
+    That is the median deviation of the column's other rows, at least a step of the metric. Two such
+    rows and three seeds are needed to tell.
     """
     failed: dict[int, set[object]] = {}  # seeds by cell: a dense one stands in several columns
     for (row, column), cell in table.cells.items():
@@ -336,8 +340,8 @@ def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> N
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
-    """The settings that change a result (all that a run's identity covers, but for the seed) and
-    are not the same in all runs.
+    """The settings that differ between runs and change a result: all that a run's identity covers,
+    but the seed.
     """
     keys = [
         key
@@ -351,8 +355,8 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
 
 
 def _candidates(members: Mapping[Place, Sequence[Run]]) -> dict[str, list[Key]]:
-    """The rows by the number of epochs that their best weights were chosen from; empty where it is
-    the same for all.
+    """The rows by the number of epochs that their best weights were chosen from; empty where all
+    agree.
     """
     by_number: dict[str, list[Key]] = {}
     for (row, _), group in members.items():
@@ -400,7 +404,7 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
 
 def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
     return tuple(
-        (0, metrics.index(text), 0, "") if key == "metric" else names.order(text)
+        (0, metrics.index(text), 0, "") if key == "metric" else notation.order(text)
         for key, text in zip(keys, labels, strict=True)
     )
 
@@ -409,9 +413,7 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
 
 
 def _tuned(members: Mapping[Place, Sequence[Run]]) -> list[str]:
-    """By how many trials of ``nmrun tune`` each row was tuned, and over which settings; nothing where
-    no run was.
-    """
+    """By how many trials of ``nmrun tune`` each row was tuned, and over which settings."""
     by_trials: dict[str, list[str]] = {}  # names of rows
     by_spaces: dict[str, list[str]] = {}
     for (row, _), runs in members.items():
@@ -440,30 +442,25 @@ def _tuned(members: Mapping[Place, Sequence[Run]]) -> list[str]:
 
 
 def _trials(run: Run) -> str:
-    by = names.bare(run["tuned.by"])
+    by = notation.bare(run["tuned.by"])
     return f"{run['tuned.trials']} trials by {by}, the best two with three seeds"
 
 
 def _spaces(over: str) -> str:
     """Search spaces with words for their keys."""
     spaces = (each.partition(" ") for each in over.split("; "))
-    return "; ".join(f"{names.setting(key)} {search}" for key, _, search in spaces)
+    return "; ".join(f"{notation.setting(key)} {search}" for key, _, search in spaces)
 
 
 # --- against a baseline ---------------------------------------------------------------------------
 
 
 def against(table: Table, baseline: str, test: str = "t") -> Table:
-    """A table with the differences of its rows to a baseline, seed by seed.
+    """A table with the differences of its rows to a baseline, seed by seed, within each data set.
 
-    Rows of another data set are not compared.
-
-    Args:
-        baseline: a row by all its labels, or by that of the recipe alone. Then each row is compared
-            with the one of that recipe that agrees with it in all that is not of the recipe.
-
-    Raises:
-        ConfigError: if there is no such row, or if no other row shares a seed with it.
+    ``baseline`` is a row by all its labels, or by that of the recipe alone. Then each row is
+    compared with the one of that recipe that agrees with it in all that is not of the recipe.
+    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
     """
     every, rivals = pairs(table, baseline)
     differences: dict[Place, Difference] = {}
@@ -482,9 +479,7 @@ def against(table: Table, baseline: str, test: str = "t") -> Table:
 
 
 def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
-    """The rows of a baseline, and by place the one of them that a cell is compared with. Raises
-    ConfigError if there is no such row.
-    """
+    """The rows of a baseline, and by place the one of them that a cell is compared with."""
     every = named_rows(table.rows, table.row_keys, baseline)
     one = " ".join(every[0]) == baseline
     rivals: dict[Place, Key] = {}

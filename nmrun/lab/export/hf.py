@@ -15,16 +15,16 @@ from nmrun.lab.export.finished_run import (
     refuse_pruned_activations,
     write_about,
 )
-from nmrun.lab.models import MODELS, hf_gpt2
-from nmrun.lab.models.gpt import GPTNetwork
-from nmrun.lab.models.hf_encoder import EncoderClassifier
+from nmrun.lab.models import MODELS, hugging_face
+from nmrun.lab.models.hugging_face import EncoderClassifier
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.tasks.hugging_face import fetch
 from nmrun.lab.tasks.text.corpus import LEVELS
 from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")
 ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
-OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.lab.models.gpt.build")
+OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.lab.models.texts.GPTNetwork")
 
 
 def write(run: FinishedRun, folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     for layer in run.layers:
         dim = (
             0
-            if (ours or name == "hf_gpt2") and layer.name.endswith(hf_gpt2.TRANSPOSED)
+            if (ours or name == "hf_gpt2") and layer.name.endswith(hugging_face.TRANSPOSED)
             else layer.dim
         )
         layers.append(SparseLayer(names.get(layer.name, layer.name), layer.pattern, dim))
@@ -100,7 +100,7 @@ def _gpt2(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, s
         name: name if name.startswith("lm_head") else f"transformer.{name}" for name in run.state
     }
     state = {
-        names[n]: t.T.contiguous() if n.endswith(hf_gpt2.TRANSPOSED) else t
+        names[n]: t.T.contiguous() if n.endswith(hugging_face.TRANSPOSED) else t
         for n, t in run.state.items()
     }
     # theirs always has biases, which are 0 in a network without

@@ -29,7 +29,7 @@ from nmrun.lab.export.finished_run import (
     refuse_pruned_activations,
     write_about,
 )
-from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.models.texts import GPTNetwork
 
 # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 LARGEST = 1 << 30

@@ -18,9 +18,8 @@ from nmrun.patterns import Pattern
 class Config:
     """A checked config, with the groups as typed attributes: ``config.trainer.epochs``.
 
-    Args:
-        plain: the whole of it as plain data, in canonical form.
-        pattern: None for a dense run.
+    ``plain`` is the whole of it as plain data, in canonical form; ``pattern`` is None for a dense
+    run.
     """
 
     plain: dict[str, Any]

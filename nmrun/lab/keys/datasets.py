@@ -1,4 +1,4 @@
-"""The keys of data sets: what several have in common, and those of images. Texts are in ``texts``."""
+"""The keys of data sets: images, texts with labels, and running text whose next token a model learns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
 from nmrun.lab.keys.ranges import PATH
-from nmrun.ranges import FLAG, number, whole
+from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, number, one_of, whole
 
 Keys = TypeVar("Keys", bound=Group)
 SHARE = number(0, 0.5, open_low=True)
@@ -19,15 +19,12 @@ CLASSES = "a folder of images for each class, or train and val with such"
 
 @dataclass(frozen=True)
 class Dataset(Named):
-    """A data set.
+    """A data set, with ``data`` in it.
 
-    Attributes:
-        data: what is in it.
-        train_images: images to train with, before any are put aside; None where that depends.
-        within: what is in the folder ``dataset.path`` in NMRUN_DATA or anywhere; empty where the
-            data set has no such key.
-        places: the keys that name another file or folder.
-        builder: of an installed package's, the dotted path of what builds its task.
+    ``train_images`` there are, before any are put aside; None where that depends. ``within`` says
+    what is in the folder ``dataset.path``, if there is such a key; ``places`` are the keys that
+    name another file or folder. ``builder`` is of an installed package's: the dotted path of what
+    builds its task.
     """
 
     data: ClassVar[str] = IMAGES
@@ -37,13 +34,8 @@ class Dataset(Named):
     builder: ClassVar[str] = ""
 
     def as_kind(self, kind: type[Keys]) -> Keys:
-        """The keys of ``kind``, which a data set of the user's own may have as well.
-
-        Args:
-            kind: a class of keys: a data set's, or that of some keys.
-
-        Raises:
-            ConfigError: for keys that are not there.
+        """The keys of ``kind``, which a data set of the user's own may have as well. Raises
+        ConfigError for keys that are not there.
         """
         return self if isinstance(self, kind) else built(kind, self.mapping(), "dataset")
 
@@ -85,7 +77,7 @@ class Subset(Seeded):
     train_size: Annotated[
         int | None,
         whole(1, optional=True),
-        "a subset with the same number of every class; null = all that are not for validation",
+        "training images, the same number of every class; null = all that are not for validation",
     ] = None
     val_size: Annotated[
         int | None,
@@ -107,23 +99,35 @@ class Subset(Seeded):
 
 
 @dataclass(frozen=True)
+class FromDisk(Group):
+    """Items that are read from files while the training is at earlier ones."""
+
+    workers: Annotated[
+        int | None,
+        whole(0, optional=True),
+        "processes of each rank that read files; null = one a core, shared by the ranks of a "
+        "machine; 0 = none but the training itself",
+    ] = None
+
+
+@dataclass(frozen=True)
 class Augmented(Group):
     """How training images are augmented; see ``nmrun.lab.tasks.vision.augmentation.Augment``."""
 
-    flip: Annotated[bool, FLAG, "left and right, in every second training image"] = True
+    flip: Annotated[bool, FLAG, "mirror every second training image left to right"] = True
     randaugment: Annotated[int, whole(0), "operations of RandAugment in a row; 0 = off"] = 0
-    randaugment_magnitude: Annotated[int, whole(0, 30), "their strength, 0 to 30"] = 9
+    randaugment_magnitude: Annotated[int, whole(0, 30), "strength of these operations, 0 to 30"] = 9
     erasing: Annotated[float, number(0, 1), "probability of random erasing"] = 0.0
     mixup: Annotated[float, number(0), "mixup's alpha; 0 = off"] = 0.0
     cutmix: Annotated[
-        float, number(0), "cutmix's alpha; 0 = off. With both, each batch has one of them"
+        float, number(0), "cutmix's alpha; 0 = off. With mixup too, each batch has one of them"
     ] = 0.0
 
 
 @dataclass(frozen=True)
 class Digits(Fractions, Seeded, Dataset):
-    """scikit-learn's digits: 1,797 real 8x8 grey images of handwritten digits, shipped with the
-    library.
+    """scikit-learn's digits: 1,797 real 8x8 grey images of handwritten digits, which need no
+    download.
     """
 
     train_images: ClassVar[int | None] = 1797
@@ -139,15 +143,15 @@ class Images(Augmented, Subset, Dataset):
     crop_padding: Annotated[
         int,
         whole(0),
-        "black pixels around a training image, of which a window is cut out at random",
+        "black pixels around a training image, from which a random window is cut",
     ] = 0
 
 
 @dataclass(frozen=True)
 class Cifar10(Images):
-    """CIFAR-10: 50,000 training and 10,000 test images of 32x32 in 10 classes, from NMRUN_DATA: as
-    torchvision stores them, or as images (cifar10/cifar10-jpeg or cifar10-jpeg.tar.xz; JPEG loses a
-    little); downloaded by torchvision if neither is there.
+    """CIFAR-10: 50,000 training and 10,000 test images of 32x32 in 10 classes. They come from
+    NMRUN_DATA, as torchvision stores them or as images (cifar10/cifar10-jpeg or
+    cifar10-jpeg.tar.xz; JPEG loses a little). torchvision downloads them if neither is there.
     """
 
     train_images: ClassVar[int | None] = 50_000
@@ -177,8 +181,8 @@ class FashionMNIST(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(Images):
-    """A folder with train, val and test (the latter two need not be there) or no such division, and
-    in it a folder of images for each class.
+    """A folder with a folder of images for each class. It may have such folders below train, val
+    and test; val and test need not be there.
     """
 
     within: ClassVar[str] = CLASSES
@@ -186,43 +190,253 @@ class ImageFolder(Images):
     path: Annotated[
         str,
         PATH,
-        "of the folder or of a tar archive of it, in NMRUN_DATA or else in the current folder",
+        "the folder or a tar archive of it, in NMRUN_DATA or else in the current folder",
     ]
     resolution: Annotated[
         int,
         whole(1),
-        "pixels of a side: images of another size are scaled, and the middle is cut out",
+        "pixels of a side: images of another size are scaled and cropped to the middle",
     ] = 32
 
 
 @dataclass(frozen=True)
-class ImageNet(Augmented, Subset, Dataset):
-    """ImageNet, or any other large image folder with train and val, read from the disk as it is
-    needed.
+class ImageNet(FromDisk, Augmented, Subset, Dataset):
+    """ImageNet, or any other large image folder with train and val, read from the disk during
+    training.
     """
 
     within: ClassVar[str] = CLASSES
 
-    path: Annotated[str, PATH, "of the folder, in NMRUN_DATA or else in the current folder"] = (
+    path: Annotated[str, PATH, "the folder, in NMRUN_DATA or else in the current folder"] = (
         "imagenet"
     )
     resolution: Annotated[int, whole(1), "pixels of a side"] = 224
     crop_scale: Annotated[
         float,
         number(0, 1, open_low=True),
-        "least part of a training image's area that is cut out at random",
+        "smallest share of a training image's area that a random crop has",
     ] = 0.08
-    workers: Annotated[
-        int | None,
-        whole(0, optional=True),
-        "processes that read; of each rank; null = one a core, shared by the ranks of a machine; "
-        "0 = none but the training itself",
-    ] = None
     val_size: Annotated[
         int | None,
-        "images taken from those for training, with the same number of every class; null = a tenth "
-        "of each class",
+        "images taken from those for training, the same number of every class; null = a tenth"
+        " of each class",
     ] = 10_000
     test_size: Annotated[
         int | None, "a subset of the test images, which are those of val; null = all"
     ] = None
+
+
+MODELS_OWN = "${oc.select:model.pretrained,words}"  # the tokenizer that a model came with
+
+
+@dataclass(frozen=True)
+class Encoding(Group):
+    """Texts for classification."""
+
+    max_length: Annotated[int, whole(8), "tokens at most; longer texts are cut"] = 128
+    tokenizer: Annotated[
+        str,
+        TEXT,
+        "words (hashed), or a Hugging Face tokenizer by name or folder; default: the model's own",
+    ] = MODELS_OWN
+    vocabulary: Annotated[int, whole(4), "size of the table that words are hashed to"] = 8192
+
+
+@dataclass(frozen=True)
+class GeneratedText(Encoding, Seeded, Dataset):
+    """Generated reviews, good or bad, in which "not" turns the next verdict around; not real
+    language.
+    """
+
+    data: ClassVar[str] = TEXTS
+
+    size: Annotated[
+        int,
+        whole(1),
+        "training texts; 500 others are for validation and 500 for the test",
+    ] = 4000
+    split_seed: Annotated[int, "which sentences are generated; not changed by the run's seed"] = 0
+    max_length: int = 32
+    vocabulary: int = 1024
+
+
+@dataclass(frozen=True)
+class Glue(Encoding, Seeded, Dataset):
+    """One of GLUE's tasks, from its TSV files in NMRUN_DATA/glue, or by Hugging Face's datasets if
+    that is installed.
+    """
+
+    data: ClassVar[str] = TEXTS
+
+    task: Annotated[
+        str,
+        one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"),
+        "cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli",
+    ] = "sst2"
+    held_out: Annotated[
+        float,
+        number(0, 0.5),
+        "share of the training texts that is for validation, while the development set is the"
+        " test. 0 = the development set is for validation, and there is no test",
+    ] = 0.05
+    split_seed: Annotated[int, "which texts are held out; not changed by the run's seed"] = 0
+    limit: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "training texts that are used, the first after shuffling; null = all",
+    ] = None
+
+
+@dataclass(frozen=True)
+class Context(Group):
+    """What language models look back on."""
+
+    context: Annotated[int, whole(1), "tokens that a prediction can look back on"] = 64
+
+
+@dataclass(frozen=True)
+class Tokenized(Context):
+    """A text that is made into tokens."""
+
+    tokenizer: Annotated[
+        str,
+        TEXT,
+        "byte, character, word, or a Hugging Face tokenizer: tokenizer.json, its folder, or a name "
+        "such as gpt2",
+    ] = "byte"
+
+
+@dataclass(frozen=True)
+class Strided(Group):
+    """How a long text is evaluated."""
+
+    stride: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "tokens by which an evaluation's window moves, at most context; null = context, "
+        "windows side by side",
+    ] = None
+
+
+@dataclass(frozen=True)
+class StdlibText(Strided, Context, Dataset):
+    """Source of some modules of Python's standard library as bytes (about 1.1 MB): real program
+    text that needs no download.
+    """
+
+    data: ClassVar[str] = RUNNING_TEXT
+
+    sha256: Annotated[str, TEXT, "hash of the text, which differs between versions of Python"] = (
+        "${stdlib_sha256:}"
+    )
+
+
+@dataclass(frozen=True)
+class WikiText2(Strided, Tokenized, Dataset):
+    """WikiText-2, NMRUN_DATA/wikitext-2/wiki.{train,valid,test}.tokens (or {train,valid,test}.txt)."""
+
+    data: ClassVar[str] = RUNNING_TEXT
+
+    tokenizer: str = "word"
+    context: int = 128
+
+
+@dataclass(frozen=True)
+class WikiText103(WikiText2):
+    """WikiText-103, NMRUN_DATA/wikitext-103/wiki.{train,valid,test}.tokens (or
+    {train,valid,test}.txt).
+    """
+
+
+@dataclass(frozen=True)
+class Shakespeare(Strided, Fractions, Tokenized, Dataset):
+    """tiny Shakespeare, NMRUN_DATA/tinyshakespeare/input.txt: 1.1 million characters of plays."""
+
+    data: ClassVar[str] = RUNNING_TEXT
+
+    val_fraction: Annotated[float, "share of the text, which comes before the test text"] = 0.05
+    test_fraction: Annotated[float, "share of the text, at its end"] = 0.05
+    tokenizer: str = "character"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(Strided, Fractions, Tokenized, Dataset):
+    """Any text files."""
+
+    data: ClassVar[str] = RUNNING_TEXT
+    places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+
+    train: Annotated[
+        str, PATH, "file with the training text, in NMRUN_DATA or else in the current folder"
+    ]
+    val: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "file with the validation text; null = cut from the end of the training text",
+    ] = None
+    test: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "file with the test text; null = cut from the training text too, after the validation text",
+    ] = None
+    val_fraction: Annotated[float, "of the training file, where val is null"] = 0.05
+    test_fraction: Annotated[float, "of the training file, where test is null"] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubText(Strided, Tokenized, Dataset):
+    """Texts that Hugging Face's datasets loads, from its hub or from files (needs nmrun[texts]);
+    rows are joined by an empty line.
+    """
+
+    data: ClassVar[str] = RUNNING_TEXT
+
+    path: Annotated[
+        str,
+        TEXT,
+        "what load_dataset takes: a name on the hub (Salesforce/wikitext), a folder of files, or "
+        "json, csv, parquet, text with dataset.files",
+    ]
+    subset: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "subset of the data set, such as wikitext-2-raw-v1; null = the only one",
+    ] = None
+    files: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "files to read, such as en/c4-train.00000-of-01024.json.gz (* stands for anything); "
+        "null = all",
+    ] = None
+    column: Annotated[str, TEXT, "column with the texts"] = "text"
+    train: Annotated[
+        str, TEXT, "split to train with, as datasets writes it, such as train[:90%]"
+    ] = "train"
+    val: Annotated[str, TEXT, "split for validation"] = "validation"
+    test: Annotated[
+        str | None, OPTIONAL_TEXT, "split for the test; null = runs have validation metrics alone"
+    ] = "test"
+    context: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBin(Strided, Context, Dataset):
+    """Token files in nanoGPT's layout, memory-mapped: train.bin, val.bin and perhaps test.bin, of
+    16-bit numbers.
+    """
+
+    data: ClassVar[str] = RUNNING_TEXT
+    places: ClassVar[tuple[str, ...]] = ("folder",)
+
+    folder: Annotated[
+        str,
+        PATH,
+        "folder with the files, in NMRUN_DATA or else in the current folder; without test.bin, "
+        "runs have validation metrics alone",
+    ]
+    vocabulary: Annotated[
+        int,
+        whole(4),
+        "number of tokens; a multiple of 64, such as 50304, is faster on a GPU",
+    ] = 50257
+    context: int = 1024

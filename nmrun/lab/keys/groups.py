@@ -1,8 +1,4 @@
-"""The keys of the run itself, the ratio, the optimizer, the schedule, the trainer and tracking.
-
-There is a class for each group, or for each of its options. Data sets and models have modules of
-their own.
-"""
+"""The keys of the run itself, the ratio, the optimizer, the schedule, the trainer and tracking."""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ from nmrun.lab.keys.ranges import (
     SEEDS,
     TAGS,
 )
+from nmrun.patterns import Pattern
 from nmrun.ranges import (
     ACCELERATION,
     FLAG,
@@ -70,31 +67,32 @@ class Run(Group):
     seed: Annotated[
         int,
         SEED,
-        "initial weights and the order of batches; the data split has a seed of its own",
+        "of the initial weights and the order of batches; the data split has a seed of its own",
     ] = 0
     seeds: Annotated[
         Sequence[int] | None,
         SEEDS,
-        "several seeds in one job, such as [0,1,2]: as many runs, one after the other",
+        "several seeds in one job, such as [0,1,2]: one run after the other",
     ] = None
     init: Annotated[
         str | None,
         OPTIONAL_TEXT,
-        "a finished run (its folder, or its best.safetensors or dense.safetensors) of the same "
-        "network, pruned or not, with whose weights this one begins; gpt_classifier and gpt_reader "
-        "take gpt2's, mask_rcnn a ResNet's; null = the network's own",
+        "a finished run whose weights this one begins with: its folder, its best.safetensors "
+        "or its dense.safetensors. It is of the same network, pruned or not; gpt_classifier "
+        "and gpt_reader take gpt2's, mask_rcnn a ResNet's. null = the network's own",
     ] = None
     output_dir: Annotated[
         str,
         TEXT,
         "run folders go to <output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>/",
     ] = "outputs"
-    resume: Annotated[bool, FLAG, "go on from the last checkpoint of a run that was cut off"] = True
-    force: Annotated[bool, FLAG, "run again, from the start, even if finished"] = False
+    resume: Annotated[bool, FLAG, "continue an interrupted run from its last checkpoint"] = True
+    force: Annotated[bool, FLAG, "run again from the start, even if the run is finished"] = False
     dry: Annotated[
         bool,
         FLAG,
-        "print the plan (layers, density, FLOPs; of a sweep a line for each run) and train nothing",
+        "print the plan (layers, density, FLOPs) and train nothing; a sweep prints a line for"
+        " each run",
     ] = False
 
 
@@ -102,12 +100,12 @@ class Run(Group):
 class Sparsity(Group):
     """sparsity=N:M, any 1 <= N <= M, sets n and m; sparsity=dense makes any recipe the dense run."""
 
-    n: Annotated[int | None, "non-zeros in a group, at most; sparsity=2:8 sets both"] = None
+    n: Annotated[int | None, "non-zeros in a group, at most; sparsity=2:8 sets n and m"] = None
     m: Annotated[int | None, "weights in a group; null = no pattern"] = None
     v: Annotated[
         int,
         whole(1),
-        "rows that share their columns, above 1: V:N:M patterns; sparsity=64:2:8 sets all three",
+        "rows that share their columns, in V:N:M patterns; sparsity=64:2:8 sets all three",
     ] = 1
     overrides: Annotated[
         dict[str, str] | None,
@@ -117,15 +115,21 @@ class Sparsity(Group):
     pad: Annotated[
         bool,
         FLAG,
-        "true: layers whose inputs M does not divide are sparse as well, with a short last group",
+        "true: layers whose inputs M does not divide are sparse too, with a shorter last group",
     ] = False
+
+
+def ratio(pattern: Pattern | None) -> dict[str, int | None]:
+    """The keys of a pattern; of None, those of no pattern."""
+    if pattern is None:
+        return {"n": None, "m": None, "v": 1}
+    return {"n": pattern.n, "m": pattern.m, "v": pattern.v}
 
 
 @dataclass(frozen=True)
 class RecipeKeys(Named):
-    """A recipe: its hyperparameters are in ``options``, as the recipe's class knows them.
-
-    ``target`` is the class of the user's own, else None.
+    """A recipe, with its hyperparameters in ``options``. ``target`` is the class of the user's own,
+    else None.
     """
 
     target: str | None
@@ -142,7 +146,8 @@ class Optimizer(Named):
     head_lr: Annotated[
         float | None,
         number(0, open_low=True, optional=True),
-        "of the layer named head, which is new where the rest is pretrained; null = lr",
+        "learning rate of the layer named head, which is new where the rest is pretrained; "
+        "null = lr",
     ] = None
     weight_decay: Annotated[float, number(0), "of the parameters that decay"] = 0.0
     decay: Annotated[
@@ -160,7 +165,7 @@ class AdamKeys(Optimizer):
     betas: Annotated[
         Sequence[float],
         BETAS,
-        "decay of the running means of the gradient and of its square",
+        "decay rates of the running means of the gradient and of its square",
     ] = (0.9, 0.999)
     eps: Annotated[
         float, number(0, open_low=True), "added to the denominator; STEP compares with it"
@@ -180,7 +185,9 @@ class SGDKeys(Optimizer):
 
     lr: float = 0.05
     weight_decay: float = 5e-5
-    momentum: Annotated[float, FRACTION, "share of the last update that the next one keeps"] = 0.9
+    momentum: Annotated[
+        float, FRACTION, "fraction of the last update that is added to the next one"
+    ] = 0.9
     nesterov: Annotated[bool, FLAG, "Nesterov's momentum"] = False
 
 
@@ -193,17 +200,19 @@ class Schedule(Named):
 class Decay(Schedule):
     """A warm-up, then a constant rate or a decay to ``final``."""
 
-    warmup: Annotated[float, FRACTION, "fraction of all steps with a linear rise from 0"] = 0.0
+    warmup: Annotated[
+        float, FRACTION, "fraction of all steps in which the learning rate rises linearly from 0"
+    ] = 0.0
     final: Annotated[
         float,
         number(0, 1),
-        "learning rate at the end as a fraction of its base (constant: unused)",
+        "learning rate at the end, as a fraction of optimizer.lr (constant: unused)",
     ] = 0.0
     cycles: Annotated[
         int,
         whole(1),
-        "how many times, one after the other, each with its warm-up (2 with recipe=asp: its "
-        "paper's two trainings)",
+        "repetitions of the schedule, each with its warm-up; 2 with recipe=asp gives its "
+        "paper's two trainings",
     ] = 1
 
 
@@ -228,10 +237,10 @@ class InverseSqrt(Schedule):
     2017, as in fairseq).
     """
 
-    warmup_steps: Annotated[int, whole(1), "optimizer steps of a linear rise to optimizer.lr"] = (
-        4000
-    )
-    init_lr: Annotated[float, number(0), "where it begins"] = 1e-7
+    warmup_steps: Annotated[
+        int, whole(1), "optimizer steps in which the learning rate rises linearly to optimizer.lr"
+    ] = 4000
+    init_lr: Annotated[float, number(0), "learning rate of the first step"] = 1e-7
 
 
 @dataclass(frozen=True)
@@ -242,28 +251,26 @@ class Trainer(Group):
     steps: Annotated[
         int | None,
         whole(1, optional=True),
-        "length in optimizer steps, be it less than an epoch: epochs does not count then; "
-        "null = that of epochs",
+        "length of the run in optimizer steps, in place of epochs; null = as many as epochs gives",
     ] = None
     budget: Annotated[
         str | None,
         BUDGET,
-        "instead of epochs: flops:1e12 (counted arithmetically), flops:dense (those of "
-        "epochs dense ones), seconds:600 (of training, by a trial)",
+        "length of the run, in place of epochs: flops:1e12 (counted arithmetically), "
+        "flops:dense (as dense training needs for epochs) or seconds:600 (of training, by a "
+        "trial)",
     ] = None
-    batch_size: Annotated[
-        int, whole(1), "examples in an optimizer step, of all processes together"
-    ] = 64
+    batch_size: Annotated[int, whole(1), "examples in an optimizer step, over all processes"] = 64
     accumulate: Annotated[
         int,
         whole(1),
-        "micro-batches that one batch is split into; the result is the same up to rounding",
+        "micro-batches that make up a batch; the result is the same up to rounding",
     ] = 1
     on_oom: Annotated[
         str,
         one_of("fail", "halve"),
-        "where memory runs out: fail, or halve the micro-batches (twice the accumulation) "
-        "and go on from the last checkpoint",
+        "when memory runs out: fail, or halve the micro-batches (twice the accumulation) and "
+        "go on from the last checkpoint",
     ] = "fail"
     clip: Annotated[
         float | None,
@@ -284,82 +291,84 @@ class Trainer(Group):
     distributed: Annotated[
         str,
         one_of("ddp", "fsdp"),
-        "what several processes (torchrun) hold: ddp (each the whole model) or fsdp (shards, "
-        "for models that outgrow a GPU or a host)",
+        "what each of several processes (torchrun) holds: ddp (the whole model) or fsdp (a "
+        "shard, for models larger than a GPU or a host)",
     ] = "ddp"
     compile: Annotated[
         bool | str,
         COMPILE,
-        "torch.compile the model (fullgraph): true, reduce-overhead (CUDA graphs, for small "
-        "models), max-autotune",
+        "compile the model by torch.compile (fullgraph): true, reduce-overhead (CUDA graphs, "
+        "for small models), max-autotune",
     ] = False
     label_smoothing: Annotated[
-        float, FRACTION, "share of a label's probability that goes to all classes alike"
+        float, FRACTION, "share of a label's probability that is spread over all classes"
     ] = 0.0
     distill: Annotated[
         str | None,
         OPTIONAL_TEXT,
-        "a teacher, whose term the loss gets (Hinton et al. 2015): start (the network as it "
-        "begins, for pretrained ones) or the folder of a finished run of the same network",
+        "teacher, whose term is added to the loss (Hinton et al. 2015): start (the network as"
+        " it begins, for pretrained ones) or the folder of a finished run of the same network",
     ] = None
     distill_weight: Annotated[
-        float, number(0, 1), "of the teacher's term; the task's loss has the rest"
+        float, number(0, 1), "weight of the teacher's term; the task's loss has the rest"
     ] = 0.67
     distill_temperature: Annotated[
         float,
         number(0, open_low=True),
-        "of the teacher's term: both networks' logits are divided by it",
+        "temperature of the teacher's term: both networks' logits are divided by it",
     ] = 2.0
     mvue: Annotated[
         str | None,
         PATTERN,
-        'N:M such as "2:4": the weight gradients of sparse linear layers from an unbiased '
-        "N:M estimate along the tokens",
+        'N:M pattern such as "2:4": weight gradients of sparse linear layers come from an '
+        "unbiased N:M estimate along the tokens",
     ] = None
     fp8: Annotated[
         bool,
         FLAG,
         "round the operands of all products of sparse linear layers to FP8 (e4m3 forward, "
-        "e5m2 backward); simulated but for what acceleration finds",
+        "e5m2 backward); simulated, except where acceleration finds FP8 products",
     ] = False
     input_gradient: Annotated[
         str,
         one_of(*INPUT_GRADIENTS),
-        "of sparse layers: exact; or by weights that are N:M along the outputs too: "
-        "transposable (masks), double_prune (pruned once more, as in SLoPe), mvue (an "
-        "unbiased estimate, as S-STE's table 3 tries)",
+        "input gradient of sparse layers: exact, or by weights that are N:M along the outputs"
+        " too. These are transposable (masks), double_prune (pruned once more, as in SLoPe) "
+        "or mvue (an unbiased estimate, as in S-STE's table 3)",
     ] = "exact"
     activations: Annotated[
         str | None,
         ACTIVATIONS,
-        'N:M such as "2:4", or V:N:M: the outputs of squared ReLUs '
-        "(model.activation=relu2) are pruned to it for each token; null = not",
+        'N:M or V:N:M pattern such as "2:4": the outputs of squared ReLUs '
+        "(model.activation=relu2) are pruned to it, token by token; null = not",
     ] = None
     activations_dense_start: Annotated[
-        float, FRACTION, "share of the steps at the beginning that leaves them dense"
+        float, FRACTION, "fraction of the steps at the start with dense activations"
     ] = 0.0
     activations_dense_end: Annotated[
-        float, FRACTION, "likewise at the end: the result is then a network with dense activations"
+        float,
+        FRACTION,
+        "fraction of the steps at the end with dense activations; the final network then has them",
     ] = 0.0
     acceleration: Annotated[
         str,
         one_of(*ACCELERATION),
-        "products with the kept weights, or activations, alone; on CPUs dense ones by "
-        "oneDNN: auto (layer by layer, where they are right and faster), off, force (also "
-        "where slower), or one way: packed (weights on a CPU), cusparselt, cutlass, "
-        "one_pass, with fp8 cusparselt_fp8",
+        "faster products, with the kept weights or activations alone: auto (layer by layer, "
+        "where they are right and faster), off, or force (also where slower). One way alone: "
+        "packed (weights on a CPU), cusparselt, cutlass, one_pass, or with fp8 "
+        "cusparselt_fp8. On CPUs auto takes oneDNN for dense products",
     ] = "auto"
     evaluate: Annotated[
         str,
         one_of("sparse", "dense", "both"),
-        "by the N:M weights; dense: by the dense ones, as some papers do (then no epoch is "
-        "the best); both: these as eval/dense/... too",
+        "weights that are evaluated: sparse, dense (as some papers do; then no epoch is the "
+        "best), or both (the dense ones as eval/dense/...)",
     ] = "sparse"
     test: Annotated[
         bool,
         FLAG,
-        "evaluate the test split at the end, with the last weights and the best; false = "
-        "leave it alone, as the trials of nmrun tune do",
+        "evaluate the test split at the end, with the last weights and the best; false = do "
+        "not, as in the trials of nmrun tune",
     ] = True
     eval_every: Annotated[
         int | str,
@@ -369,29 +378,31 @@ class Trainer(Group):
     log_every: Annotated[
         int,
         whole(1),
-        "optimizer steps between lines of metrics.jsonl; a multiple of it where that would "
+        "optimizer steps between lines of metrics.jsonl; a multiple of it where there would "
         "be more than 20,000 lines",
     ] = 10
     diagnose_every: Annotated[
         int | None,
         whole(1, optional=True),
-        "steps between those whose loss change, descent and mask oscillation are looked into "
+        "optimizer steps between measurements of loss change, descent and mask oscillation "
         "(slow); null = never",
     ] = None
     checkpoint_every: Annotated[
         int | str,
         CHECKPOINTS,
-        "time between checkpoints (30s, 10min, 2h), beside those at the ends of epochs; or a "
-        "number of epochs, for a checkpoint at the end of every so many alone",
+        "time between checkpoints (30s, 10min, 2h); each end of an epoch has one too. With a "
+        "number of epochs, only the end of every so many has one",
     ] = "10min"
     average: Annotated[
         int,
         whole(1),
-        "the final weights are the mean of those at the ends of so many last epochs, running "
-        "statistics of batch norm too (not measured anew); 1 = of the last step",
+        "how many last epochs are averaged to the final weights and running statistics of "
+        "batch norm (not measured anew); 1 = those of the last step",
     ] = 1
     limit_batches: Annotated[
-        int | None, whole(1, optional=True), "training batches an epoch, for debugging; null = all"
+        int | None,
+        whole(1, optional=True),
+        "training batches in an epoch, for debugging; null = all",
     ] = None
     limit_evaluation: Annotated[
         int | None,

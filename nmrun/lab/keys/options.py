@@ -2,7 +2,7 @@
 
 Another installed package adds a data set or model by an entry point of the group ``nmrun.datasets``
 or ``nmrun.models``, such as ``tumours = "mypkg.keys:Tumours"``. A name of nmrun's own is not theirs
-to take. No class is imported before it is asked for. A user's folder of YAML files adds presets.
+to take. A user's folder of YAML files adds presets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import yaml
 
 from nmrun import recipes, registry
 from nmrun.errors import ConfigError
+from nmrun.lab.keys.fields import Field, fields, recipe_fields
 from nmrun.patterns import USUAL
 
 if TYPE_CHECKING:
@@ -38,15 +39,15 @@ KINDS: dict[str, dict[str, str]] = {
         "fashion_mnist": "datasets.FashionMNIST",
         "image_folder": "datasets.ImageFolder",
         "imagenet": "datasets.ImageNet",
-        "generated_text": "texts.GeneratedText",
-        "glue": "texts.Glue",
-        "stdlib_text": "texts.StdlibText",
-        "text": "texts.TextFiles",
-        "hub_text": "texts.HubText",
-        "shakespeare": "texts.Shakespeare",
-        "wikitext2": "texts.WikiText2",
-        "wikitext103": "texts.WikiText103",
-        "token_bin": "texts.TokenBin",
+        "generated_text": "datasets.GeneratedText",
+        "glue": "datasets.Glue",
+        "stdlib_text": "datasets.StdlibText",
+        "text": "datasets.TextFiles",
+        "hub_text": "datasets.HubText",
+        "shakespeare": "datasets.Shakespeare",
+        "wikitext2": "datasets.WikiText2",
+        "wikitext103": "datasets.WikiText103",
+        "token_bin": "datasets.TokenBin",
     },
     "model": {
         "small_conv": "models.SmallConv",
@@ -62,22 +63,22 @@ KINDS: dict[str, dict[str, str]] = {
         "mobilenet_v2": "models.MobileNetV2",
         "swin_v2_t": "models.SwinT",
         "swin_v2_b": "models.SwinB",
-        "vit_tiny": "transformers.ViTTiny",
-        "vit_small": "transformers.ViTSmall",
-        "vit_base": "transformers.ViTBase",
-        "deit_tiny": "transformers.DeiTTiny",
-        "deit_small": "transformers.DeiTSmall",
+        "vit_tiny": "models.ViTTiny",
+        "vit_small": "models.ViTSmall",
+        "vit_base": "models.ViTBase",
+        "deit_tiny": "models.DeiTTiny",
+        "deit_small": "models.DeiTSmall",
         "timm": "models.Timm",
-        "text_encoder": "transformers.TextEncoder",
-        "gpt_tiny": "transformers.GPTTiny",
-        "gpt2": "transformers.GPT2",
-        "gpt2_medium": "transformers.GPT2Medium",
-        "gpt2_large": "transformers.GPT2Large",
-        "gpt2_xl": "transformers.GPT2XL",
-        "gpt_classifier": "transformers.GPTClassifier",
-        "hf_encoder": "transformers.HFEncoder",
-        "hf_gpt2": "transformers.HFGPT2",
-        "hf_causal": "transformers.HFCausal",
+        "text_encoder": "models.TextEncoder",
+        "gpt_tiny": "models.GPTTiny",
+        "gpt2": "models.GPT2",
+        "gpt2_medium": "models.GPT2Medium",
+        "gpt2_large": "models.GPT2Large",
+        "gpt2_xl": "models.GPT2XL",
+        "gpt_classifier": "models.GPTClassifier",
+        "hf_encoder": "models.HFEncoder",
+        "hf_gpt2": "models.HFGPT2",
+        "hf_causal": "models.HFCausal",
     },
     "optimizer": {"adam": "groups.AdamKeys", "adamw": "groups.AdamWKeys", "sgd": "groups.SGDKeys"},
     "schedule": {
@@ -105,17 +106,29 @@ def names(group: str) -> list[str]:
 
 
 def kind(group: str, name: str = "") -> Any:
-    """The class of an option's keys; ``trainer`` and ``sparsity`` have one for all.
+    """The class of an option's keys; ``trainer``, ``sparsity`` and the keys in no group (empty)
+    have one for all.
 
-    Raises:
-        KeyError: for a name that there is not, and for recipes.
-        ConfigError: where another package's class cannot be imported, or is none of keys.
+    Raises KeyError for recipes and for a name that there is not, ConfigError where another
+    package's class cannot be imported or is none of keys.
     """
-    path = UNNAMED.get(group) or KINDS.get(group, {}).get(name)
+    path = UNNAMED.get(group) or KINDS.get(group, {}).get(name) if group else "groups.Run"
     if path is None:
         return _added(group, name)
     module, _, leaf = path.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), leaf)
+
+
+def keys(group: str, name: str = "") -> Mapping[str, Field]:
+    """The keys of an option beside its name; none of a recipe of others, which knows its keys.
+
+    Raises as :func:`kind`, of recipes as well.
+    """
+    if group != "recipe":
+        return fields(kind(group, name))
+    if name not in names(group):
+        raise KeyError(name)
+    return recipe_fields(recipes.RECIPES[name]) if name in recipes.RECIPES else {}
 
 
 def points(group: str) -> Mapping[str, EntryPoint]:
@@ -139,24 +152,16 @@ def _added(group: str, name: str) -> Any:
 
 
 def find_builder(group: str, name: str, own: Mapping[str, str]) -> Any:
-    """What builds ``group=name``, of nmrun's ``own`` or an installed package's.
-
-    Raises:
-        ConfigError: for an unknown name.
+    """What builds ``group=name``, of nmrun's ``own`` or an installed package's. Raises ConfigError
+    for an unknown name.
     """
     others = {name: kind(group, name).builder} if name in points(group) else {}
     return registry.find(f"{group}.name", name, {**others, **own})
 
 
 def read_yaml(file: Path | Traversable, what: str) -> Any:
-    """The content of a file.
-
-    Args:
-        file: the file.
-        what: its name, for the error.
-
-    Raises:
-        ConfigError: where it cannot be read.
+    """The content of a file, which errors call ``what``. Raises ConfigError where it cannot be
+    read.
     """
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -165,12 +170,7 @@ def read_yaml(file: Path | Traversable, what: str) -> Any:
 
 
 def unreadable(error: OSError | UnicodeDecodeError | yaml.YAMLError, what: str = "") -> str:
-    """The line for a file that could not be read.
-
-    Args:
-        error: what reading it raised.
-        what: its name; without it that of the error, where this has one.
-    """
+    """The line for a file that could not be read, called ``what`` or as the error calls it."""
     if isinstance(error, OSError):
         return f"{what or error.filename}: {error.strerror or error}"
     if isinstance(error, UnicodeDecodeError):
@@ -183,10 +183,8 @@ def unreadable(error: OSError | UnicodeDecodeError | yaml.YAMLError, what: str =
 
 
 def in_folder(config_dir: str | None) -> dict[str, list[Path]]:
-    """The configs in a folder of the user's own, by group.
-
-    Raises:
-        ConfigError: where there is no such folder.
+    """The configs in a folder of the user's own, by group. Raises ConfigError where there is no
+    such folder.
     """
     if config_dir is None:
         return {}

@@ -12,10 +12,10 @@ from nmrun.lab.keys.options import find_builder
 from nmrun.registry import find
 
 MODELS = {
-    "small_conv": "nmrun.lab.models.small_conv.build",
-    "small_conv_bn": "nmrun.lab.models.small_conv.build_normed",
-    "mlp": "nmrun.lab.models.mlp.build",
-    **dict.fromkeys(("resnet20", "resnet32"), "nmrun.lab.models.resnet.build"),
+    "small_conv": "nmrun.lab.models.images.small_conv",
+    "small_conv_bn": "nmrun.lab.models.images.small_conv_bn",
+    "mlp": "nmrun.lab.models.images.MLPNetwork",
+    **dict.fromkeys(("resnet20", "resnet32"), "nmrun.lab.models.images.CifarResNet"),
     **dict.fromkeys(
         (
             "resnet18",
@@ -27,39 +27,32 @@ MODELS = {
             "swin_v2_t",
             "swin_v2_b",
         ),
-        "nmrun.lab.models.torchvision_models.build",
+        "nmrun.lab.models.images.of_torchvision",
     ),
     **dict.fromkeys(
         ("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"),
-        "nmrun.lab.models.vit.build",
+        "nmrun.lab.models.images.vit",
     ),
-    "timm": "nmrun.lab.models.timm_models.build",
-    "text_encoder": "nmrun.lab.models.text_encoder.build",
-    "hf_encoder": "nmrun.lab.models.hf_encoder.build",
+    "timm": "nmrun.lab.models.images.of_timm",
+    "text_encoder": "nmrun.lab.models.texts.TextEncoderNetwork",
+    "hf_encoder": "nmrun.lab.models.hugging_face.encoder",
     **dict.fromkeys(
-        ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.lab.models.gpt.build"
+        ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"),
+        "nmrun.lab.models.texts.GPTNetwork",
     ),
-    "gpt_classifier": "nmrun.lab.models.gpt_heads.classifier",
-    "hf_gpt2": "nmrun.lab.models.hf_gpt2.build",
-    "hf_causal": "nmrun.lab.models.hf_causal.build",
+    "gpt_classifier": "nmrun.lab.models.texts.gpt_classifier",
+    "hf_gpt2": "nmrun.lab.models.hugging_face.gpt2",
+    "hf_causal": "nmrun.lab.models.hugging_face.causal",
 }
 
 
 def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
-    """Build the model of a config.
+    """Build the model of the ``model:`` group of a config, by its builder or the function that
+    ``_target_`` names.
 
-    ``build`` of the model's module builds it, or the function that ``_target_`` names.
-
-    Args:
-        config: the ``model:`` group of a config.
-        inputs: facts of the data by the builder's argument names; of images ``shape`` (channels,
-            height, width) and ``classes``.
-
-    Returns:
-        The model, untrained unless the config names a pretrained one.
-
-    Raises:
-        ConfigError: for an unknown name, and for a model that is made for other data.
+    ``inputs`` are facts of the data by the builder's argument names; of images ``shape`` (channels,
+    height, width) and ``classes``. Raises ConfigError for an unknown name, and for a model that is
+    made for other data.
     """
     name, target = config["name"], config.get("_target_")
     builder = (

@@ -1,6 +1,6 @@
-"""What stands above a table, in two lines: what the numbers are, and how they were compared. A
-third line says what to beware of in this table, where there is something; :func:`method` has the
-rest.
+"""What stands above a table: what the numbers are, how they were compared, and what to beware of.
+
+Each is a line, the last only where there is something; :func:`method` has the rest.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from nmrun.lab.compare import names, overall
-from nmrun.lab.compare.names import words
-from nmrun.lab.compare.numbers import places, printed, unit
+from nmrun.lab.compare import notation, overall
+from nmrun.lab.compare.notation import places, printed, unit, words
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.lab.compare.tables import FAR, Table
@@ -26,15 +25,16 @@ STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": 
 
 
 def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
-    """What all runs of the table have in common, in short: the model and the data set, each with the
-    settings that are not its config's own; the optimizer and the epochs or steps of those that
-    trained, and what those that were pruned in one shot saw. Names are those of papers and the
-    user's ``aliases``; None: as they are in configs.
+    """What all runs of the table have in common: model and data set, optimizer, and epochs or
+    steps. Model and data set have the settings that are not their config's own. Of what was pruned
+    in one shot it says what that saw.
+
+    Names are those of papers and the user's ``aliases``; None: as they are in configs.
     """
     has = dict(table.shared)
     if aliases is not None:
         groups = (key for key in ("model", "dataset", "optimizer") if key in has)
-        has |= {key: names.written(has[key], aliases) for key in groups}
+        has |= {key: notation.written(has[key], aliases) for key in groups}
     where = " on ".join(
         has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
     )
@@ -91,7 +91,7 @@ def bold(table: Table) -> str:
     axis, agree = table.compared
     keys = table.column_keys if axis == "row" else table.row_keys
     who = "sparse " * bool(table.references) + ("recipe" if "recipe" in keys else "setting")
-    return f"best {who} of each {' and '.join([axis, *map(names.setting, agree)])}"
+    return f"best {who} of each {' and '.join([axis, *map(notation.setting, agree)])}"
 
 
 def comparison(table: Table) -> list[str]:
@@ -125,7 +125,7 @@ def method(table: Table) -> str:
     if table.best:
         sentences.append("Recipes that equal the best at the digits shown are bold as well")
     if any(len(columns) > 1 for columns in table.stands.values()):
-        others = [names.setting(key) for key in table.column_keys if key != "sparsity"]
+        others = [notation.setting(key) for key in table.column_keys if key != "sparsity"]
         its = f" of its {' and '.join(others)}" if others else ""
         sentences.append(f"Dense training has no ratio and stands in every column{its}")
     sentences += table.tuned[1:]
@@ -152,7 +152,7 @@ def _beware(table: Table) -> list[str]:
     if table.failed:
         seeds = f"{table.failed} seed{'s' * (table.failed != 1)}"
         notes.append(
-            f"{seeds} failed: worse than the median of the cell by over {FAR:g} deviations and a tenth"
+            f"{seeds} failed: worse than the median of the cell by more than {FAR:g} deviations and a tenth"
         )
     notes += [f"(paper): {table.paper_source}"] if table.paper else []
     versions = len(table.commits)
@@ -178,19 +178,19 @@ def selection(table: Table) -> list[str]:
 
 def unlike(table: Table) -> list[str]:
     """The settings that no row or column names and that are not the same in all cells."""
-    keys = ", ".join(map(names.setting, table.differing))
+    keys = ", ".join(map(notation.setting, table.differing))
     return [f"not the same in all cells: {keys}"] if keys else []
 
 
 def across(table: Table) -> list[str]:
     """In what rows differ from the baseline that they are compared with."""
-    keys = ", ".join(map(names.setting, table.across))
+    keys = ", ".join(map(notation.setting, table.across))
     return [f"compared across different {keys}"] if keys else []
 
 
 def smallest(table: Table, ends: bool = True) -> str:
     """The smallest difference that could have been shown in each metric, median over the cells, and
-    with ``ends`` the range; empty where none could have been, however large.
+    with ``ends`` the range. Empty where none could have been.
     """
     by_metric: dict[str, list[Difference]] = {}
     for place, gap in table.differences.items():

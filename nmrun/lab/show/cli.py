@@ -25,36 +25,39 @@ KINDS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
 
 
 def table(argv: Sequence[str]) -> int:
-    """``nmrun table [PATH...]``: print or write the comparison of the runs below the paths; returns
-    the exit status.
-    """
+    """``nmrun table [PATH...]``: print or write the comparison of the runs below the paths."""
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="default that of the suffix of --out, else markdown; csv, json and parquet have a line a cell",
+        help="default: by the suffix of --out, else markdown. csv, json and parquet have a line for each cell",
     )
     parser.add_argument(
         "--runs",
         action="store_true",
-        help="a line a run instead, as csv (default), json or parquet",
+        help="a line for each run instead, as csv (default), json or parquet",
     )
     _labels(parser, "names in LaTeX")
     parser.add_argument(
         "--show",
         default="mean",
         choices=("mean", "median", "best"),
-        help="what stands in a cell (default mean, with deviation)",
+        help="what a cell shows (default: mean, with standard deviation)",
     )
     parser.add_argument(
-        "--digits", type=int, metavar="N", help="after the point (default: as the deviation begins)"
+        "--digits",
+        type=int,
+        metavar="N",
+        help="digits after the point (default: as many as the deviation leaves)",
     )
     parser.add_argument(
-        "--method", action="store_true", help="say below each table how its numbers come about"
+        "--method",
+        action="store_true",
+        help="explain below each table how its numbers are computed",
     )
     _comparison(parser, "such as dense")
     parser.add_argument(
-        "--overall", action="store_true", help="one difference a row, over all cells"
+        "--overall", action="store_true", help="one difference for each row, over all cells"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"
@@ -62,14 +65,14 @@ def table(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--experiment",
         metavar="NAMES",
-        help="the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are overrides, "
-        "as for the sweep. Several as HTML are one page with all figures",
+        help="show the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are "
+        "overrides, as for the sweep. Several as HTML are one page with all figures",
     )
     parser.add_argument(
-        "--scale", default="small", help="of the experiments: smoke, small (default) or paper"
+        "--scale", default="small", help="scale of the experiments: smoke, small (default) or paper"
     )
     parser.add_argument(
-        "--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG"
+        "--figures", type=Path, metavar="DIR", help="folder for the experiments' figures, as PNG"
     )
     parser.add_argument(
         "--verify", action="store_true", help="refuse runs whose files changed after they finished"
@@ -98,21 +101,19 @@ def _format(options: argparse.Namespace) -> str:
 
 
 def _content(options: argparse.Namespace) -> str | bytes:
-    from nmrun.lab.compare import records
-    from nmrun.lab.compare.runs import filtered, read, summary, verify
+    from nmrun.lab.compare.runs import as_lines, as_text, filtered, read, summary, verify
 
     style = _format(options)
     if options.runs:
-        runs = filtered(read(_paths(options), options.verify), options.filter)
+        chosen = filtered(read(_paths(options), options.verify), options.filter)
         if options.verify:
-            verify(runs)
-        return records.written(records.of_frame(summary(runs)), style)
+            verify(chosen)
+        return as_text(as_lines(summary(chosen)), style)
     query = _query(options, overall=options.overall)
     from nmrun.lab.compare.comparison import compare
     from nmrun.lab.show.formats import render
 
-    runs = read(_paths(options), strict=options.verify)
-    comparison = compare(runs, query, intact=options.verify)
+    comparison = compare(read(_paths(options), options.verify), query, options.verify)
     return render(comparison, style, _names(options.labels), options.method)
 
 
@@ -166,35 +167,38 @@ def _write(content: str | bytes, out: Path | None) -> None:
 
 
 def plot(argv: Sequence[str]) -> int:
-    """``nmrun plot [PATH...]``: draw the same runs; returns the exit status."""
+    """``nmrun plot [PATH...]``: draw the same runs."""
     parser = _parser("plot", "Draw the runs below PATH, one line a recipe.")
     parser.add_argument(
-        "--kind", default="ratio", choices=KINDS, help="default ratio: the metric against N:M"
+        "--kind", default="ratio", choices=KINDS, help="default: ratio, the metric against N:M"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)",
+        help="PNG, SVG or PDF by suffix (default: PATH/plot.png or PATH/KIND.png)",
     )
-    parser.add_argument(
-        "--title", help="above it (default: what all runs have in common; '': none)"
-    )
+    parser.add_argument("--title", help="title (default: what all runs have in common; '': none)")
     parser.add_argument(
         "--width",
         type=float,
         metavar="INCHES",
-        help="3.25 for a column of two; fonts keep their size",
+        help="3.25 fits one of two columns; fonts keep their size",
     )
     parser.add_argument(
-        "--height", type=float, metavar="INCHES", help="default: as --width, and what the axes need"
+        "--height",
+        type=float,
+        metavar="INCHES",
+        help="default: in proportion to --width, and what the axes need",
     )
     _labels(parser, "names in the picture")
-    parser.add_argument("--baseline", metavar="ROW", help="of --kind overall, such as dense")
-    parser.add_argument("--ylim", metavar="LOW,HIGH", help="of the y axis, such as 90,100")
+    parser.add_argument(
+        "--baseline", metavar="ROW", help="row to compare with in --kind overall, such as dense"
+    )
+    parser.add_argument("--ylim", metavar="LOW,HIGH", help="limits of the y axis, such as 90,100")
     parser.add_argument(
         "--x",
-        help="a config key to draw the metric against, such as recipe.decay; of curves step (default), epoch or seconds",
+        help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
     )
     with files_of_the_command():
         options = parser.parse_args(argv)
@@ -225,14 +229,12 @@ def plot(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """``nmrun report [PATH...] [--to FILE]``: tables, pictures, failures, configs and environments on
-    one page; returns the exit status.
-    """
+    """``nmrun report [PATH...]``: tables, pictures, failures, configs and environments on one page."""
     parser = _parser(
         "report",
         "Write one HTML file about the runs below PATH: tables, pictures, failures, configurations.",
     )
-    parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="default: PATH/report.html")
     _comparison(parser, "default dense, where it is there")
     with files_of_the_command():
         options = parser.parse_args(argv)
@@ -259,15 +261,15 @@ def _parser(verb: str, description: str) -> Parser:
         "paths",
         nargs="*",
         metavar="PATH",
-        help=f"folders with runs in them (default {OUTPUTS}), or wandb://entity/project",
+        help=f"folders with runs in them (default: {OUTPUTS}), or wandb://entity/project",
     )
     parser.add_argument(
-        "--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
+        "--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default: recipe)"
     )
-    parser.add_argument("--cols", metavar="KEYS", help="likewise (default sparsity)")
+    parser.add_argument("--cols", metavar="KEYS", help="config keys (default: sparsity)")
     parser.add_argument(
         "--metric",
-        help="default that of the task, such as test/accuracy; best/... is of the best weights; several by commas with --cols metric",
+        help="default: that of the task, such as test/accuracy. best/... is of the best weights. Several by commas with --cols metric",
     )
     parser.add_argument(
         "--filter",
@@ -275,7 +277,7 @@ def _parser(verb: str, description: str) -> Parser:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="leave out runs where KEY has another value; several by commas: recipe=ste,sr_ste",
+        help="leave out runs in which KEY has another value; several values by commas: recipe=ste,sr_ste",
     )
     return parser
 
@@ -291,7 +293,7 @@ def _comparison(parser: Parser, which: str) -> None:
         help=f"compare every row with this one, seed by seed ({which})",
     )
     parser.add_argument(
-        "--test", default="t", choices=TESTS, help="paired test of the comparison (default t)"
+        "--test", default="t", choices=TESTS, help="paired test of the comparison (default: t)"
     )
 
 
@@ -329,7 +331,7 @@ def _print(text: str) -> None:
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
-        from nmrun.lab.compare.numbers import MINUS
+        from nmrun.lab.compare.notation import MINUS
 
         text = text.replace(MINUS, "-")
     sys.stdout.write(text)

@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nmrun.errors import RunError, tell
-from nmrun.lab.compare import names
-from nmrun.lab.compare.names import Key, label
-from nmrun.lab.compare.numbers import scale
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.notation import Key, label, scale
 from nmrun.lab.compare.tables import Run, Table
 from nmrun.lab.runs.run_folder import METRICS, RunFolder
 from nmrun.lab.show.style import (
@@ -48,8 +47,8 @@ SWITCH = re.compile(r"step (\d+): STEP freezes")
 
 @dataclass(frozen=True)
 class Curve:
-    """Over ``x``, steps, epochs or seconds: mean, standard deviation (zeros for a single run),
-    lowest and highest of ``n`` runs.
+    """Mean, standard deviation (zeros for a single run), lowest and highest of ``n`` runs, over
+    ``x``.
     """
 
     x: np.ndarray
@@ -61,8 +60,8 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell of a table; each is read once. Runs that lie
-    elsewhere (in W&B) have none.
+    """The files of the finished runs of each cell of a table, each read once. Runs in W&B have
+    none.
     """
 
     def __init__(self, table: Table) -> None:
@@ -89,8 +88,8 @@ class History:
         }
 
     def curve(self, row: Key, column: Key, key: str, x: str = "step") -> Curve | None:
-        """A logged value in a cell, over ``step``, ``epoch`` or ``seconds`` (of training steps), at
-        the steps at which the run with the fewest of them logged it; None if no run of the cell did.
+        """A logged value in a cell, over ``step``, ``epoch`` or ``seconds`` (of training steps);
+        None if no run logged it. Its steps are those of the run that logged it least often.
         """
         series = []
         for run in self.cells.get((row, column), ()):
@@ -159,8 +158,8 @@ def rows(folder: str) -> list[dict[str, Any]]:
 
 
 def curves(table: Table, history: History, metric: str, layout: Layout) -> Figure | None:
-    """A logged metric over training: mean, and a band of one standard deviation over seeds; STEP's
-    switches are vertical lines. None where no run logged it at two steps or more.
+    """A logged metric over training: mean, and a band of one standard deviation over seeds.
+    Vertical lines are STEP's switches. None where no run logged it at two steps or more.
     """
     panelled = _over_training(table, history, metric, scale(metric), layout)
     if panelled is None:
@@ -170,7 +169,7 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
     # where training begins is of no interest: the axis begins where the curves are after a tenth
     if scale(metric) == 100.0 and not layout.ylim:
         every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
-    return _labelled(figure, every, table, names.metric(metric), layout)
+    return _labelled(figure, every, table, notation.metric(metric), layout)
 
 
 def flips(table: Table, history: History, layout: Layout) -> Figure | None:
@@ -190,8 +189,8 @@ def flips(table: Table, history: History, layout: Layout) -> Figure | None:
 
 
 def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
-    """The samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's eps);
-    shaded is where the window may decide (t_min to t_max). None where no run logged samples.
+    """The samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's eps).
+    The window may decide in what is shaded (t_min to t_max). None where no run logged samples.
     """
     rows, columns = _with(table, history, WINDOW)
     if not columns:

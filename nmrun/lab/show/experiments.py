@@ -1,6 +1,4 @@
-"""Tables and figures of an experiment: of exactly the runs that its sweep consists of, those that
-are missing included.
-"""
+"""Tables and figures of an experiment: of exactly the runs of its sweep, missing ones included."""
 
 from __future__ import annotations
 
@@ -54,11 +52,8 @@ def sections(
     """Report experiments. One of several of which there is nothing to show yet is left out, and
     that is said.
 
-    Args:
-        query: its keys, metrics and baseline win over an experiment's own.
-
-    Raises:
-        ConfigError: where there is nothing to show of any of them.
+    The keys, metrics and baseline of ``query`` win over an experiment's own. Raises ConfigError
+    where there is nothing to show of any.
     """
     shown = []
     for asked in every:
@@ -103,12 +98,12 @@ def _section(asked: Experiment, scale: str, query: Query, collected: pd.DataFram
 def runs(
     asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """The runs of an experiment, as ``nmrun.lab.compare.runs.collect`` has those of folders.
+    """The runs of an experiment, as ``nmrun.lab.compare.runs.collect`` has those of folders. One
+    without a result has the status ``missing``.
 
-    One that has no result yet has the status ``missing``. Beside a run's metrics there are
-    ``test/score``, the task's, and of what was logged in training those of ``metrics``:
-    ``mean/<key>`` over all values, and ``positive/<key>``, the share of those above 0. ``overrides``
-    win over the experiment's. Raises Unfinished if no run is finished.
+    ``test/score`` is the task's metric. Of what training logged there are those of ``metrics``:
+    ``mean/<key>`` over all values, and ``positive/<key>``, the share of those above 0. Raises
+    Unfinished if no run is finished.
     """
     rows = []
     for config in configs(asked, scale, overrides):
@@ -152,8 +147,8 @@ def compared(table: Table, baseline: str, test: str) -> Table:
 
 
 def render(sections: Sequence[Section], style_: str, method: bool = False) -> str:
-    """Title, source, note and tables of each, as ``markdown``, ``latex`` or ``html`` (one page with
-    the pictures in it); as ``csv`` and ``json`` the tables alone.
+    """Title, source, note and tables of each, as ``markdown``, ``latex`` or ``html``, which is one
+    page with pictures. As ``csv`` and ``json`` the tables alone.
     """
     if style_ in ("csv", "json"):
         return str(formats.render(Comparison(sections[0].tables), style_))

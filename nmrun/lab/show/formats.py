@@ -1,12 +1,18 @@
-"""Comparisons written down: Markdown, LaTeX and HTML to be read, the formats of ``records`` for
-programs. HTML is whole documents, which ask no other host or file for anything.
+"""Comparisons written down: Markdown, LaTeX and HTML to be read, CSV, JSON and Parquet for
+programs.
+
+HTML is whole documents, which ask no other host or file for anything. LaTeX needs booktabs, and is
+as narrow as a column where that is possible.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +20,28 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from nmrun.lab.compare import names, records
+from nmrun.lab.compare import notation, runs
 from nmrun.lab.compare.comparison import ALL, Comparison, lines
-from nmrun.lab.compare.names import Key, short, words
-from nmrun.lab.compare.numbers import MINUS, interval, labelled, p_value, printed
+from nmrun.lab.compare.notation import (
+    MINUS,
+    Key,
+    higher_is_better,
+    interval,
+    labelled,
+    p_value,
+    printed,
+    short,
+    words,
+)
 from nmrun.lab.compare.overall import Mean, Overall, better, mean
 from nmrun.lab.compare.statistics import Cell, shown
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions
-from nmrun.lab.show.latex import environment, escape, latex
-from nmrun.lab.show.markdown import plain
-from nmrun.lab.show.markdown import table as aligned
-from nmrun.lab.words.metric import higher_is_better
 
 READABLE = ("markdown", "latex", "html")
 METHOD = (
-    "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds; "
-    "intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations, and their "
+    "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds. "
+    "Intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations, and their "
     "spread is that of the data set. Failed seeds are in no difference. Tests are two-sided."
 )
 Line = tuple[list[str], list[tuple[str, bool]]]
@@ -38,8 +49,8 @@ Line = tuple[list[str], list[tuple[str, bool]]]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as text: the lines of its caption, ``keys`` columns of labels, then cells, each with
-    whether it is bold; ``method`` says how the numbers come about.
+    """A table as text: its caption, ``keys`` columns of labels, then cells, each with whether it is
+    bold. ``method`` says how the numbers come about.
     """
 
     caption: list[str]
@@ -57,26 +68,20 @@ def render(
 ) -> str | bytes:
     """Write a comparison down: its tables, or where it is over all cells, that.
 
-    Args:
-        style: ``markdown``, ``latex``, ``html`` (one page), or for programs ``csv``, ``json`` and
-            ``parquet``, which is bytes.
-        method: say in Markdown below each table how its numbers come about, as HTML always does.
-
-    Returns:
-        The text; ASCII, but for minus signs and the users' own names.
-
-    Raises:
-        ConfigError: for Parquet without pyarrow.
+    ``style`` is ``markdown``, ``latex``, ``html`` (one page), ``csv``, ``json`` or ``parquet``,
+    which is bytes. Texts are ASCII, but for minus signs and the users' own names. ``method``: say
+    in Markdown how the numbers come about, as HTML always does. Raises ConfigError for Parquet
+    without pyarrow.
     """
     if style not in READABLE:
-        return records.written(lines(comparison), style)
+        return runs.as_text(lines(comparison), style)
     tables, title = comparison.tables, f"nmrun: {comparison.tables[0].metric}"
     if comparison.overall:
         drawn, title = [_over_all_cells(comparison)], "nmrun: all cells together"
     else:
         drawn = [grid for table in tables for grid in grids(table)]
     if style == "latex" and comparison.overall:
-        return _latex(drawn[0], labels)
+        return _latex_over_all_cells(drawn[0], labels)
     if style == "latex":
         return "\n".join(latex(table, labels) for table in tables)
     if style == "html":
@@ -142,9 +147,8 @@ def html_table(grid: Grid) -> Markup:
 
 
 def text(table: Table, row: Key, column: Key) -> str:
-    """Write a cell as ``98.7 +- 0.3 (3)``: mean, standard deviation and number of the seeds that they
-    are over; beside it what gave no value, as in ``98.7 +- 0.3 (3, 2 failed)``. One without runs is
-    ``-``.
+    """A cell as ``98.7 +- 0.3 (3, 2 failed)``: mean and standard deviation, the number of seeds
+    that they are over, and what gave no value. One without runs is ``-``.
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
@@ -160,7 +164,7 @@ def text(table: Table, row: Key, column: Key) -> str:
 
 
 def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
-    """``-0.5 [-0.9, -0.1] p=0.012* (5)``: difference, its interval, p-value with a star where it is
+    """``-0.5 [-0.9, -0.1] p=0.012* (5)``: difference, interval, p-value with a star where it is
     significant, number of common seeds. Nothing is bold.
     """
     gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
@@ -213,12 +217,12 @@ def _mean(gap: Mean) -> str:
     return interval(gap.value, gap.low, gap.high, "", gap.error)
 
 
-def _latex(drawn: Grid, aliases: Mapping[str, str] | None) -> str:
+def _latex_over_all_cells(drawn: Grid, aliases: Mapping[str, str] | None) -> str:
     def cell(text: str) -> str:
         return escape(text).replace("*", "$^{*}$")
 
     def label(text: str) -> str:
-        return escape(names.written(text, aliases))
+        return escape(notation.written(text, aliases))
 
     head = [label({"recipe": "Recipe"}.get(text, text)) for text in drawn.head]
     body = [
@@ -242,7 +246,7 @@ def _templates() -> jinja2.Environment:
 
 
 def filled(template: str, **values: Any) -> Markup:
-    """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not;
+    """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not.
     ASCII, but for what stands in scripts.
     """
     text = _templates().get_template(template).render(allowed="", **values)
@@ -252,3 +256,213 @@ def filled(template: str, **values: Any) -> Markup:
 def document(template: str, **values: Any) -> str:
     """As :func:`filled`, with all other characters as ASCII too."""
     return filled(template, **values).encode("ascii", "xmlcharrefreplace").decode()
+
+
+def aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Write the head, a rule and the lines, with aligned columns."""
+    cells = [[plain(cell) for cell in line] for line in (head, *lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in cells
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([padded[0], rule, *padded[1:]])
+
+
+def plain(text: str) -> str:
+    """A text as it is: no cell, link or HTML element begins in it, and no terminal's command."""
+    for special in ("|", "]("):
+        text = text.replace(special, f"{special[:-1]}\\{special[-1]}")
+    text = re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)  # nothing begins in "p < 0.05"
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+SPECIAL = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
+}  # fmt: skip
+COLUMN = 234.0  # points; a column of two in most styles is that wide, or a little more
+LETTER, SMALL, BETWEEN = 4.3, 3.4, 6.0  # points, in \footnotesize: a digit, one of the deviation
+HEAD = "% needs \\usepackage{booktabs}"
+
+
+def latex(table: Table, aliases: Mapping[str, str] | None = None) -> str:
+    """One ``table`` environment. A cell is the mean, with the standard deviation as its index.
+
+    The number of seeds stands in the caption, and in a cell where it is another one. With a
+    baseline a star marks what differs from it. What else is to be known when comparing stands
+    above, as a comment.
+    """
+    n = _usual(table)
+    above, columns = _columns(table, aliases)
+    head = [*map(_heading, table.row_keys), *columns]
+    comments = captions.caption(table)
+    comments += [*captions.comparison(table)] if table.baseline else []
+    comments += filter(None, [captions.method(table)])
+    rows = [_line(table, *line, n, aliases) for line in table.with_paper]
+    keys, rules, caption = len(table.row_keys), len(table.references), _caption(table, n, aliases)
+    return environment(comments, caption, _name(table), [head, *rows], keys, rules, above)
+
+
+def environment(
+    comments: Sequence[str],
+    caption: str,
+    name: str,
+    lines: Sequence[Sequence[str]],
+    keys: int,
+    references: int = 0,
+    above: Sequence[str] = (),
+) -> str:
+    """One ``table`` environment, or ``table*`` where it is too wide for a column of two.
+
+    ``lines`` are the head, then the rows, all cells as LaTeX. The first ``references`` rows have a
+    rule below.
+    """
+    star = "*" if _width(lines) > COLUMN else ""
+    return "\n".join(
+        [
+            HEAD,
+            *(f"% {' '.join(text.split())}" for text in comments),
+            rf"\begin{{table{star}}}",
+            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}\setlength{\belowcaptionskip}{4pt}",
+            rf"\caption{{{caption}}}",
+            rf"\label{{tab:{name}}}",
+            rf"\begin{{tabular}}{{{'l' * keys}{'c' * (len(lines[0]) - keys)}}}",
+            r"\toprule",
+            *above,
+            " & ".join(lines[0]) + r" \\",
+            r"\midrule",
+            *_ruled(lines[1:], references),
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\end{{table{star}}}",
+            "",
+        ]
+    )
+
+
+def escape(text: str) -> str:
+    """A text as LaTeX prints it."""
+    return "".join(SPECIAL.get(c, c) for c in text)
+
+
+def _line(
+    table: Table, row: Key, published: bool, n: int, aliases: Mapping[str, str] | None
+) -> list[str]:
+    if not published:
+        labels = [escape(notation.written(short(label), aliases)) for label in row]
+        return [*labels, *(_cell(table, row, column, n) for column in table.columns)]
+    labels = [escape(notation.written(label, aliases)) for label in row]
+    labels[-1] += " (published)"
+    return [*labels, *("--" if text == "-" else _math(text) for text in table.published(row))]
+
+
+def _ruled(lines: Sequence[Sequence[str]], references: int) -> list[str]:
+    """The rows, with a rule below the references, which come first."""
+    rows = [" & ".join(line) + r" \\" for line in lines]
+    if 0 < references < len(rows):
+        rows.insert(references, r"\midrule")
+    return rows
+
+
+def _cell(table: Table, row: Key, column: Key, n: int) -> str:
+    cell = table.cells.get((row, column), Cell(None, None, 0, {}))
+    metric = table.metric_of(row, column)
+    value = shown(cell, table.statistic, higher_is_better(metric))
+    if value is None:
+        return escape(cell.counted()) or "--"
+    spread = cell.sd if table.statistic == "mean" else None
+    at = table.digits_of(value, metric, spread)
+    text = _in_math(printed(value, metric, at))
+    if (row, column) in table.best:
+        text = rf"\mathbf{{{text}}}"
+    if spread is not None and not metric.startswith("flops/"):
+        text += rf"_{{\pm {_in_math(printed(spread, metric, at))}}}"
+    gap = table.differences.get((row, column))
+    text += "^{*}" if gap is not None and gap.significant else ""
+    return f"${text}$" + (f" ({escape(cell.counted())})" if cell.n != n or cell.without else "")
+
+
+def _in_math(text: str) -> str:
+    """What ``printed`` gives, inside of a formula."""
+    text = re.sub(r"e([+-]?)0*(\d+)$", r"\\times 10^{\1\2}", text.replace(MINUS, "-"))
+    return re.sub(r"([a-zA-Z])$", r"\\mathrm{\1}", text.replace("{+", "{"))
+
+
+def _math(text: str) -> str:
+    """A published figure, in a formula where it is a number."""
+    return f"${_in_math(text)}$" if re.fullmatch(r"[-+\u2212]?[\d.]+", text) else escape(text)
+
+
+def _heading(key: str) -> str:
+    return escape({"recipe": "Recipe", "sparsity": "N:M", "metric": "Metric"}.get(key, key))
+
+
+def _columns(table: Table, aliases: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
+    """The lines above the head, one for each key of columns but the last, and the head's columns.
+    There are none above where they would join no columns.
+    """
+    keys, columns = table.column_keys, table.columns
+    flat = [escape(", ".join(notation.column(keys, column, aliases))) for column in columns]
+    if len({column[:-1] for column in columns}) == len(columns):
+        return [], flat
+    above = []
+    for level in range(1, len(keys)):
+        cells, rules, first = [""] * len(table.row_keys), [], len(table.row_keys) + 1
+        for labels, group in itertools.groupby(columns, key=lambda column: column[:level]):
+            wide = len(list(group))
+            text = escape(*notation.column(keys[level - 1 : level], labels[-1:], aliases))
+            cells.append(rf"\multicolumn{{{wide}}}{{c}}{{{text}}}")
+            rules.append(rf"\cmidrule(lr){{{first}-{first + wide - 1}}}")
+            first += wide
+        above += [" & ".join(cells) + r" \\", " ".join(rules)]
+    return above, [escape(*notation.column(keys[-1:], column[-1:], aliases)) for column in columns]
+
+
+def _usual(table: Table) -> int:
+    """The number of seeds that most cells have."""
+    counts = Counter(cell.n for cell in table.cells.values() if cell.n)
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
+    several = table.several_metrics
+    what = "" if several else notation.metric(table.metric)
+    where = captions.title(table, aliases or {})
+    first = escape(": ".join(filter(None, [f"{what[:1].upper()}{what[1:]}", where])))
+    statistic = {"mean": "mean and standard deviation", "median": "median", "best": "best"}
+    notes = [f"{first}; {statistic[table.statistic]} over {n} seed{'s' * (n != 1)}"]
+    notes += [captions.bold(table).capitalize() + " in bold"] if table.best else []
+    if table.baseline:
+        gaps = table.differences.values()
+        whom = escape(", ".join({notation.written(row[0], aliases) for row in table.baseline}))
+        test = f"({captions.TESTS[table.test]}, Holm's correction, $p < 0.05$)"
+        if any(gap.significant for gap in gaps):
+            notes.append(f"$^{{*}}$: differs from {whom} {test}")
+        elif any(gap.p is not None for gap in gaps):
+            notes.append(f"No difference to {whom} is significant {test}")
+        else:
+            notes.append("Fewer than three seeds: no test")
+    notes += [f"Published: {escape(table.paper_source)}"] if table.paper else []
+    conditions = [*captions.selection(table), *captions.across(table), *captions.unlike(table)]
+    notes += [escape(note[:1].upper() + note[1:]) for note in conditions]
+    return ". ".join(notes) + "."
+
+
+def _name(table: Table) -> str:
+    """For ``\\ref``: ``digits-small-conv-test-accuracy``."""
+    parts = [table.shared.get("dataset"), table.shared.get("model"), table.metric]
+    return re.sub(r"[^a-zA-Z0-9]+", "-", " ".join(filter(None, parts))).strip("-").lower()
+
+
+def _width(lines: Sequence[Sequence[str]]) -> float:
+    """About how wide the table is, in points."""
+
+    def points(cell: str) -> float:
+        small = "".join(re.findall(r"_\{\\pm (.*?)\}", cell))
+        rest = re.sub(r"_\{\\pm .*?\}|\\[a-z]+|[{}$^]", "", cell)
+        return LETTER * len(rest) + SMALL * (len(small) + 2 * bool(small))
+
+    columns = zip(*lines, strict=True)
+    return sum(max(map(points, column)) + BETWEEN for column in columns)

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare import names
+from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Comparison, Query, compare, one_metric
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.runs import known, usual_metric
@@ -65,8 +65,8 @@ KINDS = {
 
 
 def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
-    """The picture of a kind, learning curves of the metric ``logged``; None where the runs have
-    nothing to show (``KINDS[kind].nothing`` says what).
+    """The picture of a kind, learning curves of the metric ``logged``; None where there is nothing
+    to show.
     """
     with looks():
         figure = KINDS[kind].draw(table, History(table), logged, layout)
@@ -87,8 +87,7 @@ def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
     """What a picture is drawn over: of what was logged ``step``, ``epoch`` or ``seconds``; of a
     ratio any config key, which makes the query's columns.
 
-    Raises:
-        ConfigError: for an ``x`` that this kind of picture has not, and a baseline that it has not.
+    Raises ConfigError for an ``x`` or a baseline that this kind of picture has not.
     """
     if kind in TRAINING and x not in (None, *curves.OVER):
         raise ConfigError(f"--x {x}: {kind} are over {', '.join(curves.OVER)}")
@@ -104,16 +103,11 @@ def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
 
 
 def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) -> list[Figure]:
-    """Draw the runs that a query is about.
+    """A picture for each data set and model of a query that has something of this kind; for
+    ``overall`` one.
 
-    Args:
-        query: as :func:`along` gives it. The metric of ``curves`` is one that was logged.
-
-    Returns:
-        A picture for each data set and model that has something of this kind; for ``overall`` one.
-
-    Raises:
-        ConfigError: where the runs have nothing of this kind, and as ``compare``.
+    ``query`` is as :func:`along` gives it; the metric of ``curves`` is one that was logged. Raises
+    ConfigError where the runs have nothing of this kind.
     """
     if kind == "overall":
         return [over_all_cells(compare(runs, query), layout)]
@@ -134,13 +128,13 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
 
 
 def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
-    """Draw the mean difference of each cell, data sets side by side, and that of all cells with its
-    95 % interval.
+    """The mean difference of each cell, data sets side by side, and that of all cells with its
+    interval.
     """
     tables, rows = comparison.tables, comparison.overall
     keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
     baseline = dict.fromkeys(row for table in tables for row in table.baseline)
-    against = ", ".join(" ".join(names.column(keys, row, layout.labels)) for row in baseline)
+    against = ", ".join(" ".join(notation.column(keys, row, layout.labels)) for row in baseline)
     with looks():
         figure = Figure(figsize=layout.size(2.6 + 1.05 * len(rows), 3.4), layout="constrained")
         axes = figure.subplots()
@@ -153,14 +147,16 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
                 for value in each.parts[data].means
             ]
             how = {**of_number(i), "linestyle": "none", "markersize": 4, "alpha": 0.8}
-            axes.plot(*zip(*points, strict=True), label=names.written(data, layout.labels), **how)
+            axes.plot(
+                *zip(*points, strict=True), label=notation.written(data, layout.labels), **how
+            )
         axes.errorbar(
             [place - BESIDE * (1 + len(every) / 2) for place in range(len(rows))],
             [each.mean.value for each in rows],
             [[_to(each, each.mean.low) for each in rows], [_to(each, each.mean.high) for each in rows]],
             color=INK, marker="D", markersize=5, linestyle="none", elinewidth=1.6, label="all cells, 95 %",
         )  # fmt: skip
-        labels = (" ".join(names.column(keys, each.row, layout.labels)) for each in rows)
+        labels = (" ".join(notation.column(keys, each.row, layout.labels)) for each in rows)
         axes.set_xticks(range(len(rows)), ["\n".join(textwrap.wrap(one, 14)) for one in labels])
         axes.set_ylabel(f"better than {against} by\nstandard deviations of a run")
         if layout.ylim:

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Bbox, ScaledTranslation
 
-from nmrun.lab.compare import names
-from nmrun.lab.compare.names import Key, but_ratio
-from nmrun.lab.compare.numbers import scale
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.notation import Key, but_ratio, scale
 from nmrun.lab.compare.tables import Table, build
 from nmrun.lab.show.style import REFERENCE_LINES, Layout, label, look, panels, title, x_label
 from nmrun.patterns import Pattern, PatternError
@@ -32,9 +31,10 @@ PLACES = ((4, 4), (4, -4), (-4, 4), (-4, -4))  # of a name beside its point, in 
 
 def ratio(table: Table, layout: Layout) -> Figure | None:
     """The mean with the standard deviation as error bars, one line a row, against the columns:
-    ratios, or a setting that is a number. What has no column of its own (dense) is a horizontal
-    band. Of more than ``FEW`` rows each has a panel, with the others in grey. None for a table
-    without values.
+    ratios, or a setting that is a number. None for a table without values.
+
+    What has no column of its own (dense) is a horizontal band. Of more than ``FEW`` rows each has a
+    panel, with the others in grey.
     """
     if all(cell.mean is None for cell in table.cells.values()):
         return None
@@ -76,7 +76,7 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
             axes.set_ylim(layout.ylim)
     shares = "N:M, and the share of the weights it keeps"
     x_label(figure, shares if table.column_keys == ("sparsity",) else ", ".join(table.column_keys))
-    figure.supylabel(names.metric(table.metric), fontsize="medium")
+    figure.supylabel(notation.metric(table.metric), fontsize="medium")
     title(figure, table, layout)
     return figure
 
@@ -159,10 +159,12 @@ def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None
 
 
 def flops(table: Table, layout: Layout) -> Figure | None:
-    """The mean of the metric, with its standard deviation, against the FLOPs of training
-    without the multiplications by zero; one line a row through its columns. Their names stand beside
-    the points where they have room, that of a single column below the axis. Rows that cost the same
-    stand side by side, so that their error bars can be told apart. None where no FLOPs are known.
+    """The metric against the FLOPs of training without the multiplications by zero, one line a row.
+    None where no FLOPs are known.
+
+    The columns' names stand beside the points where they have room, that of a single column below
+    the axis. Rows that cost the same stand side by side, so that their error bars can be told
+    apart.
     """
     if FLOPS not in table.runs.columns:
         return None
@@ -210,8 +212,8 @@ def flops(table: Table, layout: Layout) -> Figure | None:
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G
     column = table.columns[0] if len(table.columns) == 1 else ()
-    axes.set_xlabel(", at ".join([names.metric(FLOPS), *column]))
-    axes.set_ylabel(names.metric(table.metric))
+    axes.set_xlabel(", at ".join([notation.metric(FLOPS), *column]))
+    axes.set_ylabel(notation.metric(table.metric))
     if layout.ylim:
         axes.set_ylim(layout.ylim)
     title(figure, table, layout)
@@ -227,7 +229,7 @@ def _aside(costs: dict[Key, list[float]]) -> dict[Key, float]:
 
 def _name(figure: Figure, axes: Axes, points: list[Name]) -> None:
     """Write the names beside the points, those of the lowest first, where they cover neither a
-    point nor a name that is there; one without such a place is left out.
+    point nor another name. One without such a place is left out.
     """
     figure.draw_without_rendering()  # positions are known after the layout
     inch = figure.dpi / 72

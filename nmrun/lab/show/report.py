@@ -1,6 +1,4 @@
-"""``nmrun report``: one HTML file with all that there is to know of some runs; it needs no server
-and no other file.
-"""
+"""``nmrun report``: one HTML file with all that there is to know of some runs."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ from markupsafe import Markup
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
-from nmrun.lab.compare import numbers
+from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import TableSection
-from nmrun.lab.compare.names import label, short
+from nmrun.lab.compare.notation import label, short
 from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolder
@@ -42,12 +40,8 @@ def write(
 ) -> None:
     """Write the report of the runs below ``paths``, whole or not at all.
 
-    Args:
-        baseline: the row that others are compared with; empty: dense, where there is such a row.
-
-    Raises:
-        ConfigError: for a baseline that no part has.
-        OSError: where ``target`` cannot be written.
+    An empty ``baseline`` is dense, where there is such a row. Raises ConfigError for a baseline
+    that no part has.
     """
     runs = pd.concat([part.table.runs for part in parts])
     states = [run for path in paths for run in status.runs(Path(path))]
@@ -65,7 +59,7 @@ def write(
         sections=_sections(parts, baseline, test),
         unfinished=[run for run in states if run.state != "finished"],
         run_keys=[*differing, "status"],
-        run_metric=", ".join(dict.fromkeys(numbers.labelled(part.table.metric) for part in parts)),
+        run_metric=", ".join(dict.fromkeys(notation.labelled(part.table.metric) for part in parts)),
         runs=_runs(parts, differing, target),
         configurations=_combinations(runs, [key for key in differing if key != "seed"]),
         common=formats.html_table(
@@ -123,7 +117,7 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
             rows.append(
                 {
                     "labels": [*(short(label(run[key])) for key in keys), run["status"]],
-                    "value": "-" if pd.isna(value) else numbers.printed(value, part.table.metric),
+                    "value": "-" if pd.isna(value) else notation.printed(value, part.table.metric),
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder.as_posix()}/"),
                     "name": run["id"],

@@ -25,8 +25,8 @@ from matplotlib.text import Text
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
-from nmrun.lab.compare import names
-from nmrun.lab.compare.names import Key
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions
 from nmrun.patterns import Pattern, PatternError
@@ -48,15 +48,11 @@ LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the sty
 
 @dataclass(frozen=True)
 class Layout:
-    """What the user wants of a picture.
+    """What the user wants of a picture; None: what suits it.
 
-    Attributes:
-        title: above it; None: what all runs have in common. Empty: none.
-        width: in inches; None: as much as there is to show. Fonts keep their size.
-        height: in inches; None: that of ``width``, and more where the axes would be low.
-        labels: names of recipes and others, which win over those of papers.
-        ylim: lowest and highest value of the y axis, in the units that it shows.
-        x: of learning curves: ``step``, ``epoch`` or ``seconds``.
+    ``title`` is by default what all runs have in common; empty: none. ``width`` and ``height`` are
+    in inches; fonts keep their size. ``labels`` win over the names of papers. ``ylim`` is in the
+    units that the axis shows. ``x`` of learning curves is ``step``, ``epoch`` or ``seconds``.
     """
 
     title: str | None = None
@@ -85,7 +81,7 @@ class Layout:
 
 @contextlib.contextmanager
 def looks(salt: str = "nmrun") -> Iterator[None]:
-    """Draw and save in ``paper.mplstyle``; ``salt`` makes the names inside of an SVG its own, where
+    """Draw and save in ``paper.mplstyle``. ``salt`` makes the names inside of an SVG its own, where
     several stand on one page.
     """
     with mpl_style.context(Path(__file__).with_name("paper.mplstyle")):
@@ -94,7 +90,7 @@ def looks(salt: str = "nmrun") -> Iterator[None]:
 
 
 def look(table: Table, row: Key) -> dict[str, Any]:
-    """Colour, marker and line of a row, the same in every picture of the table; a reference is grey
+    """Colour, marker and line of a row, the same in every picture of the table. A reference is grey
     and has no marker.
     """
     if row in table.references:
@@ -118,7 +114,7 @@ def label(table: Table, row: Key, layout: Layout) -> str:
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
     missing = sum((Counter(cell.without) for cell in cells), Counter[str]())
-    name = " ".join(names.column(table.row_keys, row, layout.labels))
+    name = " ".join(notation.column(table.row_keys, row, layout.labels))
     reasons = ", ".join(f"{count} {reason}" for reason, count in missing.items())
     return name + (f" ({reasons})" if missing else "")
 
@@ -145,7 +141,7 @@ def panel_name(table: Table, column: Key, layout: Layout) -> str:
     if table.column_keys == ("sparsity",):
         with contextlib.suppress(PatternError):
             return f"{column[0]} ({100 * Pattern.parse(column[0]).density:.3g} % of the weights)"
-    return ", ".join(names.column(table.column_keys, column, layout.labels))
+    return ", ".join(notation.column(table.column_keys, column, layout.labels))
 
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
@@ -237,7 +233,7 @@ def save(figure: Figure, out: Path) -> None:
 
 def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text. Its
-    ``name``, which no other picture of the page has, is for those who cannot see it.
+    ``name``, which no other picture has, is for those who cannot see it.
     """
     _as_written(figure)
     drawn = io.StringIO()

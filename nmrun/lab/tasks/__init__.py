@@ -17,37 +17,29 @@ if TYPE_CHECKING:  # what a mistake needs of this room is found without torch
     from nmrun.lab.tasks.base import Task
 
 DATASETS = {
-    "digits": "nmrun.lab.tasks.vision.digits.build",
+    "digits": "nmrun.lab.tasks.vision.images.digits",
     **dict.fromkeys(
-        ("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.tasks.vision.images.build"
+        ("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.tasks.vision.images.torchvision_files"
     ),
-    "image_folder": "nmrun.lab.tasks.vision.folders.build",
-    "imagenet": "nmrun.lab.tasks.vision.folders.imagenet",
-    "generated_text": "nmrun.lab.tasks.text_classification.generated.build",
-    "glue": "nmrun.lab.tasks.text_classification.glue.build",
-    "stdlib_text": "nmrun.lab.tasks.text.stdlib.build",
-    "text": "nmrun.lab.tasks.text.files.build",
+    "image_folder": "nmrun.lab.tasks.vision.images.image_folder",
+    "imagenet": "nmrun.lab.tasks.vision.images.imagenet",
+    "generated_text": "nmrun.lab.tasks.text.labelled.generated_text",
+    "glue": "nmrun.lab.tasks.text.labelled.glue",
+    "stdlib_text": "nmrun.lab.tasks.text.files.stdlib",
+    "text": "nmrun.lab.tasks.text.files.text_files",
     "hub_text": "nmrun.lab.tasks.text.files.hub",
     "shakespeare": "nmrun.lab.tasks.text.files.shakespeare",
     "wikitext2": "nmrun.lab.tasks.text.files.wikitext",
     "wikitext103": "nmrun.lab.tasks.text.files.wikitext",
-    "token_bin": "nmrun.lab.tasks.text.token_bin.build",
+    "token_bin": "nmrun.lab.tasks.text.files.token_bin",
 }
 
 
 def build(config: Config, device: torch.device) -> Task:
-    """Build the task of a run.
+    """The task of a run: what ``build(config, device)`` of its data set gives, or what
+    ``dataset._target_`` names. Without a test split where ``trainer.test`` is false.
 
-    Args:
-        config: the run's whole config; ``dataset`` names the data set.
-        device: where batches go.
-
-    Returns:
-        What ``build(config, device)`` of the data set's module gives, or the function that
-        ``dataset._target_`` names; without a test split where ``trainer.test`` is false.
-
-    Raises:
-        ConfigError: for an unknown data set, and for data that is missing or unusable.
+    Raises ConfigError for an unknown data set, and for data that are missing or unusable.
     """
     if isinstance(config.dataset, OwnDataset):
         task = _own_task(config.dataset.target, config, device)

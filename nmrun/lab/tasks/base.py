@@ -1,6 +1,4 @@
-"""What the loop needs from a task. A task knows the data, the loss and the metrics, and nothing of
-training.
-"""
+"""What the loop needs from a task. A task knows data, loss and metrics, and nothing of training."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ T = TypeVar("T")
 class Task(ABC):
     """One data set with one objective, on one device.
 
-    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a
+    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed. So a
     resumed run finds its place by counting: no state of a data loader is saved and nothing is
     replayed.
 
@@ -39,7 +37,7 @@ class Task(ABC):
     inputs: dict[str, Any]
     """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
     metric: str
-    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.lab.words.metric`` for which way is better."""
+    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.lab.compare.notation`` for which way is better."""
     has_test: bool = True
     """Whether there is a test split to evaluate. Without one, results have metrics of the validation split alone."""
     counted_with_values: bool = False
@@ -58,28 +56,16 @@ class Task(ABC):
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        """A batch in micro-batches of about the same size.
+        """A batch in ``parts`` micro-batches of about the same size; fewer where it has fewer
+        items.
 
-        Args:
-            epoch: from 0.
-            index: of the batch in its epoch, from 0.
-            parts: number of micro-batches; a batch with fewer items is cut into fewer.
-            mine: the numbers of those that are wanted, from 0; None: all. No work is done for the
-                others, and these are the same to the bit whatever ``mine`` is.
-
-        Returns:
-            The micro-batches in ``mine``, in order.
+        ``epoch`` and ``index`` count from 0. ``mine`` has the numbers of the micro-batches that are
+        wanted, from 0; None: all. No work is done for the others, and these are the same to the bit
+        whatever ``mine`` is.
         """
 
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        """The :meth:`size` of each micro-batch of a whole batch, without preparing any if possible.
-
-        Args:
-            epoch, index, parts: as of :meth:`micro_batches`.
-
-        Returns:
-            One number for each micro-batch that there is: up to ``parts``.
-        """
+        """The :meth:`size` of each micro-batch of a whole batch, without preparing any if possible."""
         return [self.size(batch) for batch in self.micro_batches(epoch, index, parts)]
 
     @abstractmethod
@@ -90,26 +76,14 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Compute the mean training loss of a batch.
-
-        Args:
-            model: the module or its compiled form, in training or evaluation mode.
-            batch: a micro-batch of :meth:`micro_batches`.
-
-        Returns:
-            A scalar with gradient.
+        """The mean training loss of a micro-batch, a scalar with gradient. ``model`` is the module
+        or its compiled form, in training or evaluation mode.
         """
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Metrics of a split, on every rank. All ranks have to call.
-
-        Args:
-            model: in evaluation mode, the same on all ranks.
-            split: ``"val"`` or ``"test"``.
-
-        Returns:
-            ``loss``, ``metric`` and others.
+        """``loss``, ``metric`` and other metrics of the split ``val`` or ``test``, on every rank.
+        All ranks have to call, with the same model in evaluation mode.
         """
         return self.metrics_of(
             split, ranks.gathered(self.tally(model, split, ranks.rank(), ranks.world()))
@@ -120,22 +94,11 @@ class Task(ABC):
 
         Every rank makes the same number of passes through the model (see :func:`turns`), as models
         in shards need it.
-
-        Args:
-            split: ``"val"`` or ``"test"``.
-            rank: whose share, from 0.
         """
         raise NotImplementedError
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
-        """The metrics of a split.
-
-        Args:
-            split: ``"val"`` or ``"test"``.
-
-        Returns:
-            As :meth:`evaluate`.
-        """
+        """The metrics of a split, as of :meth:`evaluate`."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027
@@ -143,9 +106,7 @@ class Task(ABC):
 
     @abstractmethod
     def example(self) -> Batch:
-        """A small batch of training items (two, so that batch normalisation accepts it), for
-        counting FLOPs.
-        """
+        """Two training items, so that batch normalisation accepts them, for counting FLOPs."""
 
 
 class Categorical(Task):
@@ -153,19 +114,11 @@ class Categorical(Task):
 
     @abstractmethod
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        """What a model says of a batch.
-
-        Returns:
-            Numbers before the softmax, (..., classes), of as many items as :meth:`Task.size`.
-        """
+        """Numbers before the softmax, (..., classes), of as many items as :meth:`Task.size`."""
 
     @abstractmethod
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The mean training loss of a batch, a scalar with gradient.
-
-        Args:
-            logits: as of :meth:`logits`.
-        """
+        """The mean training loss of a batch, a scalar with gradient, by its :meth:`logits`."""
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return self.loss_of(self.logits(model, batch), batch)
@@ -213,9 +166,8 @@ class InMemory(ItemBatches):
 class Adopted(Task):
     """A task of one's own that does not know of shares: each rank prepares whole batches.
 
-    Args:
-        own: an object with the attributes and methods of :class:`Task`; those that have a default
-            may be missing, and ``micro_batches`` may lack ``mine``.
+    It has the attributes and methods of :class:`Task`. Those with a default may be missing, and
+    ``micro_batches`` may lack ``mine``.
     """
 
     def __init__(self, own: Any) -> None:
@@ -253,15 +205,10 @@ class Adopted(Task):
 def limited(
     splits: Mapping[str, T], most: int | None, first: Callable[[T, int], T]
 ) -> dict[str, T]:
-    """Splits of which no more is evaluated than ``trainer.limit_evaluation`` says.
+    """Splits by name of which at most ``most`` items are evaluated (None: all); ``train`` stays
+    whole.
 
-    Args:
-        splits: by name; ``train`` stays whole.
-        most: items of each other split; None: all.
-        first: makes a split of at most so many items.
-
-    Returns:
-        The splits by name.
+    ``first`` makes a split of at most so many items.
     """
     return {
         name: split if name == "train" or most is None else first(split, most)
@@ -270,10 +217,8 @@ def limited(
 
 
 def thinned(split: Any, most: int) -> Any:
-    """At most so many items of a split, at equal distances, as classes may come one after the other.
-
-    Args:
-        split: (items, labels), two sequences of the same length.
+    """At most so many items of a split (items, labels), at equal distances, as classes may come one
+    after the other.
     """
     items, labels = split
     distance = -(-len(labels) // most)
@@ -281,29 +226,20 @@ def thinned(split: Any, most: int) -> Any:
 
 
 def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
-    """Pick neighbouring pieces.
-
-    Args:
-        mine: the numbers of those that are wanted, from 0; None: all.
-    """
+    """The neighbouring pieces with these numbers, from 0; None: all."""
     return list(pieces if mine is None else pieces[mine.start : mine.stop])
 
 
 def chunks(count: int, parts: int) -> list[range]:
-    """Cut ``range(count)`` as ``torch.chunk`` cuts.
-
-    Args:
-        parts: the number of pieces; a shorter range has fewer.
-
-    Returns:
-        The pieces, of the same length but for the last.
+    """``range(count)`` in at most so many parts, as ``torch.chunk`` cuts: of the same length but
+    for the last.
     """
     size = -(-count // parts)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU to the device without a wait for what the device still has to do."""
+    """A tensor of the CPU on the device, without a wait for what the device still has to do."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -324,23 +260,18 @@ def watched(batches: Sequence[T]) -> Iterator[T]:
 
 
 def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
-    """Which of ``count`` batches a rank evaluates: each ``world``-th.
+    """Which of ``count`` batches a rank evaluates, each ``world``-th, and whether each counts.
 
-    Args:
-        rank: whose turn, from 0.
-
-    Returns:
-        Numbers of batches, as many on all ranks, and whether each counts. Where a rank has no batch
-        left, it passes the last one through the model once more, and that does not count.
+    There are as many on all ranks. Where a rank has no batch left, it passes the last one through
+    the model once more, and that does not count.
     """
     numbers = range(rank, -(-count // world) * world, world)
     return [(min(number, count - 1), number < count) for number in numbers]
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Make a generator of random numbers for some whole numbers, such as seed, epoch and index.
-
-    It gives the same numbers whatever was drawn before.
+    """Random numbers for some whole numbers, such as seed, epoch and index, whatever was drawn
+    before.
     """
     # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

@@ -16,15 +16,10 @@ UNUSED = 0.05
 
 
 def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
-    """Call ``transformers.<kind>.from_pretrained(source)`` without its progress bars and warnings.
+    """``transformers.<kind>.from_pretrained(source)`` without its progress bars and warnings.
 
-    Args:
-        kind: the class, such as ``AutoConfig``.
-        key: the config's key that names the source, for errors.
-        options: of ``from_pretrained``.
-
-    Raises:
-        ConfigError: if transformers is not installed or nothing can be loaded.
+    ``key`` of the config names the source, for errors. Raises ConfigError if transformers is not
+    installed or nothing can be loaded.
     """
     try:
         import transformers
@@ -46,13 +41,8 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
 
 
 def check_vocabulary(source: str, known: int, of_data: int) -> None:
-    """See that a network is made for the tokens of the data.
-
-    Args:
-        source: that of ``model.pretrained``.
-
-    Raises:
-        ConfigError: where these are more, or so few that they are another tokenizer's.
+    """Raises ConfigError where the data have more tokens than a network, or so few that they are
+    another tokenizer's.
     """
     if not (1 - UNUSED) * known <= of_data <= known:
         raise ConfigError(
@@ -63,12 +53,7 @@ def check_vocabulary(source: str, known: int, of_data: int) -> None:
 def fetch_whole(kind: str, source: str, **options: Any) -> Any:
     """:func:`fetch` a network with all of its weights, in float32.
 
-    Args:
-        source: that of ``model.pretrained``.
-        options: of ``from_pretrained``.
-
-    Raises:
-        ConfigError: if it cannot be loaded, or a weight is not there or has another shape.
+    Raises ConfigError if it cannot be loaded, or a weight is not there or has another shape.
     """
     options |= {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, info = fetch(kind, "model.pretrained", source, **options)

@@ -34,15 +34,7 @@ class Split:
 
 
 def in_order(source: Any, size: int, held_out: int) -> dict[str, Split]:
-    """The splits of a generated source.
-
-    Args:
-        source: of ``size + 2 * held_out`` items.
-        held_out: of the validation split, and as many of the test split.
-
-    Returns:
-        The splits ``train``, ``val`` and ``test``.
-    """
+    """The splits of a generated source of ``size + 2 * held_out`` items: train, val and test."""
     rows, ends = list(range(size + 2 * held_out)), (size, size + held_out)
     return {
         "train": Split(source, rows[: ends[0]]),
@@ -54,14 +46,10 @@ def in_order(source: Any, size: int, held_out: int) -> dict[str, Split]:
 class ItemReader:
     """Batches of items that are read while the training is at earlier ones.
 
-    Each epoch is a fresh permutation of the training rows, a pure function of (seed, epoch). A run
-    that begins in the middle of an epoch begins to read there.
-
-    Args:
-        collate: makes a batch of items; the last it gives is what is wrong with one of them, empty
-            where nothing is.
-        rows: of training items, (N,).
-        workers: processes that read; 0: the training's own; None: one for each core of this rank.
+    Each epoch is a fresh permutation of the training ``rows`` (N,), a pure function of (seed,
+    epoch). A run that begins in the middle of an epoch begins to read there. ``collate`` makes a
+    batch of items; the last it gives is what is wrong with one of them, or empty. ``workers``
+    processes read; 0: the training's own; None: one for each core of this rank.
     """
 
     def __init__(
@@ -84,18 +72,8 @@ class ItemReader:
         self._batches: Iterator[Collated] = iter(())
 
     def training(self, epoch: int, index: int, share: list[int]) -> Collated:
-        """Some items of a training batch.
-
-        Args:
-            epoch: from 0.
-            index: of the batch in its epoch, from 0.
-            share: places in the batch of the items that are wanted.
-
-        Returns:
-            What ``collate`` makes of them, but for the last.
-
-        Raises:
-            RunError: for a file that cannot be read.
+        """The items at the places ``share`` of a training batch, collated. Raises RunError for a
+        file that cannot be read.
         """
         if self._next != (epoch, index, share):
             self._batches = self.read(self.keys(epoch, index, share))
@@ -160,17 +138,10 @@ def _begin(worker: int) -> None:
 
 
 class ItemTask(ItemBatches):
-    """A task of items that files are read for; see :class:`nmrun.lab.tasks.base.Task`.
+    """A task of items that files are read for. A batch, of an evaluation too, is
+    ``trainer.batch_size`` items.
 
-    A batch is ``trainer.batch_size`` items, and so is one of an evaluation.
-
-    Args:
-        splits: ``train``, ``val`` and ``test``.
-        device: where batches go.
-        workers: processes that read; 0: the training's own; None: one for each core.
-
-    Raises:
-        ConfigError: for fewer training items than a batch takes, and label smoothing.
+    Raises ConfigError for fewer training items than a batch takes, and label smoothing.
     """
 
     items: str
@@ -216,11 +187,7 @@ class ItemTask(ItemBatches):
 
     @abstractmethod
     def files(self, config: Config, places: Sequence[Place]) -> Dataset[Any]:
-        """What gives the item of a key (epoch, number).
-
-        Args:
-            places: of all items; a key's number is a place in them.
-        """
+        """What gives the item of a key (epoch, number); ``number`` is a place in ``places``."""
 
     collate: Callable[[list[Any]], Collated]
     """Makes a micro-batch of items: its tensors, and what is wrong with one of them or nothing."""
@@ -244,14 +211,7 @@ class ItemTask(ItemBatches):
         return self._on_device(batch)
 
     def evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[range, Batch, bool]]:
-        """A rank's batches of a split.
-
-        Args:
-            rank, world: whose, and of how many, as of :func:`nmrun.lab.tasks.base.turns`.
-
-        Yields:
-            Which items of the split, the batch, and whether it counts.
-        """
+        """A rank's batches of a split: which of its items, the batch, and whether it counts."""
         numbers, size = self.numbers[split], self.batch_size
         starts = range(0, len(numbers), size)
         pieces = [range(start, min(start + size, len(numbers))) for start in starts]

@@ -49,14 +49,10 @@ def path_of(name: str) -> Path:
 
 
 def find(dataset: str, names: Iterable[str], how: str) -> Path:
-    """Find a file or folder below ``NMRUN_DATA`` (default ``~/.cache/nmrun``) or in the current
-    folder.
+    """A file or folder below ``NMRUN_DATA`` or in the current folder: the first of ``names`` that
+    is there.
 
-    Args:
-        names: what it may be called; the first that is there is taken.
-
-    Raises:
-        ConfigError: if there is none.
+    Raises ConfigError if there is none, with ``how`` to get it.
     """
     names = list(names)
     for place in (place for name in names for place in places(name)):
@@ -71,12 +67,10 @@ def find(dataset: str, names: Iterable[str], how: str) -> Path:
 def cached(
     what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]
 ) -> dict[str, NDArray[Any]]:
-    """Keep arrays in files below ``NMRUN_CACHE`` (default ``~/.cache/nmrun/derived``).
+    """Keep arrays in files below ``NMRUN_CACHE``.
 
-    Args:
-        what: plain data that, with the paths, sizes and times of change of ``sources``, says which
-            arrays they are.
-        make: makes them, if they are not there or other than they were made.
+    ``what`` is plain data that, with the paths, sizes and times of change of ``sources``, says
+    which arrays they are. ``make`` makes them if they are not there, or other than they were made.
     """
     stats = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources
@@ -112,7 +106,7 @@ def cached(
 
 def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
     """The arrays of a folder, mapped; None where they are not those that were written. A process
-    looks at the sizes each time, and reads the files for their hashes once.
+    looks at the sizes each time, and at the hashes once.
     """
     try:
         made = documents.read_json(folder / LIST)

@@ -34,15 +34,7 @@ from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.train import workers
 from nmrun.lab.train.workers import SweepTable
-from nmrun.lab.words import (
-    command_line,
-    experiment,
-    launchers,
-    precheck,
-    schema,
-    source,
-    sweep,
-)
+from nmrun.lab.words import command_line, composition, experiment, precheck, schema, sweep
 from nmrun.lab.words.composition import Done, jobs_of, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
 from nmrun.lab.words.sweep import make_folder, recorded
@@ -51,7 +43,7 @@ BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched befor
 # Ends of runs, the one that matters most last.
 MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
 
-source.register()
+composition.register()
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +58,7 @@ def main(argv: list[str]) -> int:
     if asked.cfg or asked.info:
         _hydra(flags, sweeps[0])
         return 0
-    hydras = launchers.asked_for(sweeps, asked.config_dir)
+    hydras = precheck.by_hydra(sweeps, asked.config_dir)
     if not asked.multirun and hydras:
         _hydra(flags, sweeps[0])
         return _exit_status(_outcomes[-1])

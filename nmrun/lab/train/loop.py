@@ -18,6 +18,7 @@ from nmrun.errors import RunError
 from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab import ranks
+from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
@@ -36,7 +37,6 @@ from nmrun.lab.train.steps import (
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
 from nmrun.lab.words.identity import identity
-from nmrun.lab.words.metric import higher_is_better
 from nmrun.sparsity.metrics import layer_metrics
 
 # what a checkpoint keeps of a loop's attributes

@@ -22,6 +22,7 @@ from torch import Tensor
 from nmrun import atomic
 from nmrun.errors import RunError
 from nmrun.lab import ranks
+from nmrun.lab.compare.notation import by_split
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder
@@ -29,7 +30,6 @@ from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity
-from nmrun.lab.words.metric import by_split
 
 
 def write(

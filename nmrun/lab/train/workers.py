@@ -21,11 +21,12 @@ from types import FrameType
 from typing import Any
 
 from nmrun.errors import folded, tell
+from nmrun.lab.compare import notation
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import ECHO, ENDING, ends_with
 from nmrun.lab.verbs import is_terminal
-from nmrun.lab.words import metric, sweep
+from nmrun.lab.words import sweep
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 LOOK = 0.1  # seconds between two looks at the others
@@ -224,7 +225,7 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     status = line["status"]
     final = (line.get("metrics") or {}).get("final", {})
     if status in ("finished", "skipped") and line.get("metric"):
-        said = metric.by_split(final, line["metric"])
+        said = notation.by_split(final, line["metric"])
         status = "finished already" if status == "skipped" else status
         took = f"; {sweep.span(line['seconds'])}" if line["status"] == "finished" else ""
         return f"{sweep.name(record, line)}: {status}, {line['metric']} {said}{took}"

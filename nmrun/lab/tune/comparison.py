@@ -24,16 +24,16 @@ import pandas as pd
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.runs import raise_interrupt, unchanged
-from nmrun.lab.compare import names, records
+from nmrun.lab.compare import notation, runs
 from nmrun.lab.compare.comparison import Comparison
-from nmrun.lab.compare.names import label
+from nmrun.lab.compare.notation import label
 from nmrun.lab.compare.runs import row, to_csv, usual_metric
 from nmrun.lab.compare.tables import build
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.show import formats
-from nmrun.lab.show.markdown import table as aligned
+from nmrun.lab.show.formats import aligned
 from nmrun.lab.train import jobs
 from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
@@ -186,7 +186,7 @@ def in_words(trial: Trial | None) -> str:
     """The value of a trial in words: ``validation accuracy 97.3 %``."""
     if trial is None or trial.value is None:
         return "failed"
-    return names.valued(trial.metric, trial.value)
+    return notation.valued(trial.metric, trial.value)
 
 
 class TuningProgress:
@@ -355,7 +355,7 @@ def _others(file: Path, new: str, key: str, mine: set[str]) -> str:
     lines = [*others, *csv.DictReader(io.StringIO(new))]
     columns = list(dict.fromkeys(column for line in reversed(lines) for column in line))
     cells = [[line.get(column) or "" for column in columns] for line in lines]
-    return str(records.written([columns, *cells], "csv"))
+    return str(runs.as_text([columns, *cells], "csv"))
 
 
 def outcome_text(outcome: Outcome) -> str:

@@ -18,11 +18,11 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.fields import recipe_fields
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import jobs_of
 from nmrun.lab.words.identity import identity
-from nmrun.lab.words.recipe_fields import fields
 from nmrun.ranges import Search, among, between, log
 from nmrun.recipes import RECIPES
 
@@ -159,7 +159,7 @@ def space_of(config: Config, given: Space) -> Space:
     rate = config.optimizer.lr
     path = config.recipe.target or RECIPES[config.recipe.name]
     declared = {
-        f"recipe.{key}": field.search for key, field in fields(path).items() if field.search
+        f"recipe.{key}": field.search for key, field in recipe_fields(path).items() if field.search
     }
     searched = {RATE: log(rate / AROUND, rate * AROUND), **declared}
     return searched | {key: search for key, search in given.items() if has(config, key)}

@@ -19,9 +19,9 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
+from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words.metric import higher_is_better
 from nmrun.lab.words.schema import flatten
 from nmrun.ranges import Search
 

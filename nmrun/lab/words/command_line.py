@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as groups
-from nmrun.lab.keys.fields import fields
 from nmrun.lab.words import suggestions
 from nmrun.lab.words.suggestions import RATIOS
 from nmrun.recipes import installed
@@ -28,16 +27,9 @@ PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 
 def options(argv: list[str]) -> argparse.Namespace:
-    """Parse Hydra's own options.
+    """Hydra's own options by name, and the other arguments as ``overrides``.
 
-    Args:
-        argv: the arguments of the command line.
-
-    Returns:
-        The options by name, and the other arguments as ``overrides``.
-
-    Raises:
-        ConfigError: for an option that does not exist, or that nmrun has no use for.
+    Raises ConfigError for an option that does not exist, or that nmrun has no use for.
     """
     parser = get_args_parser()
 
@@ -66,21 +58,13 @@ def as_key(word: str) -> str:
     leaf, equals, value = word.partition("=")
     meant = suggestions.MEANT.get(leaf, leaf)
     for group in groups.UNNAMED:
-        if "." not in meant and meant in fields(groups.kind(group)):
+        if "." not in meant and meant in groups.keys(group):
             meant = f"{group}.{meant}"
     return f"{meant}{equals}{value}"
 
 
 def own_recipe(words: list[str]) -> list[str]:
-    """Let Hydra add the keys of a user's own recipe class, which are in none of its configs.
-
-    Args:
-        words: the overrides.
-
-    Returns:
-        The overrides; with ``recipe._target_`` or an installed recipe, ``recipe.`` keys begin with
-        ``++``.
-    """
+    """The overrides, in which ``++`` lets Hydra add the keys of a user's own recipe class."""
     keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
     if "recipe._target_" not in keys and not any(
         name in installed() for name in keys.get("recipe", "").split(",")
@@ -94,23 +78,13 @@ def own_recipe(words: list[str]) -> list[str]:
 
 
 def typed(config_dir: str | None, words: Sequence[str]) -> str:
-    """Write the command with these words.
-
-    Args:
-        config_dir: a folder of more configs.
-        words: options and overrides.
-    """
+    """The command with these options and overrides."""
     place = [] if config_dir is None else ["--config-dir", str(Path(config_dir).absolute())]
     return shlex.join(["nmrun", *place, *words])
 
 
 def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
-    """Write the command that asks for one job alone; in a sweep that is not what was typed.
-
-    Args:
-        overrides: the job's, as they are typed.
-        config_dir: a folder of more configs.
-    """
+    """The command that asks for one job alone; in a sweep that is not what was typed."""
     words = list(overrides)
     if "sparsity=dense" in words:  # by whatever recipe, which one run is not asked for then
         words = [word for word in words if not word.lstrip("+").startswith("recipe")]
@@ -141,14 +115,7 @@ def _of_ratio(word: str) -> bool:
 
 
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Parse overrides.
-
-    Args:
-        words: the overrides, as the shell split them.
-
-    Returns:
-        The overrides that can be read, and a line for each word that cannot.
-    """
+    """The overrides that can be read, and a line for each word that cannot."""
     found, problems, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
@@ -165,15 +132,8 @@ def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def values(override: Override, options: Sequence[str]) -> list[Any]:
-    """List the values of an override.
-
-    Args:
-        override: the override.
-        options: the options of its group, for a glob; empty for a key.
-
-    Returns:
-        One value, the values of a sweep, both ends of an interval, or the options that a glob
-        matches.
+    """The values of an override: one, those of a sweep, both ends of an interval, or the
+    ``options`` of its group that a glob matches.
     """
     value = override.value()
     if isinstance(value, IntervalSweep):
@@ -186,15 +146,11 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
 
 
 def quoting(word: str) -> str:
-    """Say how a word that cannot be read as key=value should be written.
+    """How a word that cannot be read as key=value should be written: the end of an error's line.
 
     In ``sparsity.overrides`` the keys of a dictionary are regular expressions. Hydra allows neither
     quotes around a key nor ``^`` in it. Characters of its own grammar need a backslash, which it
     removes.
-
-    Returns:
-        The end of an error's line, beginning with a semicolon; an empty string where the word has
-        no ``=``.
     """
     key, equals, value = word.partition("=")
     if key != RATIOS:
@@ -214,8 +170,8 @@ def quoting(word: str) -> str:
         if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
             return f"; write it as {shlex.quote(meant)}"
     return (
-        f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', all of it in quotes; "
-        "in a name write a backslash before ( ) [ ] { } : = and the comma, and no ^ or quotes"
+        f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', all of it in quotes. "
+        "Names take a backslash before ( ) [ ] { } : = and the comma, and no ^ or quotes"
     )
 
 
@@ -226,8 +182,8 @@ def key(word: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
 def unescaped(word: str) -> str:
-    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need
-    that.
+    """An override as one types it, without the backslash that Hydra puts before the colon of a
+    ratio.
     """
     bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
     with contextlib.suppress(HydraException):

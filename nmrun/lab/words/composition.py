@@ -1,4 +1,7 @@
-"""Hydra over the configs of the package, for as long as something is composed."""
+"""Hydra over the classes of keys and the files of ``conf``.
+
+The config source ``nm://`` serves every option of every group with the defaults of its class.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,123 @@ import functools
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
-from omegaconf import Container, DictConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.fields import defaults
+from nmrun.lab.keys.groups import ratio
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, schema, source
-from nmrun.lab.words.source import ClassSource
+from nmrun.lab.words import command_line, schema
+from nmrun.patterns import Pattern, PatternError
+from nmrun.registry import find
+
+RATIO = "sparsity"
+KEYS = "keys"  # the config of the keys that are in no group
+
+# Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.words.sweeper
+SWEEPER: dict[str, Any] = {
+    "_target_": "hydra_plugins.nmrun.NMSweeper",
+    "max_batch_size": None,
+    "params": None,
+}
+
+
+class ClassSource(ConfigSource):
+    """The config source ``nm://``.
+
+    It answers ``sparsity/2:8`` with ``{n: 2, m: 8, v: 1, ...}`` and ``optimizer/sgd`` with ``{name:
+    sgd, lr: 0.05, ...}``. ``recipe/mine`` of another package is ``{name: mine, _target_:
+    mypkg.recipes.Mine}``. ``keys`` has the keys that are in no group.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "nm"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", *options.GROUPS)
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        if group not in options.GROUPS:
+            return config_path.removesuffix(".yaml") == KEYS
+        return (group == RATIO and ":" in name) or name in options.names(group)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Answer a config, as Hydra asks for it: ``sparsity/2:8``, ``recipe/step``, ``model/mask_rcnn``."""
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        try:
+            content = _node(group, name)
+        except PatternError as error:
+            raise ConfigCompositionException(str(error)) from None
+        header: dict[str, str | None] = {"package": group or "_global_"}
+        path, config = self.full_path(), OmegaConf.create(content)
+        return ConfigResult(provider=self.provider, path=path, config=config, header=header)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """The options of a group, for Hydra's help and completion."""
+        path = config_path.strip("/")
+        if path == "":
+            return list(options.GROUPS) if results_filter in (None, ObjectType.GROUP) else []
+        served = options.names(path) if path in options.GROUPS else []
+        return served if results_filter in (None, ObjectType.CONFIG) else []
+
+
+def _node(group: str, name: str) -> dict[str, Any]:
+    values = defaults(options.keys(group, name))
+    if group == RATIO and name != "dense":
+        return values | ratio(Pattern.parse(name))
+    if not group or group in options.UNNAMED:
+        return values
+    target = recipes.installed().get(name) if group == "recipe" else None
+    return {"name": name, **values, **({"_target_": target} if target else {})}
+
+
+class ClassSearchPath(SearchPathPlugin):
+    """Adds ``nm://`` to the search path of nmrun, and of no other Hydra application."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if any("nmrun.conf" in (item.path or "") for item in search_path.get_path()):
+            search_path.append("nmrun", "nm://")
+
+
+def register() -> None:
+    """Register the source and its search path with Hydra, ``${stdlib_sha256:}``, and the sweeper."""
+    ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
+    OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
+    plugins = Plugins.instance()
+    for plugin in (ClassSource, ClassSearchPath):
+        plugins.register(plugin)
+
+
+def _digest() -> str:
+    """Compute the hash of ``stdlib_text``, which only configs with that data set contain."""
+    return str(find("dataset.sha256", "nmrun.lab.tasks.text.files.stdlib_digest", {})())
+
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
 Done = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
@@ -35,12 +134,10 @@ Done = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fas
 
 @contextlib.contextmanager
 def composing(config_dir: str | None = None) -> Iterator[None]:
-    """Let ``hydra.compose("nmrun", words)`` compose a config of nmrun, while the context is entered.
+    """Let ``hydra.compose("nmrun", words)`` compose a config of nmrun, while the context is
+    entered.
 
     Whoever had initialised Hydra before finds it so again.
-
-    Args:
-        config_dir: a folder of more configs, which exists.
     """
     search_path = create_config_search_path("pkg://nmrun.conf")
     if config_dir is not None:
@@ -78,12 +175,8 @@ def without_others_configs() -> Iterator[None]:
 
 
 def composed(words: Sequence[str], done: Done) -> DictConfig:
-    """What ``hydra.compose("nmrun", words)`` composes, in a tenth of its time where only recipe,
-    ratio and values of keys differ from a config before.
-
-    Args:
-        words: the overrides.
-        done: composed configs by their choices of groups, read and added to.
+    """What ``hydra.compose("nmrun", words)`` composes. It takes a tenth of the time where only
+    recipe, ratio and values of keys differ from a config in ``done``, which is added to.
     """
     overrides = [_parsed(word) for word in words]
     loader = GlobalHydra.instance().config_loader()
@@ -108,7 +201,7 @@ def config_of(
     words: Sequence[str], config_dir: str | None = None, done: Done | None = None
 ) -> Config:
     """The checked config of these overrides; ``done`` as of :func:`composed`."""
-    source.register()
+    register()
     with composing(config_dir):
         return schema.check(composed(words, {} if done is None else done))
 
@@ -116,16 +209,10 @@ def config_of(
 def jobs_of(
     sweeps: Sequence[Sequence[str]], config_dir: str | None, done: Done
 ) -> Iterator[tuple[list[str], DictConfig]]:
-    """The overrides of each job of some sweeps, as they are typed, and its config. While a job runs,
-    Hydra is as it was.
+    """The overrides of each job of some sweeps, as they are typed, and its config.
 
-    Args:
-        sweeps: overrides that were checked.
-        config_dir: a folder of more configs.
-        done: what the check composed, as of :func:`composed`.
-
-    Raises:
-        ConfigError: for a job that cannot be composed after all.
+    While a job runs, Hydra is as it was. ``done`` is as of :func:`composed`. Raises ConfigError for
+    a job that cannot be composed after all.
     """
     for overrides in sweeps:
         with composing(config_dir):
@@ -148,9 +235,10 @@ def _parsed(word: str) -> Override:
 
 
 def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Container]:
-    """The configs of the options that ``nm://`` serves, by group: such an option changes nothing but
-    its group. None where a user's own configs are looked through, or beside an overlay such as
-    ``debug``, which may change more.
+    """By group, the configs of the options that ``nm://`` serves: they change nothing but their
+    group.
+
+    None where a user's own configs are looked through, or beside an overlay such as ``debug``.
     """
     names = [override.key_or_group for override in groups]
     others = any(source.provider == "command-line" for source in loader.get_sources())

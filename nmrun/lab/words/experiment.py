@@ -1,10 +1,8 @@
 """What words of a sweep stand for: ``experiment=NAME scale=SCALE`` and ``zip=KEY,KEY``.
 
-An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
-
-On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of the file and is replaced
-by them before Hydra reads the words. So a run of an experiment is the same run, in the same folder,
-as one whose overrides were written by hand.
+An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``. Its
+overrides replace the word before Hydra reads it. So its runs are the same, in the same folders, as
+those of overrides that were written by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from hydra.errors import HydraException
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import command_line, schema, source
+from nmrun.lab.words import command_line, composition, schema
 from nmrun.lab.words.composition import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
 from nmrun.registry import did_you_mean
@@ -47,16 +45,10 @@ KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
 class Experiment:
     """A file of ``conf/experiment``.
 
-    Attributes:
-        name, title, source, note: its name, and texts for reports.
-        sweeps: by the name of a scale, the overrides of each sweep, as on a command line, ``zip=``
-            included.
-        scales: overrides by the name of a scale, which are added to each sweep.
-        rows, cols, metric, baseline: as for ``nmrun table``; keys that no run has at a scale are
-            left out.
-        figures: kinds of ``nmrun plot``; ``curves`` with the logged key (``curves eval/loss``).
-        paper: published values as printed, by row and column.
-        paper_source: where they are published.
+    ``sweeps`` has by scale the overrides of each sweep, ``zip=`` included; ``scales`` what each
+    scale adds. ``rows`` to ``baseline`` are as for ``nmrun table``; keys that no run has are left
+    out. ``figures`` are kinds of ``nmrun plot``, ``curves`` with its key (``curves eval/loss``).
+    ``paper`` has the published values as printed, by row and column.
     """
 
     name: str
@@ -74,17 +66,10 @@ class Experiment:
     paper_source: str
 
     def overrides(self, scale: str, own: Sequence[str] = ()) -> list[list[str]]:
-        """List the overrides of each sweep.
+        """The overrides of each sweep, with ``zip=`` replaced. A scale's win over a sweep's for the
+        same key, and ``own`` over both.
 
-        Args:
-            scale: a key of ``scales``. Its overrides win over a sweep's for the same key.
-            own: overrides that win over both.
-
-        Returns:
-            The overrides of each sweep, with ``zip=`` replaced.
-
-        Raises:
-            ConfigError: for a scale that does not exist, and for keys that cannot be zipped.
+        Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
         """
         if scale not in self.scales:
             raise ConfigError(
@@ -110,25 +95,14 @@ def names() -> list[str]:
 
 
 def chosen(text: str) -> list[Experiment]:
-    """Load the experiments of a command line.
-
-    Args:
-        text: names with commas between, or ``all``.
-
-    Raises:
-        ConfigError: as :func:`load`.
-    """
+    """The experiments of a command line: names with commas between, or ``all``."""
     return [load(name) for name in (names() if text == "all" else text.split(","))]
 
 
 def load(name: str) -> Experiment:
-    """Load an experiment.
+    """An experiment by its name, or of a user's own file (``.yaml``).
 
-    Args:
-        name: a name of :func:`names`, or the path of a user's own file (``.yaml``).
-
-    Raises:
-        ConfigError: where there is no such experiment, or the file is none.
+    Raises ConfigError where there is no such experiment, or the file is none.
     """
     own = name.endswith(".yaml")
     if not own and name not in names():
@@ -183,19 +157,11 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
 
 
 def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
-    """Replace ``experiment=NAME``, ``scale=SCALE`` and ``zip=KEY,KEY`` by the overrides they stand for.
+    """The overrides of each sweep, with those that ``experiment``, ``scale`` and ``zip`` stand for.
 
-    Args:
-        words: the overrides of a command line. ``experiment`` takes several names with commas
-            between, or ``all``. ``scale`` is ``small`` by default.
-        multirun: whether the command line has ``-m``.
-
-    Returns:
-        The overrides of each sweep; ``words`` alone where there is nothing to replace.
-
-    Raises:
-        ConfigError: for an unknown experiment or scale, for keys that cannot be zipped, and for
-            ``experiment`` or ``zip`` without ``-m``.
+    ``experiment`` takes several names with commas between, or ``all``; ``scale`` is ``small`` by
+    default. Raises ConfigError for an unknown one, for keys that cannot be zipped, and without
+    ``-m``.
     """
     given = {command_line.key(word): word.partition("=")[2] for word in words}
     if "zip" in given and not multirun:
@@ -216,20 +182,11 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
-    """Replace ``zip=KEY,KEY`` by one sweep for each row of the values of these keys.
+    """One sweep for each row of the values of the keys of ``zip=KEY,KEY``.
 
-    Each ``zip=`` word is a group of keys. The rows of the groups are combined with each other, and
-    with all other swept keys.
-
-    Args:
-        words: the overrides of a command line.
-
-    Returns:
-        The overrides of each sweep.
-
-    Raises:
-        ConfigError: for keys that are not swept, are zipped twice, or have different numbers of
-            values.
+    The rows of several ``zip=`` words are combined with each other, and with all other swept keys.
+    Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
+    values.
     """
     groups = {
         word: word.partition("=")[2].split(",") for word in words if command_line.key(word) == "zip"
@@ -289,9 +246,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
 
 
 def _values(word: str) -> list[str]:
-    """The values of a sweep as they stand in overrides; none for what does not list them (one
-    value, an interval, a glob).
-    """
+    """The values that an override lists; none for one value, an interval or a glob."""
     override = OverridesParser.create().parse_override(word)
     listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
     return list(override.sweep_string_iterator()) if listed else []
@@ -300,23 +255,10 @@ def _values(word: str) -> list[str]:
 def configs(
     experiment: Experiment, scale: str, own: Sequence[str] = (), done: Done | None = None
 ) -> list[Config]:
-    """Compose and check the config of every run of an experiment.
-
-    Args:
-        experiment: the experiment.
-        scale: one of its scales.
-        own: overrides that win over those of the experiment.
-        done: composed configs, read and added to: several experiments share them.
-
-    Returns:
-        The configs, each run once.
-
-    Raises:
-        ConfigError: as the sweep itself would.
-    """
+    """The checked configs of an experiment's runs, each once. ``own`` overrides win over its own."""
     found: dict[str, Config] = {}
     done = {} if done is None else done
-    source.register()
+    composition.register()
     with composing():
         for words in experiment.overrides(scale, own):
             try:

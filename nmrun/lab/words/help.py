@@ -12,14 +12,7 @@ from nmrun.lab.keys import options
 
 
 def text(config_dir: str | None = None) -> str:
-    """Fill the template of ``conf/nmrun.yaml`` as Hydra does.
-
-    Args:
-        config_dir: a folder of more configs.
-
-    Raises:
-        ConfigError: where there is no such folder.
-    """
+    """The template of ``conf/nmrun.yaml``, filled in as Hydra does it."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     config = yaml.load((files("nmrun.conf") / "nmrun.yaml").read_text(encoding="utf-8"), loader)
     parts = config["hydra"]["help"]

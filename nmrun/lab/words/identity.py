@@ -1,6 +1,4 @@
-"""Which run this is: a short hash of all that changes its result, and the folder that follows from
-it.
-"""
+"""Which run this is: a short hash of all that changes its result, and the folder that follows."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from typing import Any
 
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.fields import fields
 from nmrun.lab.runs.run_folder import FINAL, RunFolder, weights_in
 from nmrun.oneshot import METHODS
 
@@ -131,14 +128,14 @@ def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
     name = str(value.get("name"))
     later = {**LATER.get(group, {}), **LATER.get(f"{group}={name}", {})}
     if group in ("dataset", "model"):
-        has = fields(options.kind(group, name)) if name in options.names(group) else {}
+        has = options.keys(group, name) if name in options.names(group) else {}
         later = {key: value for key, value in later.items() if key in has}
     return later
 
 
 def run_folder(config: Config) -> Path:
     """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or
-    backslash in it.
+    backslash.
     """
     slug = "dense" if config.pattern is None else config.pattern.slug
     place = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,27 @@ from omegaconf.errors import OmegaConfBaseException
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, launchers, rules, schema, suggestions
-from nmrun.lab.words.composition import Done, composed, composing
-from nmrun.lab.words.source import GROUP as RATIO
+from nmrun.lab.words import command_line, rules, schema, suggestions
+from nmrun.lab.words.composition import RATIO, Done, composed, composing
 from nmrun.patterns import Pattern, PatternError
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
+LAUNCHER = "hydra/launcher"
+# the extra of nmrun that a launcher comes with
+EXTRAS = {
+    **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
+    **dict.fromkeys(("ray", "ray_aws"), "ray"),
+}
+HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 
 
 @dataclass
 class Findings:
     """What :func:`look` found.
 
-    Attributes:
-        problems: all mistakes, one line each.
-        jobs: the number of jobs.
-        output_dir: the output folder.
-        dry: whether the jobs are only planned.
-        launcher: which runs the jobs; ``basic`` is this process itself.
-        seeds: those of all jobs.
-        composed: the configs that were composed, by their choices of groups; jobs begin with these.
+    ``launcher`` runs the jobs; ``basic`` is this process itself. ``composed`` are the configs that
+    were composed, by their choices of groups; jobs begin with these.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -59,21 +59,10 @@ def look(
     config_dir: str | None = None,
     done: Done | None = None,
 ) -> Findings:
-    """Check every job of a sweep, in well under a second.
+    """Check every job of a sweep, in well under a second: a config is composed once for each option
+    of a group. The sweeps of one command line share ``done``, which is added to.
 
-    A config is composed only once for each option of a group.
-
-    Args:
-        words: the overrides.
-        multirun: whether several values of a key are allowed (``-m``).
-        config_dir: a folder of more configs.
-        done: composed configs, read and added to: the sweeps of one command line share them.
-
-    Returns:
-        The mistakes, the number of jobs and the output folder.
-
-    Raises:
-        ConfigError: for a sweep over nothing.
+    Raises ConfigError for a sweep over nothing.
     """
     findings = Findings(composed={} if done is None else done)
     if multirun and not words:
@@ -119,12 +108,12 @@ class _Look:
         self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        launcher, missing = launchers.asked(overrides, loader)
+        launcher, missing = _launcher(overrides, loader)
         findings.problems += missing
         if missing:  # then what is said to it is left out
-            left_out = (*launchers.WORDS, "hydra/sweeper", "hydra.sweeper")
+            left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
-        findings.launcher, self.here = launcher, launcher in launchers.HERE
+        findings.launcher, self.here = launcher, launcher in HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         # the loader would copy all its sources for each group that it is asked for
         _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
@@ -306,3 +295,41 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
     if option in options or os.sep in option:
         return None
     return suggestions.option(group, option, options)
+
+
+def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
+    """Whether Hydra launches the jobs: something is said to it, by overrides or in a folder of
+    configs.
+    """
+    if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
+        return True
+    files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
+    return any(
+        b"hydra" in file.read_bytes()
+        for file in files
+        if file.is_file() and os.access(file, os.R_OK)
+    )
+
+
+def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str, list[str]]:
+    """The launcher that a command line asks for, ``basic`` by default, and a line for what there is
+    not.
+    """
+    name, problems = "basic", []
+    for override in overrides:
+        if override.key_or_group == "hydra/sweeper":
+            problems.append(
+                f"{override.input_line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
+            )
+        if override.key_or_group != LAUNCHER:
+            continue
+        name, installed = str(override.value()), loader.get_group_options(LAUNCHER)
+        if name not in installed and name in EXTRAS:
+            problems.append(
+                f"{LAUNCHER}={name} is not installed: pip install 'nmrun[{EXTRAS[name]}]'"
+            )
+        elif name not in installed:
+            problems.append(
+                suggestions.no_option(LAUNCHER, LAUNCHER, name, sorted({*installed, *EXTRAS}))
+            )
+    return name, problems

@@ -1,5 +1,5 @@
-"""The config of ``nmrun prune``: that of a finished run, or one that is composed, with a one-shot
-method in the place of the recipe.
+"""The config of ``nmrun prune``: that of a finished run, or a composed one, with a one-shot method
+in the place of the recipe.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from nmrun.errors import ConfigError
 from nmrun.lab import verbs
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words import command_line, precheck, rules, schema, source, suggestions
+from nmrun.lab.words import command_line, composition, precheck, rules, schema, suggestions
 from nmrun.lab.words.composition import config_of
 from nmrun.lab.words.identity import completed
 from nmrun.patterns import Pattern, PatternError
@@ -30,23 +31,15 @@ DEFAULT = "sparsegpt"
 TRACK = "track=local"
 STAND_IN = "ste"  # any recipe without conditions, where a config has to have one
 
-source.register()
+composition.register()
 
 
 def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = False) -> Config:
-    """Read the words of the command.
+    """The config of the command: its recipe is the method, with its hyperparameters and
+    ``samples``.
 
-    Args:
-        words: at most one run folder; ``method=NAME``, ``method.KEY=VALUE`` and ``samples=N``; the
-            others are overrides.
-        config_dir: a folder of more configs, where no run is named.
-        trusted: whether the code that a run names may be imported.
-
-    Returns:
-        The config. Its recipe is the method, with its hyperparameters and ``samples``.
-
-    Raises:
-        ConfigError: for any mistake.
+    ``words`` are at most one run folder; ``method=NAME``, ``method.KEY=VALUE`` and ``samples=N``;
+    and overrides. ``trusted``: whether the code that a run names may be imported.
     """
     folders = [word for word in words if "=" not in word]
     overrides, problems = command_line.parsed([word for word in words if "=" in word])
@@ -132,10 +125,7 @@ def _put(composed: DictConfig, override: Override, known: set[str]) -> str:
             pattern = None if value == "dense" else Pattern.parse(str(value))
         except PatternError as error:
             return f"sparsity={value}: {error}"
-        ratio = {"n": None, "m": None, "v": 1}
-        if pattern is not None:
-            ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
-        OmegaConf.update(composed, key, ratio, merge=True)
+        OmegaConf.update(composed, key, ratio(pattern), merge=True)
         return ""
     if key in options.KINDS:
         return f"{override.input_line}: the run has its own {key}; its keys ({key}.…) can change"

@@ -1,7 +1,6 @@
 """What every key of a config means, which values it takes and what it is by default.
 
-All of it stands in the classes of ``nmrun.lab.keys``, and of recipes in theirs. ``nmrun help`` and
-the page of keys in the documentation are made from here. No torch.
+``nmrun help`` and the pages of keys are made from here. No torch.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from typing import Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
-from nmrun.lab.keys.fields import Field, fields
-from nmrun.lab.keys.groups import Run
-from nmrun.lab.words import recipe_fields
+from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
 from nmrun.ranges import shown
 from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean
@@ -31,11 +28,8 @@ GROUPS = kinds.GROUPS
 class Key:
     """A key of one option: the same key can be another thing in another option.
 
-    Attributes:
-        name: with its group, such as ``recipe.decay``.
-        meaning: in words.
-        takes: the values that are allowed, in words; empty where any is.
-        default: as a command line has it.
+    ``name`` is with its group, such as ``recipe.decay``. ``takes`` are the allowed values in words;
+    empty where any is. ``default`` is as a command line has it.
     """
 
     name: str
@@ -46,16 +40,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Option:
-    """A kind of a group, such as ``recipe=sr_ste``; of ``trainer`` and the keys in no group there
-    is one, without a name.
+    """An option of a group, such as ``recipe=sr_ste``. ``trainer`` has one, without a name; so have
+    the keys in no group.
 
-    Attributes:
-        group: the group; empty for the keys in none.
-        name: its name.
-        about: what it is, in a line.
-        keys: its keys.
-        more: of a recipe: its paper, what it does and what it costs.
-        use: of a recipe: when to use it.
+    Of a recipe, ``more`` is its paper, what it does and what it costs, and ``use`` when to use it.
     """
 
     group: str
@@ -67,35 +55,29 @@ class Option:
 
 
 def options(group: str, config_dir: str | None = None) -> list[Option]:
-    """The options of a group, first those that come with nmrun, recipes in their papers' order.
+    """The options of a group (empty: the keys in none), first those that come with nmrun, recipes
+    in their papers' order.
 
-    Args:
-        group: one of ``GROUPS``, or empty for the keys that are in no group.
-        config_dir: a folder of more configs.
-
-    Raises:
-        ConfigError: for a config of one's own that cannot be read.
+    Raises ConfigError for a config of one's own that cannot be read.
     """
     if group in ("", *kinds.UNNAMED):
-        return [_of_class(group, "", kinds.kind(group) if group else Run)]
+        return [_of_class(group, "")]
     if group == "recipe":
         found = [_recipe(name, path) for name, path in RECIPES.items()]
     else:
-        found = [
-            _of_class(group, name, kinds.kind(group, name)) for name in sorted(kinds.names(group))
-        ]
+        found = [_of_class(group, name) for name in sorted(kinds.names(group))]
     return found + [_own(group, file) for file in kinds.in_folder(config_dir).get(group, ())]
 
 
-def _of_class(group: str, name: str, kind: type) -> Option:
-    about = (inspect.getdoc(kind) or "").partition("\n\n")[0]
-    return Option(group, name, " ".join(about.split()), _keys(group, fields(kind)))
+def _of_class(group: str, name: str) -> Option:
+    about = (inspect.getdoc(kinds.kind(group, name)) or "").partition("\n\n")[0]
+    return Option(group, name, " ".join(about.split()), _keys(group, kinds.keys(group, name)))
 
 
 def _recipe(name: str, path: str) -> Option:
-    of_class, of_module = recipe_fields.docstrings(path)
+    of_class, of_module = docstrings(path)
     about, use = of_class.split("\n\n")[:2]
-    keys = _keys("recipe", recipe_fields.fields(path))
+    keys = _keys("recipe", kinds.keys("recipe", name))
     return Option("recipe", name, about, keys, of_module, use)
 
 
@@ -120,8 +102,8 @@ def _known(group: str, given: Mapping[str, Any]) -> Mapping[str, Field]:
     name = str(given.get("name", first))
     try:
         if group == "recipe":
-            return recipe_fields.fields(str(target) if target else RECIPES[name])
-        return {} if target or group not in GROUPS else fields(kinds.kind(group, name))
+            return recipe_fields(str(target)) if target else kinds.keys(group, name)
+        return {} if target or group not in GROUPS else kinds.keys(group, name)
     except (LookupError, ImportError, SyntaxError, OSError):  # what is wrong with it a run will say
         return {}
 
@@ -147,11 +129,8 @@ def _typed(value: Any) -> str:
 
 
 def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:
-    """The meanings of a key in a group, each with its defaults and the options that have these.
-
-    Args:
-        name: with its group, such as ``recipe.decay``.
-        among: the group's options.
+    """The meanings of a key such as ``recipe.decay`` among options, each with its defaults and the
+    options that have these.
     """
     found: dict[tuple[str, str], tuple[Key, dict[str, list[str]]]] = {}
     for option in among:
@@ -163,15 +142,10 @@ def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:
 
 
 def about(topic: str, config_dir: str | None = None) -> str:
-    """What a topic means, which values it takes and what it is by default.
+    """What a key (``trainer.epochs``), a group (``recipe``) or an option (``recipe=step``,
+    ``step``) means, which values it takes and what it is by default.
 
-    Args:
-        topic: a key (``trainer.epochs``, ``seed``), a group (``trainer``, ``recipe``) or an option
-            (``recipe=step``, ``step``).
-        config_dir: a folder of more configs.
-
-    Raises:
-        ConfigError: for any other word, with the nearest that there is.
+    Raises ConfigError for any other word, with the nearest that there is.
     """
     group, equals, name = topic.partition("=")
     if group in GROUPS:

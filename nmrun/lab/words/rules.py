@@ -1,4 +1,4 @@
-"""What a config must not ask for: keys that do not go together, as a table of rules, and what the
+"""What a config must not ask for: keys that do not go together, as a table of rules. And what the
 run itself would refuse, told before it begins.
 """
 
@@ -33,13 +33,8 @@ STRUCTURES = {
 
 
 class Facts:
-    """A resolved config as the rules look at it: plain data, as parts of it may be wrong.
-
-    Nothing is concluded from keys that are.
-
-    Args:
-        plain: the config.
-        good: says whether some keys have right values.
+    """A resolved config as the rules look at it: plain data, as parts of it may be wrong. ``good``
+    says whether keys have right values; nothing is concluded from others.
     """
 
     def __init__(self, plain: dict[str, Any], good: Good) -> None:
@@ -94,8 +89,8 @@ class Facts:
 
     @functools.cached_property
     def inputs(self) -> list[int]:
-        """Inputs of the model's layers that may be sparse; none where they are not known (the run
-        asks the model itself).
+        """Inputs of the model's layers that may be sparse; none where only the built model knows
+        them.
         """
         known = self._good("sparsity.pad", "model", *(f"model.{key}" for key in self.model))
         if self.pattern is None or not known or self.sparsity["pad"] or "_target_" in self.model:
@@ -302,15 +297,7 @@ RULES = (
 
 
 def broken(plain: dict[str, Any], good: Good) -> Iterator[str]:
-    """What does not go together.
-
-    Args:
-        plain: a resolved config.
-        good: whether nothing is known to be wrong with the given keys, nor with their groups.
-
-    Yields:
-        One line for each rule that is broken.
-    """
+    """One line for each rule that a resolved config breaks."""
     facts = Facts(plain, good)
     for rule in RULES:
         if all(map(facts.good, rule.needs)) and rule.broken(facts):
@@ -318,12 +305,11 @@ def broken(plain: dict[str, Any], good: Good) -> Iterator[str]:
 
 
 def refusals(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
-    """Yield what the run itself would refuse after seconds, with torch and the data loaded: as far as
-    a config, the names of files and this machine show it. A line each.
+    """What the run itself would refuse after seconds, as far as a config, the names of files and
+    this machine show it. A line each.
 
-    Args:
-        plain: a resolved config in which nothing else is wrong.
-        here: whether the run is for this machine, not for one that a launcher finds.
+    Nothing else is wrong in ``plain``. ``here``: whether the run is for this machine, not for one
+    that a launcher finds.
     """
     own = {group for group in ("dataset", "model") if "_target_" in plain[group]}
     for group in ("dataset", "model", "recipe"):

@@ -1,8 +1,4 @@
-"""The composed config, checked before torch is imported. All problems are found at once.
-
-Which keys there are, and which values they take, is said by the classes of ``nmrun.lab.keys``; of
-recipes by ``recipe_fields``.
-"""
+"""The composed config, checked before torch is imported. All problems are found at once."""
 
 from __future__ import annotations
 
@@ -16,12 +12,11 @@ from omegaconf.errors import OmegaConfBaseException
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.fields import checks
-from nmrun.lab.keys.groups import Run
+from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED
 from nmrun.lab.words import rules
-from nmrun.lab.words.recipe_fields import recipe_keys
 from nmrun.lab.words.suggestions import no_key, no_option, wrong_keys
 from nmrun.patterns import Pattern, written
 from nmrun.ranges import Check, shown, wrong_values
@@ -29,23 +24,20 @@ from nmrun.recipes import RECIPES
 
 # What the user's own in the place of a group has to say.
 OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}
-NO_SPARSITY = {"n": None, "m": None, "v": 1, "overrides": None, "pad": False}
+NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
 
 def check(composed: DictConfig) -> Config:
-    """Resolve and check a composed config.
+    """Resolve and check a composed config. Raises ConfigError with every problem, one line each.
 
-    Canonical form: the dense recipe ignores the ratio, and ``sparsity=dense`` makes any recipe the
-    dense run, so both are the same run.
-
-    Raises:
-        ConfigError: with every problem, one line each.
+    The dense recipe ignores the ratio, and ``sparsity=dense`` makes any recipe the dense run, so
+    both are the same run.
     """
     plain = resolve(composed)
     if found := problems(plain):
         raise ConfigError(found)
-    _convert(checks(Run), plain)
+    _convert(_checks(options.keys("")), plain)
     for group in (*NAMED, *UNNAMED):
         _convert(ranges(group, plain[group]), plain[group])
     plain.pop("seeds", None)  # a run has one
@@ -54,16 +46,11 @@ def check(composed: DictConfig) -> Config:
     if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
         return Config({**plain, "recipe": {"name": "dense"}, "sparsity": dict(NO_SPARSITY)}, None)
     pattern = Pattern.parse(written(plain["sparsity"]))
-    ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
-    return Config({**plain, "sparsity": {**plain["sparsity"], **ratio}}, pattern)
+    return Config({**plain, "sparsity": {**plain["sparsity"], **ratio(pattern)}}, pattern)
 
 
 def resolve(composed: DictConfig) -> dict[str, Any]:
-    """The config as plain data.
-
-    Raises:
-        ConfigError: where a value is missing or refers to nothing.
-    """
+    """The config as plain data. Raises ConfigError where a value is missing or refers to nothing."""
     try:
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -74,16 +61,13 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
 
 
 def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
-    """All that is wrong with a resolved config, one line each.
-
-    Args:
-        plain: the config as plain data.
-        unsure: keys and groups known to be wrong already: nothing is concluded from them.
+    """All that is wrong with a resolved config, one line each. Nothing is concluded from keys and
+    groups that are ``unsure``, as they are known to be wrong already.
     """
-    groups, keys = (*NAMED, *UNNAMED), tuple(checks(Run))
+    groups, keys = (*NAMED, *UNNAMED), options.keys("")
     found = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
     found |= {f"{key}: missing": key for key in keys if key not in plain}
-    values = dict(wrong_values(checks(Run), plain, ""))
+    values = dict(wrong_values(_checks(keys), plain, ""))
     for group in groups:
         given = plain.get(group)
         if not isinstance(given, dict):
@@ -101,20 +85,14 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
 
 
 def ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
-    """The keys of a group with their ranges.
-
-    What has a ``_target_`` is the user's own, which knows its keys, and an unknown kind has none.
-    """
-    if "_target_" in given:
-        return {}
+    """The keys of a group with their ranges; none of the user's own, and of what there is not."""
     name = str(given.get("name"))
-    if group == "recipe":
-        return recipe_keys(name) if name in RECIPES else {}
-    return checks(options.kind(group, name)) if _is_option(group, name) else {}
+    known = group in UNNAMED or (group in options.GROUPS and name in options.names(group))
+    return _checks(options.keys(group, name)) if known and "_target_" not in given else {}
 
 
-def _is_option(group: str, name: str) -> bool:
-    return group in UNNAMED or (group in options.GROUPS and name in options.names(group))
+def _checks(keys: Mapping[str, Field]) -> dict[str, Check | None]:
+    return {key: field.check for key, field in keys.items()}
 
 
 def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None:
@@ -187,13 +165,8 @@ def _recipe_name(recipe: dict[str, Any]) -> str:
 
 
 def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to dotted keys.
-
-    ``sparsity.overrides``, whose own keys are regular expressions, stays one value.
-
-    Args:
-        plain: nested dictionaries.
-        prefix: of all keys.
+    """Nested dictionaries as dotted keys. ``sparsity.overrides`` stays one value: its own keys are
+    regular expressions.
     """
     flat: dict[str, Any] = {}
     for key, value in plain.items():

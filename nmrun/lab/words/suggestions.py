@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from nmrun.lab.keys import options
-from nmrun.lab.keys.fields import fields
-from nmrun.lab.words.recipe_fields import recipe_keys
 from nmrun.oneshot import METHODS
-from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean, nearest
 
 RATIOS = "sparsity.overrides"
@@ -42,12 +39,7 @@ MEANT = {word: key for key, words in ELSEWHERE.items() for word in words}
 
 
 def line(key: str, known: Iterable[str]) -> str:
-    """Write it.
-
-    Args:
-        key: the unknown key.
-        known: the keys and groups that there are with the chosen options.
-    """
+    """The line for an unknown key, beside the keys and groups that there are."""
     known = set(known)
     if key.startswith(f"{RATIOS}."):
         layer = key.removeprefix(f"{RATIOS}.")
@@ -83,13 +75,7 @@ def _belongs(what: str, group: str, having: list[str]) -> str:
 
 
 def option(group: str, name: str, there: Iterable[str]) -> str:
-    """The line for an option that a group does not have.
-
-    Args:
-        group: the group.
-        name: what is asked for.
-        there: those that there are.
-    """
+    """The line for an option that a group does not have, beside those that there are."""
     if name.startswith("["):
         listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
         return f"{group}={name}: several are written without brackets: {group}={listed_values}"
@@ -102,18 +88,9 @@ def option(group: str, name: str, there: Iterable[str]) -> str:
 
 
 def owners(group: str, leaf: str) -> list[str]:
-    """The options of a group that have a key.
-
-    Args:
-        group: such as ``recipe``.
-        leaf: the key's last part.
-    """
-    keys: Mapping[str, Iterable[str]] = {}
-    if group == "recipe":
-        keys = {name: recipe_keys(name) for name in RECIPES}
-    elif group in options.NAMED:
-        keys = {name: fields(options.kind(group, name)) for name in options.names(group)}
-    return [name for name, own in keys.items() if leaf in own]
+    """The options of a group that have a key."""
+    there = options.names(group) if group in options.NAMED else []
+    return [name for name in there if leaf in options.keys(group, name)]
 
 
 def wrong_keys(group: str, known: Iterable[str], given: Iterable[str]) -> dict[str, str]:

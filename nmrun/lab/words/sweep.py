@@ -1,8 +1,8 @@
-"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``: what was asked for in
-``sweep.json``, each run's beginning and each job's end in ``jobs.jsonl``; and, where jobs run side by
-side, what each says in ``job3.log``.
+"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``.
 
-Other processes read it while the sweep runs, and jobs may run in several processes at once.
+``sweep.json`` says what was asked for, ``jobs.jsonl`` each run's beginning and each job's end.
+Where jobs run side by side, ``job3.log`` has what one prints. Other processes read it meanwhile,
+and several may write it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ def new_folder(output_dir: str) -> Path:
 
 
 def make_folder(folder: Path, output_dir: str) -> None:
-    """Make a folder below the output folder.
-
-    Raises:
-        ConfigError: where it cannot be made.
-    """
+    """Raises ConfigError where the folder, which is below the output folder, cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,16 +62,11 @@ def make_folder(folder: Path, output_dir: str) -> None:
 
 @contextlib.contextmanager
 def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> Iterator[Path]:
-    """A new record of a sweep, which is alive while the context is entered; that of a plan
+    """A new record of a sweep, which is alive while the context is entered. That of a plan
     (``dry=true``) goes then.
 
-    Args:
-        looks: what was found at the overrides of each
-        command: as it was typed.
-        together: the overrides of each sweep, where they are launched together.
-
-    Raises:
-        ConfigError: where the folder cannot be made.
+    ``command`` is as it was typed; ``together`` are the overrides of each sweep, where they are
+    launched together. Raises ConfigError where the folder cannot be made.
     """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         output_dir = looks[0].output_dir
@@ -102,15 +93,7 @@ def begin(
     output_dir: str,
     sweeps: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Begin the record.
-
-    Args:
-        folder: that of the sweep.
-        jobs: how many there will be.
-        command: as it was typed.
-        output_dir: as it was typed.
-        sweeps: the overrides of each sweep, where they are launched together.
-    """
+    """Begin the record of so many ``jobs``; the rest is as of :func:`recorded`."""
     content = {
         "begun": time.time(),
         "jobs": jobs,
@@ -124,14 +107,8 @@ def begin(
 def begins(
     folder: Path, number: int, overrides: list[str], run: Path, launched: bool = True
 ) -> None:
-    """Note that a run of a job begins in this process.
-
-    Args:
-        folder: the sweep's record.
-        number: of the job, from 1.
-        overrides: of the job.
-        run: the run's folder.
-        launched: whether the sweep's process has started this one; else it may be on another host.
+    """Note that a run of job ``number``, counted from 1, begins in this process. ``launched``:
+    whether the sweep's process has started this one; else it may be on another host.
     """
     line = {"job": number, "overrides": overrides, "folder": str(run), "begun": time.time()}
     _note(folder, {**line, "process": os.getpid() if launched else 0}, "beginning of a run")
@@ -144,15 +121,7 @@ def add(
     seconds: float,
     number: int | None = None,
 ) -> None:
-    """Note the end of a job.
-
-    Args:
-        folder: the sweep's record.
-        outcome: of the run.
-        overrides: of the job.
-        seconds: that it took.
-        number: of the job, from 1, where it began with a note.
-    """
+    """Note the end of a job. ``number`` is that of its note at the beginning, if it has one."""
     keys = ("status", "folder", "error", "metric", "metrics", "plan")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
@@ -177,11 +146,9 @@ def _note(folder: Path, line: dict[str, Any], what: str) -> None:
 class Record:
     """What there is to read of a sweep.
 
-    Attributes:
-        done: a line for each job that has ended.
-        running: by number of the job the line of its last run that began, for those that have not
-            ended; where a worker was killed, they have not either.
-        signal: what ended the sweep.
+    ``done`` has a line for each job that has ended. ``running`` has by number of the job the last
+    beginning of each that has not; where a worker was killed, it has not either. ``signal`` ended
+    the sweep.
     """
 
     begun: float | None
@@ -287,14 +254,7 @@ def _is_end(line: dict[str, Any]) -> bool:
 
 
 def title(folder: Path, number: int, overrides: list[str]) -> str:
-    """Make the line above a job: ``[3/24] recipe=step seed=0 (12 min left)``, with the overrides in
-    which jobs differ.
-
-    Args:
-        folder: the sweep's record.
-        number: of the job, counted from 1.
-        overrides: of the job.
-    """
+    """The line above a job: ``[3/24] recipe=step seed=0 (12 min left)``."""
     record = read(folder)
     left = record.left()
     ahead = "" if left is None else f" ({span(left)} left)"
@@ -302,12 +262,7 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
 
 
 def name(record: Record, line: dict[str, Any]) -> str:
-    """Make a job's name, ``[3/24] recipe=step seed=0``, with the overrides in which jobs differ.
-
-    Args:
-        record: of the sweep.
-        line: the job's.
-    """
+    """A job's name, ``[3/24] recipe=step seed=0``, with the overrides in which jobs differ."""
     each = [{_bare(word) for word in words} for words in record.sweeps]
     common = set.intersection(*each) if each else set()
     told = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
@@ -319,12 +274,7 @@ def _bare(word: str) -> str:
 
 
 def log_of(folder: Path, number: int) -> Path:
-    """Where the output of a job goes that runs beside others.
-
-    Args:
-        folder: the sweep's record.
-        number: of the job, from 1.
-    """
+    """Where the output of a job goes that runs beside others."""
     return folder / f"job{number}.log"
 
 
@@ -334,11 +284,8 @@ def is_own(folder: Path) -> bool:
 
 
 def summary(folder: Path) -> tuple[str, int]:
-    """Make the closing lines of a sweep.
-
-    Returns:
-        The lines; and 1 if a job failed or never reported, else 0. One that another process is at
-        work on is left to that.
+    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
+    another process is at work on is left to that.
     """
     record = read(folder)
     good = {
@@ -371,11 +318,8 @@ def span(seconds: float) -> str:
 
 
 def planned(folder: Path) -> list[str]:
-    """List the jobs that were only planned (``dry=true``), one a line: recipe, ratio, what is swept
+    """The jobs that were only planned (``dry=true``), one a line: recipe, ratio, what is swept
     beside them, steps and FLOPs.
-
-    Args:
-        folder: that of the sweep's record.
     """
     done = [line for line in read(folder).done if line.get("plan")]
     swept = [key for key in _varied([line["overrides"] for line in done]) if key not in SAID]
@@ -389,11 +333,7 @@ def planned(folder: Path) -> list[str]:
 
 
 def lines(folder: Path) -> list[str]:
-    """The lines below the summary; none where no job has a result.
-
-    Args:
-        folder: that of the sweep's record.
-    """
+    """The lines below the summary; none where no job has a result."""
     record = read(folder)
     good = [line for line in record.done if line["status"] in ("finished", "skipped")]
     places = [line["folder"] for line in good if line.get("folder")]

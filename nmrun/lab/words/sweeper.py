@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
 from nmrun.lab.words import command_line, experiment, sweep
-from nmrun.lab.words.source import SWEEPER
+from nmrun.lab.words.composition import SWEEPER
 
 Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
@@ -20,18 +20,15 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E40
 class NMSweeper(BasicSweeper):
     """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
 
-    The command line has checked the sweeps and recorded them. Without a record, ``zip=`` and
+    The command line has checked and recorded the sweeps. Without a record, ``zip=`` and
     ``experiment=`` among the arguments are replaced here.
     """
 
     def split_arguments(  # type: ignore[override]  # a static method there
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """List the overrides of all jobs, in batches.
-
-        Args:
-            overrides: ``hydra.sweeper.params``, then the arguments.
-            max_batch_size: the number of jobs that are launched at a time; None for all.
+        """The overrides of all jobs, in batches. ``overrides`` are ``hydra.sweeper.params``, then
+        the arguments.
         """
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -54,9 +51,8 @@ def _sweeps(arguments: list[str]) -> list[list[str]]:
 
 
 def register() -> None:
-    """Register the class with Hydra, under the name in ``hydra/sweeper: nmrun``.
-
-    ``nmrun.lab.words.source`` registers this config node.
+    """Register the class with Hydra, under the name in ``hydra/sweeper: nmrun``, whose config node
+    :mod:`nmrun.lab.words.composition` registers.
     """
     plugins = Plugins.instance()
     plugins.register(NMSweeper)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.datasets import SHARE, Dataset, Seeded
+from nmrun.lab.keys.datasets import SHARE, Dataset, FromDisk, Seeded
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.ranges import PATH
 from nmrun.ranges import FLAG, Check, one_of, whole
@@ -22,17 +22,17 @@ LEVELS = Check(
 class Pictured(Seeded):
     """Images with instances."""
 
-    flip: Annotated[bool, FLAG, "left and right, in every second training image"] = True
+    flip: Annotated[bool, FLAG, "mirror every second training image left to right"] = True
 
 
 @dataclass(frozen=True)
 class GeneratedShapes(Pictured, Dataset):
-    """Generated images of discs, squares and triangles with their boxes and masks; no photographs
-    (needs nmrun[detection]).
+    """Generated images of discs, squares and triangles with boxes and masks; no photographs (needs
+    nmrun[detection]).
     """
 
     data: ClassVar[str] = INSTANCES
-    builder: ClassVar[str] = "nmrun.papers.detection.generated_shapes.build"
+    builder: ClassVar[str] = "nmrun.papers.detection.data.generated_shapes"
 
     size: Annotated[
         int, whole(1), "training images; 24 others are for validation and 24 for the test"
@@ -42,33 +42,28 @@ class GeneratedShapes(Pictured, Dataset):
 
 
 @dataclass(frozen=True)
-class Coco(Pictured, Dataset):
+class Coco(FromDisk, Pictured, Dataset):
     """COCO, or any data set in its format: folders of images, and
     annotations/instances_<folder>.json (needs nmrun[detection]).
     """
 
     data: ClassVar[str] = INSTANCES
-    builder: ClassVar[str] = "nmrun.papers.detection.coco.build"
+    builder: ClassVar[str] = "nmrun.papers.detection.data.coco"
     within: ClassVar[str] = (
         "folders of images and annotations/instances_<folder>.json (cocodataset.org)"
     )
 
     path: Annotated[str, PATH, "the folder, in NMRUN_DATA or else in the current folder"] = "coco"
-    train: Annotated[str, PATH, "the folder in it with images for training and validation"] = (
+    train: Annotated[str, PATH, "folder in it with images for training and validation"] = (
         "train2017"
     )
-    test: Annotated[str, PATH, "the folder in it with images for the test"] = "val2017"
-    held_out: Annotated[float, SHARE, "of the training images, for validation"] = 0.05
+    test: Annotated[str, PATH, "folder in it with images for the test"] = "val2017"
+    held_out: Annotated[float, SHARE, "share of the training images that is for validation"] = 0.05
     split_seed: Annotated[int, "which images are held out; not changed by the run's seed"] = 0
     limit: Annotated[
         int | None,
         whole(1, optional=True),
-        "training images that are used, the first of a shuffle; null = all",
-    ] = None
-    workers: Annotated[
-        int | None,
-        whole(0, optional=True),
-        "processes that read images; null = one for each core",
+        "training images that are used, the first after shuffling; null = all",
     ] = None
 
 
@@ -89,19 +84,20 @@ class MaskRCNN(Model):
         whole(1),
         "channels of the pyramid and the mask head; the box head has four times as many",
     ] = 256
-    min_size: Annotated[int, whole(1), "pixels that an image's shorter side is scaled to"] = 800
-    max_size: Annotated[int, whole(1), "pixels that its longer side has at most"] = 1333
+    min_size: Annotated[int, whole(1), "pixels that the shorter side of an image is scaled to"] = (
+        800
+    )
+    max_size: Annotated[int, whole(1), "largest number of pixels of the longer side"] = 1333
     anchors: Annotated[
         Sequence[int],
         LEVELS,
         "sides of the anchors in pixels, one for each level of the pyramid",
     ] = (32, 64, 128, 256, 512)
-    regions: Annotated[int, whole(1), "of an image that the heads are trained on"] = 512
+    regions: Annotated[int, whole(1), "regions of an image that the heads are trained on"] = 512
     frozen_norms: Annotated[
         bool,
         FLAG,
-        "whether the backbone's batch norms keep the statistics that they begin with (with "
-        "init=RUN)",
+        "keep the statistics that the backbone's batch norms begin with (with init=RUN)",
     ] = False
     exclude: Annotated[
         Sequence[str] | None,

@@ -1,5 +1,6 @@
 """Mask R-CNN with a feature pyramid (He et al. 2017, arXiv 1703.06870; Lin et al. 2017, arXiv
-1612.03144), of torchvision's parts, from scratch or on a classifier's weights (``init=RUN``).
+1612.03144), of torchvision's parts. It begins from scratch or on a classifier's weights
+(``init=RUN``).
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ POOLED = 7  # of a side: the box head sees so many cells of a region
 
 
 class Detector(detection.MaskRCNN):
-    """torchvision's Mask R-CNN, which gives losses where it is told the targets, and detections
-    where it is not, in training and evaluation mode alike: the mode is that of its layers.
+    """torchvision's Mask R-CNN. It gives losses where it is told the targets, and detections where
+    it is not, whatever the mode of its layers.
 
-    Args:
-        frozen_norms: whether the backbone's batch norms compute in evaluation mode always.
+    ``frozen_norms``: the backbone's batch norms compute in evaluation mode always.
     """
 
     part_of_tasks = ("backbone.body",)
@@ -35,12 +35,11 @@ class Detector(detection.MaskRCNN):
         self.frozen_norms = frozen_norms
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
-        """Losses by name, or a list of detections.
+        """Losses by name, or a list of detections, of images (3, height, width), float32 from 0 to
+        1.
 
-        Args:
-            images: (3, height, width) each, float32 from 0 to 1.
-            targets: of each image ``boxes`` (K, 4), ``labels`` (K,) from 1 and ``masks`` (K,
-                height, width); None: detect.
+        ``targets`` are for each image ``boxes`` (K, 4), ``labels`` (K,) from 1 and ``masks`` (K,
+        height, width).
         """
         ways = [self, self.rpn, self.roi_heads]  # these choose by their mode what they compute
         modes = [module.training for module in ways]
@@ -72,14 +71,7 @@ def build(
     regions: int,
     frozen_norms: bool,
 ) -> Detector:
-    """Build a detector. With torchvision's sizes it is ``maskrcnn_resnet50_fpn``.
-
-    Args:
-        width: channels of the pyramid and of the mask head; the box head has four times as many.
-        min_size: pixels that an image's shorter side is scaled to.
-        anchors: sides of the square anchors in pixels, one for each of the five levels.
-        regions: of an image that the heads are trained on.
-    """
+    """A detector. With torchvision's sizes it is ``maskrcnn_resnet50_fpn``."""
     body = getattr(models, backbone)()
     first = body.inplanes // 8
     pyramid = BackboneWithFPN(

@@ -1,12 +1,17 @@
-"""Detection and segmentation of instances: boxes, classes and masks of the things in an image."""
+"""Detection and segmentation of instances: boxes, classes and masks of the things in an image, as
+COCO has them, and average precision.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -14,7 +19,6 @@ from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import Batch, Tally, generator
 from nmrun.lab.tasks.items import ItemTask, Key, Place, Split
-from nmrun.papers.detection.instances import coco_detections, images_of, precision, targets
 from nmrun.papers.detection.keys import Pictured
 
 if TYPE_CHECKING:
@@ -45,21 +49,19 @@ def collated(items: list[Item]) -> tuple[Any, ...]:
 
 
 class Detection(ItemTask):
-    """The sum of a detector's own losses; see :class:`nmrun.lab.tasks.base.Task`.
+    """The sum of a detector's own losses.
 
     A model gives a dictionary of losses for ``model(images, targets)`` and a list of detections for
-    ``model(images)`` in evaluation mode, as torchvision's do. A micro-batch has, for B images with
-    at most K instances: pixels (B, 3, H, W) uint8, height and width (B, 2) int64, boxes (B, K, 4)
-    float32, labels (B, K) int64 (0 is none), and masks (B, K, H, W / 8 rounded up) uint8, eight
-    pixels a byte. Every second training image is mirrored (``dataset.flip``), a pure function of
-    (seed, epoch, row).
+    ``model(images)``, as torchvision's do. Every second training image is mirrored
+    (``dataset.flip``), a pure function of (seed, epoch, row). A micro-batch has, for B images with
+    at most K instances:
 
-    Args:
-        config, splits, device, about, workers: as of :class:`ItemTask`; the splits' sources are
-            :class:`Pictures`, whose categories are the same.
+    - pixels (B, 3, H, W) uint8, and height and width (B, 2) int64;
+    - boxes (B, K, 4) float32, and labels (B, K) int64 (0 is none);
+    - masks (B, K, H, W / 8 rounded up) uint8, eight pixels a byte.
 
-    Raises:
-        ConfigError: as there, and for ``trainer.compile``.
+    The splits' sources are :class:`Pictures`, whose categories are the same. Raises ConfigError for
+    ``trainer.compile``.
     """
 
     items = "images"
@@ -94,7 +96,7 @@ class Detection(ItemTask):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What was found, as :data:`nmrun.papers.detection.instances.CocoResult`."""
+        """What was found, as :data:`nmrun.papers.detection.task.CocoResult`."""
         said, ids = [], images_of(self.splits[split])
         for places, batch, counts in ranks.in_step(self.evaluated(split, rank, world)):
             detections = model(_images(batch))
@@ -159,3 +161,120 @@ class InstanceFiles(Dataset[Item]):
             pixels, masks = pixels[:, ::-1], [mask[:, ::-1] for mask in masks]
             boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
         return pixels, boxes, labels, masks, ""
+
+
+CocoResult = dict[str, Any]
+"""A detected instance, as COCO's result files have them, plain data: ``image_id``, ``category_id``,
+``score``, ``bbox`` ([x, y, width, height] in pixels) and ``segmentation`` (run lengths)."""
+
+
+class Pictures(Protocol):
+    """Images with their annotations, as torchvision's CocoDetection has them: ``coco`` is a
+    ``pycocotools.coco.COCO``, ``ids`` are the images' numbers in it.
+    """
+
+    coco: Any
+    ids: list[int]
+
+    def __getitem__(self, row: int, /) -> tuple[Any, list[dict[str, Any]]]:
+        """The image ``ids[row]`` (PIL's, RGB) and its annotations."""
+
+
+def images_of(split: Split) -> list[int]:
+    """The numbers of a split's images."""
+    return [split.source.ids[row] for row in split.rows]
+
+
+def api(dataset: str) -> Any:
+    """The package ``pycocotools``. Raises ConfigError, which names the data set, if it is not
+    installed.
+    """
+    try:
+        import pycocotools.coco
+        import pycocotools.cocoeval
+        import pycocotools.mask
+    except ImportError:
+        raise ConfigError(
+            f"dataset={dataset} needs pycocotools: pip install nmrun[detection]"
+        ) from None
+    return pycocotools
+
+
+def quiet() -> contextlib.AbstractContextManager[Any]:
+    """The context of calls of pycocotools, which prints."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def learned(annotation: Mapping[str, Any]) -> bool:
+    """Whether an instance is learned: it has an area, and is no crowd."""
+    *_, width, height = annotation["bbox"]
+    return width > 0 and height > 0 and not annotation.get("iscrowd", 0)
+
+
+def targets(
+    coco: Any, annotations: Sequence[Mapping[str, Any]], labels: Mapping[int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.int64], list[NDArray[np.uint8]]]:
+    """Boxes (K, 4) from x, y to x, y in pixels, labels (K,), and a mask (height, width) of 0 and 1
+    for each.
+    """
+    some = [annotation for annotation in annotations if learned(annotation)]
+    boxes = np.array([a["bbox"] for a in some], np.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    numbers = np.array([labels[a["category_id"]] for a in some], np.int64)
+    return boxes, numbers, [coco.annToMask(a) for a in some]
+
+
+def coco_detections(
+    image: int, detections: Mapping[str, Tensor], categories: Sequence[int]
+) -> list[CocoResult]:
+    """What a network of torchvision says of an image, as COCO's result files have it.
+
+    ``detections`` are ``boxes`` (K, 4), ``labels`` (K,) from 1, ``scores`` (K,) and ``masks`` (K,
+    1, height, width), the probability of each pixel. ``categories`` are the numbers of the labels.
+    """
+    from pycocotools import mask
+
+    boxes, scores = (detections[key].float().cpu() for key in ("boxes", "scores"))
+    boxes[:, 2:] -= boxes[:, :2]
+    pixels = (detections["masks"][:, 0] >= 0.5).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return [
+        {
+            "image_id": image,
+            "category_id": categories[label - 1],
+            "score": score,
+            "bbox": box,
+            "segmentation": {"size": runs["size"], "counts": runs["counts"].decode()},
+        }
+        for label, score, box, runs in zip(
+            detections["labels"].tolist(),
+            scores.tolist(),
+            boxes.tolist(),
+            mask.encode(np.asfortranarray(pixels)),
+            strict=True,
+        )
+    ]
+
+
+def precision(split: Split, said: Sequence[CocoResult]) -> dict[str, float]:
+    """COCO's average precision by pycocotools, 0 to 1: ``box_ap`` and ``mask_ap`` are means over
+    intersections over union of 0.5 to 0.95. With ``50`` and ``75`` they are those at 0.5 and 0.75.
+    """
+    from pycocotools.cocoeval import COCOeval
+
+    scores = {}
+    for name, kind, left_out in (("box", "bbox", "segmentation"), ("mask", "segm", "bbox")):
+        # with a box beside it, a mask would get the box's area
+        mine = [{key: value for key, value in one.items() if key != left_out} for one in said]
+        stats = [0.0, 0.0, 0.0]
+        if mine:
+            with quiet():
+                coco = split.source.coco
+                judge = COCOeval(coco, coco.loadRes(mine), kind)
+                judge.params.imgIds = images_of(split)
+                judge.evaluate()
+                judge.accumulate()
+                judge.summarize()
+            stats = judge.stats[:3].tolist()
+        for at, value in zip(("", "50", "75"), stats, strict=True):
+            scores[f"{name}_ap{at}"] = max(0.0, float(value))  # -1 where there is nothing to find
+    return scores

@@ -1,4 +1,4 @@
-"""Optical flow: where each pixel of a frame is in the next one."""
+"""Optical flow, where each pixel of a frame is in the next one, and torchvision's RAFT from scratch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import Batch, Tally, generator
 from nmrun.lab.tasks.items import ItemTask, Key, Place
@@ -45,18 +46,13 @@ def collated(items: list[Item]) -> tuple[Any, ...]:
 
 
 class FlowTask(ItemTask):
-    """RAFT's sequence loss (Teed and Deng 2020, arXiv 2003.12039, equation 7); see
-    :class:`nmrun.lab.tasks.base.Task`.
+    """RAFT's sequence loss (Teed and Deng 2020, arXiv 2003.12039, equation 7).
 
-    A model gives a list of ever better flows (B, 2, H, W) for ``model(first, second)``, frames (B,
-    3, H, W) from -1 to 1 whose sides are multiples of 8. A micro-batch is both frames, uint8, and
-    the flow, float32. A training pair is a part of ``dataset.crop`` pixels, mirrored in every second
-    one and turned upside down in every tenth (``dataset.flip``), a pure function of (seed, epoch,
-    row).
-
-    Args:
-        config, splits, device, about, workers: as of :class:`ItemTask`; the splits' sources are
-            :class:`Frames`.
+    A model gives a list of ever better flows (B, 2, H, W) for ``model(first, second)``. The frames
+    (B, 3, H, W) are from -1 to 1, and their sides multiples of 8. A micro-batch is both frames,
+    uint8, and the flow, float32. A training pair is a part of ``dataset.crop`` pixels, mirrored in
+    every second one and turned upside down in every tenth (``dataset.flip``). That is a pure
+    function of (seed, epoch, row). The splits' sources are :class:`Frames`.
     """
 
     items = "pairs"
@@ -93,13 +89,8 @@ class FlowTask(ItemTask):
 
 
 def flows(model: Any, first: Tensor, second: Tensor) -> list[Tensor]:
-    """What a model says of two frames, whose borders are repeated until their sides fit.
-
-    Args:
-        first, second: (B, 3, height, width), uint8.
-
-    Returns:
-        Flows (B, 2, height, width), float32.
+    """The flows (B, 2, height, width) of two frames (B, 3, height, width) uint8, whose borders are
+    repeated until their sides fit.
     """
     height, width = first.shape[-2:]
     filled = (0, -width % STRIDE, 0, -height % STRIDE)
@@ -111,11 +102,8 @@ def flows(model: Any, first: Tensor, second: Tensor) -> list[Tensor]:
 
 
 def sequence_loss(said: Sequence[Tensor], flow: Tensor) -> Tensor:
-    """Teed and Deng 2020, equation 7: the absolute error of each flow, the later the heavier.
-
-    Args:
-        said: flows (B, 2, H, W), the last one is the network's answer.
-        flow: the true one; pixels that move by 400 or more do not count, as in the authors' code.
+    """Teed and Deng 2020, equation 7: the absolute error of each flow (B, 2, H, W), the later the
+    heavier. Pixels that move by 400 or more do not count, as in the authors' code.
     """
     near = flow.square().sum(1, keepdim=True) < LARGEST**2
     each = torch.stack([(near * (one - flow).abs()).mean() for one in said])
@@ -167,3 +155,33 @@ class FrameFiles(Dataset[Item]):
         if self.flip and overturned < HEIGHTWISE:
             arrays, signs[1] = [array[:, ::-1] for array in arrays], -1
         return [*arrays[:2], arrays[2] * signs]
+
+
+LEAST = 128  # pixels: four levels of correlations, of an eighth of a side
+
+
+def raft(name: str, updates: int, evaluated_updates: int) -> nn.Module:
+    """``raft_large`` or ``raft_small``: two frames (B, 3, H, W) to a list of flows (B, 2, H, W),
+    each an update of the one before.
+
+    In a forward pass it raises ConfigError for smaller frames than it takes.
+    """
+    from torchvision.models import optical_flow
+
+    model: nn.Module = getattr(optical_flow, name)()
+
+    def counted(module: nn.Module, frames: Any, options: dict[str, Any]) -> Any:
+        height, width = frames[0].shape[-2:]
+        if min(height, width) < LEAST:
+            raise ConfigError(
+                f"model={name} takes frames of {LEAST} pixels a side or more, and these have {height}x{width}"
+            )
+        number = updates if module.training else evaluated_updates
+        return frames, {"num_flow_updates": number, **options}
+
+    def forgotten(module: Any, frames: Any, flows: Any) -> None:
+        del module.corr_block.corr_pyramid  # else no copy can be made of the network
+
+    model.register_forward_pre_hook(counted, with_kwargs=True)
+    model.register_forward_hook(forgotten)
+    return model

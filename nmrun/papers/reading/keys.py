@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.datasets import SHARE, Dataset, Seeded
-from nmrun.lab.keys.texts import Encoding
-from nmrun.lab.keys.transformers import GPTClassifier
+from nmrun.lab.keys.datasets import SHARE, Dataset, Encoding, Seeded
+from nmrun.lab.keys.models import GPTClassifier
 from nmrun.ranges import one_of, whole
 
 QUESTIONS = "questions on texts"
@@ -28,12 +27,12 @@ class Windowed(Encoding):
 
 @dataclass(frozen=True)
 class GeneratedQuestions(Windowed, Seeded, Dataset):
-    """Generated texts on who lives where and likes what, with questions, of which some have no
-    answer; not real language.
+    """Generated texts on who lives where and likes what, with questions, some without an answer;
+    not real language.
     """
 
     data: ClassVar[str] = QUESTIONS
-    builder: ClassVar[str] = "nmrun.papers.reading.generated_questions.build"
+    builder: ClassVar[str] = "nmrun.papers.reading.data.generated_questions"
 
     size: Annotated[
         int,
@@ -54,7 +53,7 @@ class Squad(Windowed, Seeded, Dataset):
     """
 
     data: ClassVar[str] = QUESTIONS
-    builder: ClassVar[str] = "nmrun.papers.reading.squad.build"
+    builder: ClassVar[str] = "nmrun.papers.reading.data.squad"
 
     version: Annotated[
         str, one_of("v1.1", "v2.0"), "v1.1, or v2.0, in which some questions have no answer"
@@ -62,13 +61,13 @@ class Squad(Windowed, Seeded, Dataset):
     held_out: Annotated[
         float,
         SHARE,
-        "of the training articles, for validation; the development set is the test",
+        "share of the training articles that is for validation; the development set is the test",
     ] = 0.05
     split_seed: Annotated[int, "which articles are held out; not changed by the run's seed"] = 0
     limit: Annotated[
         int | None,
         whole(1, optional=True),
-        "training questions that are used, those of the first articles of a shuffle; null = all",
+        "training questions that are used, those of the first articles after shuffling; null = all",
     ] = None
 
 
@@ -79,4 +78,4 @@ class GPTReader(GPTClassifier):
     """
 
     data: ClassVar[str] = QUESTIONS
-    builder: ClassVar[str] = "nmrun.papers.reading.gpt_reader.build"
+    builder: ClassVar[str] = "nmrun.papers.reading.task.gpt_reader"

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
-from nmrun.lab.keys.texts import Encoding
+from nmrun.lab.keys.datasets import Encoding
+from nmrun.lab.models.texts import Headed, embedded
 from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, sent, turns, watched
-from nmrun.lab.tasks.text_classification.tokens import Tokenizer, tokenizer
-from nmrun.papers.reading.answers import Question, scores
+from nmrun.lab.tasks.text.classification import PretrainedTokenizer, Tokenizer, Words, tokenizer
 from nmrun.papers.reading.keys import Windowed
-from nmrun.papers.reading.windows import NOWHERE, TextWindow, windows
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -27,25 +31,18 @@ LONGEST = 30  # tokens of an answer, as in the usual scripts
 
 
 class Reading(InMemory):
-    """Cross entropy of the answer's first token and of its last one, their mean; see
-    :class:`nmrun.lab.tasks.base.Task`.
+    """Cross entropy of the answer's first token and of its last one, their mean.
 
     A long text is several windows. A window that does not have the answer points to its first
     token, and so does one of a question without an answer. A micro-batch is (tokens, mask,
     segments, spans), the first three (windows, length) int64, bool (False is padding) and int64,
     the last one (windows, 2) int64. Models give (windows, length, 2) for ``model(tokens, mask,
-    segments)``. An answer is the span of at most 30 tokens of the text with the largest sum of both
-    scores, over all windows; where some questions have none, it is none if the first tokens' sum is
-    larger (in the window where it is least).
+    segments)``.
 
-    Args:
-        seed: of the order, a fresh permutation of the training windows each epoch.
-        limit_batches: of an epoch, at most; None: all.
-        device: where batches go.
-
-    Raises:
-        ConfigError: for fewer training windows than a batch takes, and for a question that is too
-            long.
+    An answer is the span of at most 30 tokens of the text with the largest sum of both scores, over
+    all windows. Where some questions have none, it is none if the first tokens' sum is larger (in
+    the window where it is least). Raises ConfigError for fewer training windows than a batch takes,
+    and for a question that is too long.
     """
 
     metric = "f1"
@@ -79,7 +76,6 @@ class Reading(InMemory):
     def of(
         cls, config: Config, splits: Mapping[str, Sequence[Question]], device: torch.device
     ) -> Reading:
-        """Build the task with tokenizer, batch size, seed and limits of a run's config."""
         most = config.trainer.limit_evaluation
         if config.trainer.label_smoothing:
             raise ConfigError(
@@ -187,15 +183,11 @@ class Reading(InMemory):
 
 
 def best_spans(said: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best span of each window: of at most 30 tokens, from and to tokens of the text.
+    """The best span of each window, of at most 30 tokens: the sums of both scores, the first and
+    last tokens (windows,).
 
-    Args:
-        said: (windows, length, 2), the scores of beginning and end.
-        of_text: (windows, length), where the text is.
-
-    Returns:
-        The sums of both scores (minus infinity where there is no text), the first and last tokens:
-        (windows,) each.
+    ``said`` are the scores of beginning and end (windows, length, 2). ``of_text`` says where the
+    text is; without one the sum is minus infinity.
     """
     length = said.shape[1]
     first, last = (said[:, :, side].masked_fill(~of_text, -torch.inf) for side in (0, 1))
@@ -211,3 +203,194 @@ def _losses(said: Tensor, mask: Tensor, spans: Tensor) -> Tensor:
     masked = said.masked_fill(~mask[:, :, None], torch.finfo(said.dtype).min)
     ends = functional.cross_entropy(masked, spans, reduction="none")  # over the tokens
     return ends.mean(1)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question on a text, with its right answers and where in the text each begins; none: the
+    text has none.
+    """
+
+    key: str
+    question: str
+    text: str
+    answers: tuple[tuple[str, int], ...]
+
+
+def normal(answer: str) -> list[str]:
+    """The words that count: in lower case, without punctuation and the articles a, an, the."""
+    letters = "".join(mark for mark in answer.lower() if mark not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", letters).split()
+
+
+def exact(given: str, right: str) -> float:
+    """1 if two answers have the same words in the same order, else 0."""
+    return float(normal(given) == normal(right))
+
+
+def f1(given: str, right: str) -> float:
+    """The harmonic mean of precision and recall of an answer's words. Where one of them has no
+    words: 1 if the other has none either, else 0.
+    """
+    own, wanted = normal(given), normal(right)
+    if not own or not wanted:
+        return float(own == wanted)
+    common = sum((Counter(own) & Counter(wanted)).values())
+    # 2 p r / (p + r), p = common / own, r = common / wanted
+    return 2 * common / (len(own) + len(wanted))
+
+
+def scores(given: Sequence[str], questions: Sequence[Question]) -> dict[str, float]:
+    """Means over questions: of each the best over its right answers, the empty one if it has none
+    (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
+
+    ``exact_match`` and ``f1`` are from 0 to 1. Where some have no answer they are there for both
+    kinds too (``f1_answered``, ``f1_unanswered``, ...).
+    """
+    found: dict[str, float] = {}
+    asked = list(zip(given, questions, strict=True))
+    parts = {
+        "": asked,
+        "_answered": [pair for pair in asked if pair[1].answers],
+        "_unanswered": [pair for pair in asked if not pair[1].answers],
+    }
+    for part, some in parts.items():
+        if not some or (part and len(parts["_unanswered"]) == 0):
+            continue
+        for name, score in (("f1", f1), ("exact_match", exact)):
+            # an answer without words, such as "the", is no right one where there are others
+            right = [[text for text, _ in q.answers if normal(text)] or [""] for _, q in some]
+            best = [
+                max(score(own, text) for text in texts)
+                for (own, _), texts in zip(some, right, strict=True)
+            ]
+            found[f"{name}{part}"] = sum(best) / len(best)
+    return found
+
+
+NOWHERE = -1  # where a token of the question stands in the text
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """A question and a part of its text, as (T,) arrays. The first of the ``tokens`` stands for no
+    answer; ``segments`` are 1 for the text.
+
+    ``begins`` and ``ends`` are the characters of the text from which and up to which a token is,
+    ``NOWHERE`` outside of it. ``row`` is the question's number.
+    """
+
+    row: int
+    tokens: NDArray[np.int32]
+    segments: NDArray[np.uint8]
+    begins: NDArray[np.int32]
+    ends: NDArray[np.int32]
+
+    def span(self, question: Question) -> tuple[int, int]:
+        """The first and last token of the question's first answer; (0, 0) if this window has not
+        all of it.
+        """
+        if not question.answers:
+            return 0, 0
+        answer, first = question.answers[0]
+        last = first + len(answer)
+        inside = np.flatnonzero(self.begins != NOWHERE)
+        if not len(inside) or self.begins[inside[0]] > first or self.ends[inside[-1]] < last:
+            return 0, 0
+        # the last token that begins no later, the first that ends no earlier
+        start = int(inside[np.searchsorted(self.begins[inside], first, side="right") - 1])
+        return start, int(inside[np.searchsorted(self.ends[inside], last, side="left")])
+
+
+def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) -> list[TextWindow]:
+    """Questions and their texts in windows of at most the tokenizer's ``max_length`` tokens, of
+    which neighbours share ``stride``.
+
+    Raises ConfigError where a question leaves no room for more of its text than ``stride``.
+    """
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return list(_by_pretrained(questions, tokenizer, stride))
+    assert isinstance(tokenizer, Words)
+    return [w for row, q in enumerate(questions) for w in _by_words(row, q, tokenizer, stride)]
+
+
+def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Iterator[TextWindow]:
+    """Begin, question, end, text, end."""
+    ahead = [tokenizer.begin, *tokenizer.numbers(asked.question), tokenizer.end]
+    words, numbers = list(re.finditer(Words.WORD, asked.text)), tokenizer.numbers(asked.text)
+    room = tokenizer.max_length - len(ahead) - 1
+    step = _step(asked, room, stride)
+    for first in range(0, max(1, len(words) - stride), step):
+        part = words[first : first + room]
+        outside = [NOWHERE] * len(ahead)
+        yield TextWindow(
+            row,
+            np.array([*ahead, *numbers[first : first + room], tokenizer.end], np.int32),
+            np.array([0] * len(ahead) + [1] * (len(part) + 1), np.uint8),
+            np.array([*outside, *(word.start() for word in part), NOWHERE], np.int32),
+            np.array([*outside, *(word.end() for word in part), NOWHERE], np.int32),
+        )
+
+
+def _by_pretrained(
+    questions: Sequence[Question], tokenizer: PretrainedTokenizer, stride: int
+) -> Iterator[TextWindow]:
+    own = tokenizer.tokenizer
+    if not own.is_fast:
+        raise ConfigError(
+            "dataset.tokenizer: this one does not tell where in the text its tokens stand"
+        )
+    extra = own.num_special_tokens_to_add(pair=True)
+    for row, asked in enumerate(questions):
+        ahead = len(own(asked.question, add_special_tokens=False)["input_ids"])
+        _step(asked, tokenizer.max_length - ahead - extra, stride)
+        cut = own(
+            asked.question, asked.text, truncation="only_second", max_length=tokenizer.max_length,
+            stride=stride, return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
+        for number, tokens in enumerate(cut["input_ids"]):
+            of_text = np.array([part == 1 for part in cut.sequence_ids(number)])
+            places = np.array(cut["offset_mapping"][number], np.int32)
+            begins, ends = (
+                np.where(of_text, places[:, side], NOWHERE).astype(np.int32) for side in (0, 1)
+            )
+            yield TextWindow(
+                row, np.array(tokens, np.int32), of_text.astype(np.uint8), begins, ends
+            )
+
+
+def _step(asked: Question, room: int, stride: int) -> int:
+    if room <= stride:
+        raise ConfigError(
+            f"dataset.max_length: the question {asked.key} leaves room for {max(0, room)} tokens of "
+            f"its text, and windows share dataset.stride={stride}"
+        )
+    return room - stride
+
+
+class GPTReaderNetwork(Headed):
+    """Questions with their texts to logits (B, T, 2): where the answer begins and where it ends."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+        return self.head(self.states(tokens))
+
+
+def gpt_reader(
+    vocabulary: int,
+    max_length: int,
+    layers: int,
+    heads: int,
+    width: int,
+    dropout: float,
+    bias: bool,
+    context: int,
+    embeddings: int | None,
+    activation: str,
+) -> GPTReaderNetwork:
+    """A reader, whose head has a bias, as in transformers; the rest is as of
+    :func:`nmrun.lab.models.texts.gpt_classifier`.
+    """
+    known = embedded(vocabulary, max_length, context, embeddings)
+    return GPTReaderNetwork(
+        known, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
+    )

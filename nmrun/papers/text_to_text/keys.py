@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.lab.keys.texts import Glue
-from nmrun.lab.keys.transformers import HFCausal
+from nmrun.lab.keys.datasets import Glue
+from nmrun.lab.keys.models import HFCausal
 
 ANSWERED = "texts with answers"
 
 
 @dataclass(frozen=True)
 class GlueText(Glue):
-    """One of GLUE's tasks as text to text, in the words of T5, from its TSV files in
-    NMRUN_DATA/glue, or by Hugging Face's datasets where that is installed.
-    """
+    """One of GLUE's tasks as text to text, in the words of T5; its files are those of dataset=glue."""
 
     data: ClassVar[str] = ANSWERED
-    builder: ClassVar[str] = "nmrun.papers.text_to_text.glue_text.build"
+    builder: ClassVar[str] = "nmrun.papers.text_to_text.task.glue_text"
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class T5(HFCausal):
     """
 
     data: ClassVar[str] = ANSWERED
-    builder: ClassVar[str] = "nmrun.papers.text_to_text.hf_t5.build"
+    builder: ClassVar[str] = "nmrun.papers.text_to_text.task.t5"
 
     pretrained: str = "t5-base"
     include: Annotated[

@@ -1,5 +1,6 @@
 """Classification as text to text: the network writes the answer as words (Raffel et al. 2020, arXiv
-1910.10683).
+1910.10683). GLUE in the words of T5 (appendix D), and a pretrained T5.
+
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.texts import Encoding
+from nmrun.lab.keys.datasets import Encoding, Glue
 from nmrun.lab.tasks.base import Batch, limited, sent, thinned
-from nmrun.lab.tasks.text_classification.task import TextClassification
-from nmrun.lab.tasks.text_classification.tokens import Text, Tokenizer, tokenizer
+from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
+from nmrun.lab.tasks.text import labelled
+from nmrun.lab.tasks.text.classification import Text, TextClassification, Tokenizer, tokenizer
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -25,20 +27,17 @@ NOTHING = -100  # where an answer is shorter than another
 
 
 class TextToText(TextClassification):
-    """Cross entropy of the right answer's tokens; see :class:`nmrun.lab.tasks.base.Task`.
+    """Cross entropy of the right answer's tokens.
 
-    In an evaluation the prediction is the answer with the largest probability of all there are,
-    which a network that was trained so would write; ``loss`` is then of whole answers. A
-    micro-batch is (tokens, mask, targets), the first two (texts, length) int64 and bool (False is
-    padding), the last one (texts, longest answer) int64, -100 where an answer has ended. Models give
+    In an evaluation the prediction is the answer with the largest probability of all there are, as
+    a network that was trained so would write it. There ``loss`` is of whole answers. A micro-batch
+    is (tokens, mask, targets). Tokens and mask are (texts, length) int64 and bool (False is
+    padding). Targets are (texts, longest answer) int64, -100 where an answer has ended. Models give
     (texts, longest answer, vocabulary) for ``model(tokens, mask, targets)``, each token from those
     of the answer before it.
 
-    Args:
-        splits: texts and their labels, the number of the answer, or a score.
-        values: for scores, what each answer is worth; a score's answer is the nearest one.
-        metrics, batch_size, seed, limit_batches, device: as of
-            :class:`nmrun.lab.tasks.text_classification.task.TextClassification`.
+    Labels are the number of the answer, or a score. For scores, ``values`` says what each answer is
+    worth; a score's answer is the nearest one.
     """
 
     def __init__(
@@ -77,10 +76,8 @@ class TextToText(TextClassification):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextToText:
-        """Build the task with tokenizer, batch size, seed and limits of a run's config.
-
-        Raises:
-            ConfigError: as the class, and for smoothed labels.
+        """The task with tokenizer, batch size, seed and limits of a run's config. Raises
+        ConfigError for smoothed labels.
         """
         trainer = config.trainer
         if trainer.label_smoothing:
@@ -149,3 +146,77 @@ def _kept(values: Tensor, targets: Tensor) -> Tensor:
     """What belongs to the tokens of answers, one after the other. Tensors without values, for
     counting FLOPs, do not tell where answers end."""
     return values.flatten(0, 1) if targets.is_meta else values[targets != NOTHING]
+
+
+# the names of a task's texts, and its answers in the order of classes
+WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cola": (("sentence",), ("unacceptable", "acceptable")),
+    "sst2": (("sentence",), ("negative", "positive")),
+    "mrpc": (("sentence1", "sentence2"), ("not_equivalent", "equivalent")),
+    "qqp": (("question1", "question2"), ("not_duplicate", "duplicate")),
+    "stsb": (("sentence1", "sentence2"), ()),
+    "mnli": (("premise", "hypothesis"), ("entailment", "neutral", "contradiction")),
+    "qnli": (("question", "sentence"), ("entailment", "not_entailment")),
+    "rte": (("sentence1", "sentence2"), ("entailment", "not_entailment")),
+    "wnli": (("sentence1", "sentence2"), ("not_entailment", "entailment")),
+}
+SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
+
+
+def asked(task: str, text: Text) -> Text:
+    """One text that names its task and its parts, such as ``rte sentence1: A. sentence2: B.``."""
+    parts = (f"{name}: {part}" for name, part in zip(WORDS[task][0], text, strict=True))
+    return (" ".join([task, *parts]),)
+
+
+def glue_text(config: Config, device: torch.device) -> TextToText:
+    options = config.dataset.as_kind(Glue)
+    splits = {
+        name: ([asked(options.task, text) for text in texts], labels)
+        for name, (texts, labels) in labelled.load_glue(
+            options.task, options.held_out, options.split_seed, options.limit
+        ).items()
+    }
+    answers = WORDS[options.task][1] or tuple(f"{score:.1f}" for score in SCORES)
+    values = None if WORDS[options.task][1] else SCORES
+    metrics = labelled.TASKS[options.task].metrics
+    return TextToText.of_answers(config, splits, answers, values, metrics, device)
+
+
+class T5Network(nn.Module):
+    """Tokens (B, T), mask (B, T) bool (False is padding) and targets (B, L), below 0 where they
+    have ended, to (B, L, vocabulary). Each is from the targets before it.
+    """
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        config = self.network.config
+        first = torch.full_like(targets[:, :1], config.decoder_start_token_id)
+        before = torch.cat([first, targets[:, :-1]], 1)
+        return self.network(
+            input_ids=tokens,
+            # transformers looks whether a mask pads anything; a tensor without values cannot tell
+            attention_mask=None if mask.is_meta else mask.long(),
+            decoder_input_ids=before.masked_fill(before < 0, config.pad_token_id),
+            use_cache=False,
+        ).logits
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as transformers' models name theirs."""
+        return self.network.get_output_embeddings()
+
+
+def t5(vocabulary: int, max_length: int, pretrained: str) -> T5Network:
+    """A pretrained network in float32. Its dropout is that of its ``config.json``, its positions
+    are relative and have no end.
+
+    Raises ConfigError where it cannot be loaded, is no T5, or has another vocabulary than the data.
+    """
+    config = fetch("AutoConfig", "model.pretrained", pretrained)
+    if config.model_type != "t5":
+        raise ConfigError(f"model.pretrained={pretrained}: {config.model_type} is no T5")
+    check_vocabulary(pretrained, config.vocab_size, vocabulary)
+    return T5Network(fetch_whole("T5ForConditionalGeneration", pretrained))

@@ -1,3 +1,3 @@
-"""Pairs of sentences, and fairseq's Transformer: tables of STEP, S-STE and the gradient-flow recipes,
-and the comparison of translation. It needs fairseq (``nmrun[translation]``).
+"""Pairs of sentences, and fairseq's Transformer: tables of STEP, S-STE and the gradient-flow
+recipes. It needs fairseq (``nmrun[translation]``).
 """

@@ -1,10 +1,11 @@
-"""fairseq's Transformer with a forward pass that never looks at the values of its inputs.
+"""fairseq's Transformer with a forward pass that never looks at the values of its inputs. Import it
+by :func:`nmrun.papers.translation.fairseq.fairseq`.
 
 fairseq asks a batch whether it has padding and goes one way or the other. That waits for a GPU,
 breaks a compiled graph, and cannot be done where only shapes are known. Here padding is always
-masked in the source, and never in the target, where it comes after the words and none of them looks
-that far. The results at real tokens are the same, and so are all names of parameters. Beam search
-goes fairseq's own way. Import this module by ``nmrun.papers.translation.fairseq_import``.
+masked in the source. It never is in the target, where it comes after the words and none of them
+looks that far. The results at real tokens are the same, and so are all names of parameters. Beam
+search goes fairseq's own way.
 """
 
 from __future__ import annotations
@@ -56,14 +57,8 @@ class TranslationDecoder(TransformerDecoderBase):
     """(sentences, length) tokens of the target and the encoder's output to features."""
 
     def features(self, previous: Tensor, encoded: dict[str, list[Tensor]]) -> Tensor:
-        """Decode all places at once, each seeing itself and those before it.
-
-        Args:
-            previous: tokens of the target (sentences, length), moved by one.
-            encoded: what :class:`TranslationEncoder` gives.
-
-        Returns:
-            (sentences, length, width).
+        """All places at once, each seeing itself and those before it: (sentences, length, width).
+        ``previous`` are tokens of the target (sentences, length), moved by one.
         """
         x = self.embed_scale * self.embed_tokens(previous) + self.embed_positions(previous)
         x = self.dropout_module(x).transpose(0, 1)
@@ -92,22 +87,12 @@ class TranslationTransformer(TransformerModelBase):
     def build_encoder(
         cls, config: TransformerConfig, dictionary: Any, embedding: Any
     ) -> TranslationEncoder:
-        """Build the encoder, for fairseq's ``build_model``.
-
-        Args:
-            config, dictionary, embedding: as of ``TransformerModelBase.build_encoder``.
-        """
         return TranslationEncoder(config, dictionary, embedding)
 
     @classmethod
     def build_decoder(
         cls, config: TransformerConfig, dictionary: Any, embedding: Any
     ) -> TranslationDecoder:
-        """Build the decoder, for fairseq's ``build_model``.
-
-        Args:
-            config, dictionary, embedding: as of ``TransformerModelBase.build_decoder``.
-        """
         return TranslationDecoder(config, dictionary, embedding)
 
     def forward(
@@ -117,17 +102,11 @@ class TranslationTransformer(TransformerModelBase):
         prev_output_tokens: Tensor,
         where: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute logits.
+        """Logits (sentences, length, target dictionary), or (tokens, target dictionary) of the
+        places ``where`` in the flattened batch (tokens,) alone; and nothing more.
 
-        Args:
-            src_tokens: (sentences, length), padded at the left.
-            src_lengths: not used; fairseq hands it over.
-            prev_output_tokens: of the target, moved by one (sentences, length).
-            where: places in the flattened batch (tokens,); None: all.
-
-        Returns:
-            Logits (sentences, length, target dictionary), or (tokens, target dictionary) of the
-            places alone; and nothing more.
+        ``src_tokens`` (sentences, length) are padded at the left; ``prev_output_tokens`` are of the
+        target, moved by one.
         """
         features = self.decoder.features(prev_output_tokens, self.encoder(src_tokens))
         if where is not None:

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 
 from nmrun.lab.keys.datasets import Dataset, Seeded
 from nmrun.lab.keys.groups import Group
+from nmrun.lab.keys.models import Transformer
 from nmrun.lab.keys.ranges import PATH
-from nmrun.lab.keys.transformers import Transformer
 from nmrun.ranges import FLAG, FRACTION, OPTIONAL_TEXT, TEXT, number, one_of, whole
 
 PAIRS = "pairs of sentences"
@@ -22,7 +22,7 @@ class Translated(Group):
     max_tokens: Annotated[
         int,
         whole(1),
-        "in a batch, source or target, padding included (trainer.batch_size is not used)",
+        "tokens of a batch, of source or target, padding included (trainer.batch_size is not used)",
     ] = 4096
     beam: Annotated[int, whole(1), "width of the beam search"] = 5
     length_penalty: Annotated[
@@ -32,24 +32,24 @@ class Translated(Group):
 
 @dataclass(frozen=True)
 class CopyReverse(Translated, Seeded, Dataset):
-    """Generated sentences to be copied or reversed, as their first word says: a small translation
-    task, no download.
+    """A small generated translation task: a sentence's first word says whether to copy or reverse
+    the rest.
     """
 
     data: ClassVar[str] = PAIRS
-    builder: ClassVar[str] = "nmrun.papers.translation.copy_reverse.build"
+    builder: ClassVar[str] = "nmrun.papers.translation.data.copy_reverse"
 
     version: Annotated[
         int,
         whole(2, 2),
-        "of the generated sentences: those of version 1 were in several splits at once",
+        "version of the generated sentences; those of version 1 were in several splits at once",
     ] = 2
-    split_seed: Annotated[int, "which sentences; not changed by the run's seed"] = 0
+    split_seed: Annotated[int, "which sentences are generated; not changed by the run's seed"] = 0
     size: Annotated[int, whole(1), "training sentences"] = 8000
     val_size: Annotated[int, whole(1), "validation sentences"] = 200
     test_size: Annotated[int, whole(1), "test sentences"] = 200
-    words: Annotated[int, whole(1), "beside the two orders"] = 16
-    longest: Annotated[int, whole(2), "words of a sentence, at most"] = 6
+    words: Annotated[int, whole(1), "different words, beside the two orders"] = 16
+    longest: Annotated[int, whole(2), "largest number of words in a sentence"] = 6
     max_tokens: int = 512
 
 
@@ -60,18 +60,16 @@ class Multi30k(Translated, Dataset):
     """
 
     data: ClassVar[str] = PAIRS
-    builder: ClassVar[str] = "nmrun.papers.translation.multi30k.build"
+    builder: ClassVar[str] = "nmrun.papers.translation.data.multi30k"
 
-    source: Annotated[str, TEXT, "language translated from: de, en, fr, cs"] = "de"
-    target: Annotated[str, TEXT, "language translated to"] = "en"
+    source: Annotated[str, TEXT, "language to translate from: de, en, fr, cs"] = "de"
+    target: Annotated[str, TEXT, "language to translate into"] = "en"
     test: Annotated[
         str,
         TEXT,
-        "the test texts: this one, test_2017_flickr, test_2017_mscoco, test_2018_flickr",
+        "test texts: test_2016_flickr, test_2017_flickr, test_2017_mscoco or test_2018_flickr",
     ] = "test_2016_flickr"
-    vocabulary: Annotated[
-        int, whole(4), "subwords of the BPE that both languages have in common"
-    ] = 8000
+    vocabulary: Annotated[int, whole(4), "subwords of the BPE that both languages share"] = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +77,17 @@ class Fairseq(Translated, Dataset):
     """Any folder of fairseq-preprocess or nmrun prepare."""
 
     data: ClassVar[str] = PAIRS
-    builder: ClassVar[str] = "nmrun.papers.translation.fairseq_folder.build"
+    builder: ClassVar[str] = "nmrun.papers.translation.data.fairseq_folder"
     places: ClassVar[tuple[str, ...]] = ("path",)
 
     path: Annotated[str, PATH, "the folder, such as data-bin/iwslt14.tokenized.de-en"]
     source: Annotated[
         str | None,
         OPTIONAL_TEXT,
-        "language translated from; null = by the names of the files",
+        "language to translate from; null = by the names of the files",
     ] = None
     target: Annotated[
-        str | None, OPTIONAL_TEXT, "language translated to; null = by the names of the files"
+        str | None, OPTIONAL_TEXT, "language to translate into; null = by the names of the files"
     ] = None
     train: Annotated[str, PATH, "name of the training texts, as in train.de-en.de.idx"] = "train"
     val: Annotated[str | None, OPTIONAL_TEXT, "name of the validation texts; null = valid"] = (
@@ -99,9 +97,9 @@ class Fairseq(Translated, Dataset):
     subwords: Annotated[
         str,
         one_of("none", "sentencepiece", "subword_nmt"),
-        "what the text was split by, to be undone for BLEU: none, sentencepiece, subword_nmt",
+        "how the text was split, to undo it for BLEU: none, sentencepiece, subword_nmt",
     ] = "none"
-    moses: Annotated[bool, FLAG, "whether Moses tokenised the text, to be undone for BLEU"] = False
+    moses: Annotated[bool, FLAG, "whether Moses tokenised the text, to undo it for BLEU"] = False
 
 
 @dataclass(frozen=True)
@@ -110,22 +108,22 @@ class FairseqTransformer(Transformer):
 
     decays: ClassVar[str] = "all"  # as fairseq-train
     data: ClassVar[str] = PAIRS
-    builder: ClassVar[str] = "nmrun.papers.translation.fairseq_transformer.build"
+    builder: ClassVar[str] = "nmrun.papers.translation.fairseq.transformer"
 
-    width: Annotated[int, "of the embeddings"] = 64
+    width: Annotated[int, "width of the embeddings"] = 64
     ffn: Annotated[int, whole(1), "width of the feed-forward networks"] = 64
-    layers: Annotated[int, "of the encoder, and as many of the decoder"] = 2
-    heads: Annotated[int, "of every attention"] = 2
-    dropout: Annotated[float, "of embeddings and of each block's output"] = 0.1
-    attention_dropout: Annotated[float, FRACTION, "of the attention weights"] = 0.0
+    layers: Annotated[int, "layers of the encoder, and of the decoder"] = 2
+    heads: Annotated[int, "heads of every attention"] = 2
+    dropout: Annotated[float, "dropout of embeddings and of each block's output"] = 0.1
+    attention_dropout: Annotated[float, FRACTION, "dropout of the attention weights"] = 0.0
     activation_dropout: Annotated[
-        float, FRACTION, "inside the feed-forward networks, after their activation"
+        float, FRACTION, "dropout inside the feed-forward networks, after their activation"
     ] = 0.0
     share_embeddings: Annotated[
         str,
         one_of("auto", "none", "decoder", "all"),
-        "decoder (its input and output), all (the encoder's too), none; auto = all with one "
-        "dictionary, else decoder",
+        "embeddings that are one: decoder (its input and output), all (the encoder's too) or "
+        "none. auto = all with one dictionary, else decoder",
     ] = "auto"
     include: Annotated[
         Sequence[str] | None,

@@ -1,9 +1,11 @@
 """``nmrun prepare``: raw parallel text into subwords and fairseq's binary files, ready for
 ``dataset=fairseq`` (or ``fairseq-train``).
+
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
 import json
@@ -18,21 +20,35 @@ from typing import Any
 import numpy as np
 
 from nmrun.errors import ConfigError
-from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.lab.tasks.storage import data_folder
+from nmrun.lab.verbs import Parser
+from nmrun.papers.translation.fairseq import fairseq
 
 Files = dict[str, tuple[Path, Path]]
 
 
 def beside(prefix: Path, language: str) -> Path:
-    """Find ``<prefix>.<language>``, or that with ``.gz``.
-
-    Raises:
-        ConfigError: if there is neither.
-    """
+    """``<prefix>.<language>``, or that with ``.gz``. Raises ConfigError if there is neither."""
     for name in (f"{prefix}.{language}", f"{prefix}.{language}.gz"):
         if Path(name).is_file():
             return Path(name)
     raise ConfigError(f"{prefix}.{language}: there is no such file, nor with .gz")
+
+
+def multi30k_files(languages: tuple[str, str], test: str) -> Files:
+    """The raw text of Multi30k: files of train, valid and test for both languages. Raises
+    ConfigError with how to get it.
+    """
+    folder: Path = data_folder() / "multi30k"
+    try:
+        return {
+            split: (beside(folder / name, languages[0]), beside(folder / name, languages[1]))
+            for split, name in {"train": "train", "valid": "val", "test": test}.items()
+        }
+    except ConfigError as error:
+        raise ConfigError(
+            f"dataset=multi30k: {error} (NMRUN_DATA={data_folder()}); data/task1/raw of github.com/multi30k/dataset has it"
+        ) from None
 
 
 def prepare(
@@ -43,19 +59,13 @@ def prepare(
     joint: bool = True,
     longest: int = 250,
 ) -> str:
-    """Make subwords and fairseq's binary files of raw text.
+    """Subwords and fairseq's binary files of raw text, in a folder that appears when it is whole.
 
     BPE by sentencepiece is learned on the training text; the dictionaries are made as
     ``fairseq-preprocess`` makes them. Beside the binary files there are the ``.model`` files of
-    sentencepiece and the target of valid and test as plain text, for BLEU. The folder appears when
-    it is whole.
-
-    Args:
-        texts: files of train, valid and test for both languages.
-        longest: training pairs with more subwords on a side, or with an empty side, are left out.
-
-    Raises:
-        ConfigError: for texts of unequal length, and a vocabulary that they are too small for.
+    sentencepiece and the target of valid and test as plain text, for BLEU. Training pairs with more
+    than ``longest`` subwords on a side, or with an empty side, are left out. Raises ConfigError for
+    texts of unequal length, and a vocabulary that they are too small for.
     """
     try:
         import sentencepiece
@@ -129,12 +139,10 @@ def prepare(
 
 
 def read(file: Path) -> list[str]:
-    """Read the lines of a text, which may be compressed.
+    """The lines of a text, which may be compressed. Only a line feed ends one: other separators of
+    Unicode occur within sentences.
 
-    Only a line feed ends one: other separators of Unicode occur within sentences.
-
-    Raises:
-        ConfigError: for a file that is not UTF-8, or damaged.
+    Raises ConfigError for a file that is not UTF-8, or damaged.
     """
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as raw:
@@ -194,3 +202,71 @@ def _binarise(sentences: list[list[str]], dictionary: Any, name: Path) -> None:
             torch.from_numpy(np.array([*map(dictionary.index, sentence), dictionary.eos()]))
         )
     builder.finalize(f"{name}.idx")
+
+
+def main(argv: list[str]) -> int:
+    """Run ``nmrun prepare`` with these words; returns the exit status."""
+    parser = Parser(
+        "nmrun prepare",
+        description="Raw parallel text into subwords and fairseq's binary files, for dataset=fairseq (or fairseq-train).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "corpus",
+        choices=["multi30k", "parallel"],
+        help="Multi30k below NMRUN_DATA, or any line-by-line text",
+    )
+    parser.add_argument(
+        "--to", type=Path, required=True, help="the folder to write; it must not be there yet"
+    )
+    parser.add_argument(
+        "--source", default="de", help="language that is translated from: the ending of its files"
+    )
+    parser.add_argument("--target", default="en", help="language that is translated into")
+    for split in ("train", "valid", "test"):
+        parser.add_argument(
+            f"--{split}",
+            type=Path,
+            help=f"parallel: {split} text without .<language> or .<language>.gz",
+        )
+    parser.add_argument("--vocabulary", type=int, default=8000, help="subwords of BPE")
+    parser.add_argument(
+        "--separate",
+        action="store_true",
+        help="a BPE and a dictionary for each language, not one for both",
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=250,
+        help="training pairs with more subwords on a side are left out",
+    )
+    asked = parser.parse_args(argv)
+    languages = asked.source, asked.target
+    if asked.corpus == "parallel":
+        given = {split: getattr(asked, split) for split in ("train", "valid", "test")}
+        if missing := [f"--{split}" for split, prefix in given.items() if prefix is None]:
+            raise ConfigError(
+                f"prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
+            )
+    if asked.to.exists():
+        raise ConfigError(f"--to {asked.to}: it is there already")
+    if asked.corpus == "multi30k":
+        texts = multi30k_files(languages, "test_2016_flickr")
+    else:
+        texts = {
+            split: (beside(prefix, asked.source), beside(prefix, asked.target))
+            for split, prefix in given.items()
+        }
+    said = prepare(
+        texts,
+        languages,
+        asked.to,
+        asked.vocabulary,
+        joint=not asked.separate,
+        longest=asked.longest,
+    )
+    print(
+        f"{said}\n  nmrun dataset=fairseq dataset.path={asked.to} dataset.subwords=sentencepiece model=fairseq_transformer"
+    )
+    return 0

@@ -55,14 +55,8 @@ class Corpus:
     def padded(
         self, rows: Rows, padding: int, left: bool = False
     ) -> tuple[Rows, NDArray[np.bool_]]:
-        """Pad sentences to the longest of them.
-
-        Args:
-            rows: numbers of the sentences (n,).
-            left: fill up at the left, as encoders want it.
-
-        Returns:
-            Tokens (n, length), int64, and where there is no padding (n, length).
+        """Sentences padded to the longest of them, int64, and where there is no padding, (n,
+        length) each. ``left``: as encoders want it.
         """
         lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
         columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
@@ -75,10 +69,8 @@ Pair = tuple[Corpus, Corpus]
 
 
 def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
-    """Order sentences by length and cut them into batches.
-
-    Returns:
-        The sentences' numbers ``rows``, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i + 1]]``.
+    """The numbers ``rows`` of sentences by length, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i
+    + 1]]``.
     """
     source, target = (corpus.lengths for corpus in pair)
     rows = np.lexsort((target, source))
@@ -92,13 +84,8 @@ def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
 
 
 def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
-    """Let sentences of equal lengths change places.
-
-    Args:
-        rows: of :func:`bucketed`.
-
-    Returns:
-        ``rows`` in another order that :func:`bucketed` could have given as well.
+    """``rows`` of :func:`bucketed` in another order that it could have given: sentences of equal
+    lengths change places.
     """
     mixed = random.permutation(rows)
     source, target = (corpus.lengths[mixed] for corpus in pair)
@@ -106,11 +93,8 @@ def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows
 
 
 def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
-    """Check that the two sides of a split fit each other and their dictionaries.
-
-    Raises:
-        ConfigError: for another number of sentences, for none, for a token outside the dictionary,
-            and for a sentence without the end mark.
+    """Raises ConfigError where the two sides of a split do not fit each other and their
+    dictionaries, or a sentence lacks the end mark.
     """
     if len(pair[0]) != len(pair[1]):
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch.nn import functional
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
-from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.keys import Translated
 from nmrun.papers.translation.sentences import (
     Dictionary,
@@ -35,32 +35,23 @@ LONGEST = (1.2, 10)
 
 
 class Translation(Categorical):
-    """Cross entropy over the tokens of the target language; see :class:`nmrun.lab.tasks.base.Task`. An
-    item is a target token.
+    """Cross entropy over the tokens of the target language. An item is a target token.
 
     A batch has sentences of about the same length, as many as fit into ``max_tokens`` tokens a
     side, padding included. Sentences are ordered by the lengths of source and target, so the cuts
-    between batches are the same in all epochs; which of the sentences of equal lengths fall into
+    between batches are the same in all epochs. Which of the sentences of equal lengths fall into
     which batch, and the order of the batches, are a pure function of (seed, epoch). Each sentence
-    is in one batch of an epoch.
+    is in one batch of an epoch. A micro-batch is:
 
-    A micro-batch is (source, previous, where, target): source (sentences, length) padded at the
-    left, the target as the decoder sees it, moved by one token (sentences, length), the places of
-    its tokens in the flattened batch, and what follows at these (both (tokens,)). Models give, as
-    fairseq's, a tuple with the logits (tokens, target dictionary) in front for ``model(source,
-    None, previous, where)``.
+    - source (sentences, length), padded at the left;
+    - previous (sentences, length), the target as the decoder sees it, moved by one token;
+    - where (tokens,), the places of the target's tokens in the flattened batch;
+    - target (tokens,), what follows at these.
 
-    Args:
-        splits: source and target of train, val and, if there is one, test.
-        source, target: the dictionaries; ``inputs`` has them by these names.
-        detokenize: makes such a sentence of the symbols of a translation.
-        label_smoothing: fairseq's: epsilon is spread over all tokens but the right one.
-        limit_batches: of an epoch, at most; None: all.
-        device: where batches go.
-
-    Raises:
-        ConfigError: for a source and target of unequal length, for tokens outside the dictionary,
-            and for a sentence longer than ``max_tokens``.
+    Models give, as fairseq's, a tuple with the logits (tokens, target dictionary) in front for
+    ``model(source, None, previous, where)``. ``label_smoothing`` is fairseq's: epsilon is spread
+    over all tokens but the right one. Raises ConfigError for sides that do not fit, and for a
+    sentence longer than ``max_tokens``.
     """
 
     metric = "bleu"
@@ -111,7 +102,6 @@ class Translation(Categorical):
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """Build the task with batch size, beam, seed, smoothing and limits of a run's config."""
         keys = config.dataset.as_kind(Translated)
         most = config.trainer.limit_evaluation
         return cls(
@@ -243,11 +233,7 @@ def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tens
 
 
 def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Compute sacreBLEU (Post 2018, arXiv 1804.08771).
-
-    Returns:
-        BLEU from 0 to 100, and its signature.
-    """
+    """sacreBLEU (Post 2018, arXiv 1804.08771), 0 to 100, and its signature."""
     from sacrebleu.metrics.bleu import BLEU
 
     bleu = BLEU()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nmrun.lab.compare.numbers import places, printed, signed, unit
+from nmrun.lab.compare.notation import places, printed, signed, unit
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 from verbs import verb
 
+from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.show import cli
-from nmrun.lab.words.metric import higher_is_better
 
 
 def cells(markdown: str) -> dict[str, dict[str, str]]:

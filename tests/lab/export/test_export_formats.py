@@ -28,7 +28,7 @@ from nmrun.fast import packed
 from nmrun.lab import models, tasks
 from nmrun.lab.export import cli
 from nmrun.lab.export import packed as export_packed
-from nmrun.lab.tasks.vision import digits
+from nmrun.lab.tasks.vision.images import load_digits
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
@@ -601,7 +601,7 @@ def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) 
     }
     given = told["input"]
     # the test images as their files have them: whole numbers from 0 to 16, whatever they are scaled to
-    images, labels = digits.load()["test"]
+    images, labels = load_digits()["test"]
     levels, raw = np.unique(images.numpy(), return_inverse=True)
     assert given["range"] == [0, len(levels) - 1] == [0, 16]
     mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))

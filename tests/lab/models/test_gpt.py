@@ -16,8 +16,8 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.keys.fields import defaults
-from nmrun.lab.keys.options import kind
-from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.keys.options import keys
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.train import runner
 
 SIZES = {
@@ -30,7 +30,7 @@ GPT2_DATA = {"vocabulary": 50257, "context": 1024}
 
 
 def config(name: str) -> dict:
-    return {"name": name, **defaults(kind("model", name))}
+    return {"name": name, **defaults(keys("model", name))}
 
 
 def tiny(dropout: float = 0.0) -> GPTNetwork:

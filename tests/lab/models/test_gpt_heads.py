@@ -14,11 +14,11 @@ from torch import nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.models import gpt_heads
-from nmrun.lab.models.gpt import GPTNetwork
+from nmrun.lab.models import texts
+from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.train import flops, runner, weights
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.reading import gpt_reader
+from nmrun.papers.reading import task
 
 SIZE: dict[str, Any] = {
     "layers": 2,
@@ -42,8 +42,8 @@ MLP = 'model.include=["h[.][0-9]+[.]mlp[.].*"]'
 def test_heads_see_what_the_language_model_sees() -> None:
     torch.manual_seed(0)
     language = GPTNetwork(19, 12, 2, 2, 8)
-    classifier = gpt_heads.classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
-    reader = gpt_reader.build(19, 9, **SIZE, context=12, embeddings=None)
+    classifier = texts.gpt_classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
+    reader = task.gpt_reader(19, 9, **SIZE, context=12, embeddings=None)
     body = {k: v for k, v in language.state_dict().items() if not k.startswith("lm_head")}
     for model in (classifier, reader):
         lost = model.load_state_dict(body, strict=False)
@@ -66,10 +66,10 @@ def test_heads_see_what_the_language_model_sees() -> None:
 
 def test_more_positions_or_tokens_than_the_network_has() -> None:
     with pytest.raises(ConfigError, match=r"dataset.max_length=16: .* model.context=12 positions"):
-        gpt_reader.build(19, 16, **SIZE, context=12, embeddings=None)
+        task.gpt_reader(19, 16, **SIZE, context=12, embeddings=None)
     with pytest.raises(ConfigError, match=r"model\.embeddings=18: the data have 19 tokens"):
-        gpt_heads.classifier(19, 8, 2, **SIZE, context=12, embeddings=18)
-    padded = gpt_heads.classifier(19, 8, 2, **SIZE, context=12, embeddings=32)
+        texts.gpt_classifier(19, 8, 2, **SIZE, context=12, embeddings=18)
+    padded = texts.gpt_classifier(19, 8, 2, **SIZE, context=12, embeddings=32)
     assert padded.wte.num_embeddings == 32
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.keys.fields import defaults
-from nmrun.lab.keys.options import KINDS, kind
+from nmrun.lab.keys.options import KINDS, keys
 from nmrun.lab.train import build
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import candidates, select
@@ -37,7 +37,7 @@ IMAGENET = {
 
 
 def options(name: str, **changed: Any) -> dict[str, Any]:
-    return {"name": name, **defaults(kind("model", name)), **changed}
+    return {"name": name, **defaults(keys("model", name)), **changed}
 
 
 def built(name: str, side: int, classes: int, channels: int = 3, **changed: Any) -> nn.Module:
@@ -108,7 +108,7 @@ def test_resnets_of_cifar_by_the_table_of_the_paper(name: str, million: float) -
 
 
 def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
-    from nmrun.lab.models.resnet import PaddedShortcut
+    from nmrun.lab.models.images import PaddedShortcut
 
     x = torch.randn(2, 4, 6, 6)
     out = PaddedShortcut()(x)
@@ -153,7 +153,7 @@ def test_depthwise_convolutions_cannot_be_sparse() -> None:
 
 
 def test_separate_projections_attend_as_the_fused_ones() -> None:
-    from nmrun.lab.models.vit import ImageAttention
+    from nmrun.lab.models.images import ImageAttention
 
     torch.manual_seed(0)
     fused = nn.MultiheadAttention(24, 3, batch_first=True)
@@ -238,7 +238,7 @@ def test_without_timm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'nmrun\[timm\]'"):
         built("timm", 32, 10)
-    assert importlib.util.find_spec("nmrun.lab.models.timm_models") is not None
+    assert importlib.util.find_spec("nmrun.lab.models.images") is not None
 
 
 def test_every_model_and_data_set_has_its_builder() -> None:

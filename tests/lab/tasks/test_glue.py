@@ -18,8 +18,8 @@ from runs import config, cut_off, rows
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.tasks.text_classification import glue
-from nmrun.lab.tasks.text_classification.task import TextClassification
+from nmrun.lab.tasks.text import labelled
+from nmrun.lab.tasks.text.classification import TextClassification
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 
@@ -36,10 +36,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", glue.TASKS)
+@pytest.mark.parametrize("task", labelled.TASKS)
 def test_files_in_the_official_format(task: str, data: Path):
     write(data, task)
-    found = glue.load(task, held_out=0)
+    found = labelled.load_glue(task, held_out=0)
     texts, labels = FILES[task][3:]
     splits = {"val", "val_mismatched"} if task == "mnli" else {"val"}
     assert set(found) == {"train", *splits}  # what chooses epochs is not called a test
@@ -49,16 +49,16 @@ def test_files_in_the_official_format(task: str, data: Path):
 
 def test_validation_is_held_out_of_the_training_set(data: Path):
     write(data, "sst2", [f"text {i}\t{i % 2}" for i in range(100)])
-    found = glue.load("sst2", held_out=0.1)
+    found = labelled.load_glue("sst2", held_out=0.1)
     train, val = found["train"], found["val"]
     assert (len(train[0]), len(val[0]), len(found["test"][0])) == (90, 10, 2)
     assert {text for (text,) in train[0] + val[0]} == {f"text {i}" for i in range(100)}
     for texts, labels in (train, val):
         assert labels == [int(text.split()[1]) % 2 for (text,) in texts]
-    limited = glue.load("sst2", held_out=0.1, limit=7)
+    limited = labelled.load_glue("sst2", held_out=0.1, limit=7)
     assert limited["train"] == (train[0][:7], train[1][:7])
     assert limited["val"] == val
-    assert glue.load("sst2", held_out=0.1, split_seed=1)["val"] != val
+    assert labelled.load_glue("sst2", held_out=0.1, split_seed=1)["val"] != val
 
 
 MISTAKES = {
@@ -78,19 +78,19 @@ def test_a_broken_file_costs_one_line(mistake: str, data: Path):
     if header:
         (place / "train.tsv").write_text("\n".join([header, *lines]))
     with pytest.raises(ConfigError, match=message) as caught:
-        glue.load(task)
+        labelled.load_glue(task)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_of_another_encoding(data: Path):
     (write(data, "sst2") / "train.tsv").write_bytes(b"sentence\tlabel\ncaf\xe9\t1\n")
     with pytest.raises(ConfigError, match=r"SST-2/train.tsv: .*utf-8"):
-        glue.load("sst2")
+        labelled.load_glue("sst2")
 
 
 def test_missing_data_say_what_where_and_how(data: Path):
     with pytest.raises(ConfigError) as caught:
-        glue.load("mrpc")
+        labelled.load_glue("mrpc")
     for word in (
         "glue/MRPC/train.tsv",
         str(data),
@@ -120,7 +120,7 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
     module = ModuleType("datasets")
     module.__spec__, module.load_dataset = SimpleNamespace(name="datasets"), load_dataset  # type: ignore[assignment,attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found = glue.load(task, held_out=0)
+    found = labelled.load_glue(task, held_out=0)
     assert found["val"] == (texts, labels)
     splits = ["validation_matched", "validation_mismatched"] if task == "mnli" else ["validation"]
     assert asked == [("nyu-mll/glue", task, split) for split in ("train", *splits)]
@@ -133,7 +133,7 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
     "task",
     [
         task if task in (*METRICS, "mnli") else pytest.param(task, marks=pytest.mark.slow)
-        for task in glue.TASKS
+        for task in labelled.TASKS
     ],
 )
 def test_every_task_trains(task: str, data: Path, tmp_path: Path):
@@ -284,7 +284,7 @@ def test_the_same_answer_as_transformers_own_classifier(task: str, encoder: Path
     theirs = transformers.BertForSequenceClassification.from_pretrained(encoder).eval()
     theirs.classifier.load_state_dict(parts.model.head.state_dict())
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
-    texts, labels = glue.load(task)["val"]
+    texts, labels = labelled.load_glue(task)["val"]
     columns = [list(column) for column in zip(*texts, strict=True)]
     with torch.no_grad():
         logits = theirs(**tokenizer(*columns, padding=True, return_tensors="pt")).logits
@@ -315,7 +315,7 @@ def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     parts = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense")
     model, tokenizer = parts.model.eval(), transformers.AutoTokenizer.from_pretrained(encoder)
-    texts, labels = glue.load("rte")["val"]
+    texts, labels = labelled.load_glue("rte")["val"]
     logits = []
     for pair in texts:
         means = [
@@ -424,9 +424,9 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
     sizes = {"cola": (8551, 1043), "mrpc": (3667, 408), "rte": (2490, 277), "sst2": (67349, 872)}
     for task, (train, test) in sizes.items():
-        if not (REAL / "glue" / glue.TASKS[task].folder).is_dir():
+        if not (REAL / "glue" / labelled.TASKS[task].folder).is_dir():
             continue
-        found = glue.load(task)
+        found = labelled.load_glue(task)
         assert (len(found["train"][0]) + len(found["val"][0]), len(found["test"][0])) == (
             train,
             test,

@@ -21,15 +21,15 @@ from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
-from nmrun.lab.keys.texts import StdlibText
+from nmrun.lab.compare.notation import higher_is_better
+from nmrun.lab.keys.datasets import StdlibText
 from nmrun.lab.tasks import storage
-from nmrun.lab.tasks.text import corpus, stdlib, token_bin
+from nmrun.lab.tasks.text import corpus, files
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
 from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
-from nmrun.lab.words.metric import higher_is_better
 
 DEVICE = torch.device("cpu")
 
@@ -467,7 +467,7 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
 
 
 def test_the_library_is_one_text_on_one_machine(tmp_path):
-    texts = stdlib.read()
+    texts = files.stdlib_sources()
     assert {name: len(some) > 20_000 for name, some in texts.items()} == {
         "train": True,
         "val": True,
@@ -475,7 +475,7 @@ def test_the_library_is_one_text_on_one_machine(tmp_path):
     }
     assert b"class ArgumentParser" in texts["train"]
     config = runs.config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
-    assert config.dataset.as_kind(StdlibText).sha256 == stdlib.digest()
+    assert config.dataset.as_kind(StdlibText).sha256 == files.stdlib_digest()
     task = tasks.build(config, DEVICE)
     assert {name: task.splits[name].tobytes() for name in texts} == texts
     with pytest.raises(
@@ -540,11 +540,11 @@ def test_what_is_wrong_with_a_token_file(tmp_path):
         / "missing.bin": r"there is no .*missing\.bin; dataset\.folder has train\.bin and val\.bin",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            token_bin.read(wrong, 50257)
+            files.read_tokens(wrong, 50257)
     np.save(tmp_path / "numpy.npy", np.arange(50, dtype=np.uint16))
     with pytest.raises(ConfigError, match=r"as numpy\.save writes it"):
-        token_bin.read(tmp_path / "numpy.npy", 65536)
-    assert token_bin.read(write(tmp_path / "good.bin", [0, 50256]), 50257).tolist() == [0, 50256]
+        files.read_tokens(tmp_path / "numpy.npy", 65536)
+    assert files.read_tokens(write(tmp_path / "good.bin", [0, 50256]), 50257).tolist() == [0, 50256]
 
 
 # --- whole runs -----------------------------------------------------------------------------------

@@ -16,15 +16,16 @@ from runs import config
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.keys import options
-from nmrun.lab.tasks.text import stdlib
-from nmrun.lab.tasks.text_classification import generated, glue
-from nmrun.lab.tasks.vision import digits, images
+from nmrun.lab.tasks.text import files, labelled
+from nmrun.lab.tasks.vision import images
 from nmrun.lab.words.identity import identity
-from nmrun.papers.detection import generated_shapes
-from nmrun.papers.flow import generated_motion
-from nmrun.papers.reading import generated_questions, squad
-from nmrun.papers.reading.answers import Question
-from nmrun.papers.translation import copy_reverse
+from nmrun.papers.detection.data import generated as generated_shapes
+from nmrun.papers.flow.data import generated as generated_motion
+from nmrun.papers.reading.data import generated as generated_questions
+from nmrun.papers.reading.data import load_squad
+from nmrun.papers.reading.task import Question
+from nmrun.papers.translation.data import ORDERS, Symbols
+from nmrun.papers.translation.data import generated as generated_sentences
 from nmrun.papers.translation.keys import CopyReverse
 
 Splits = dict[str, list[Any]]
@@ -58,7 +59,9 @@ def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
             )
             for rows in (200, 50)
         ]
-        monkeypatch.setattr(images, "read", lambda _: (*several, [*"0123456789"], tmp_path))
+        monkeypatch.setattr(
+            images, "read_torchvision", lambda _: (*several, [*"0123456789"], tmp_path)
+        )
         return pixels(task(tmp_path, f"dataset={name}").splits)
 
     return made
@@ -84,7 +87,7 @@ def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
     for name, first, last in (("train", 0, 100), ("dev", 100, 120)):
         rows = "".join(f"text {number}\t{number % 2}\n" for number in range(first, last))
         (tmp_path / "glue" / "SST-2" / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
-    return {name: texts for name, (texts, _) in glue.load("sst2", held_out=0.1).items()}
+    return {name: texts for name, (texts, _) in labelled.load_glue("sst2", held_out=0.1).items()}
 
 
 def some_articles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
@@ -97,7 +100,7 @@ def some_articles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
         ]  # fmt: skip
         data = json.dumps({"data": [{"paragraphs": [article]} for article in articles]})
         (tmp_path / "squad" / f"{name}-v2.0.json").write_text(data)
-    return texts_of(squad.load("v2.0"))
+    return texts_of(load_squad("v2.0"))
 
 
 def texts_of(splits: dict[str, list[Question]]) -> Splits:
@@ -118,7 +121,7 @@ def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
 
 
 def modules(*_: Any) -> Splits:
-    return {name: [*some] for name, some in stdlib.MODULES.items()}
+    return {name: [*some] for name, some in files.MODULES.items()}
 
 
 def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
@@ -126,8 +129,8 @@ def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]
     own = CopyReverse(
         name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
     )  # fmt: skip
-    words = [*copy_reverse.ORDERS, *(f"w{number}" for number in range(own.words))]
-    return copy_reverse.sentences(own, copy_reverse.Symbols(words))
+    words = [*ORDERS, *(f"w{number}" for number in range(own.words))]
+    return generated_sentences(own, Symbols(words))
 
 
 def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
@@ -141,14 +144,14 @@ def shapes(*_: Any) -> Splits:
     pytest.importorskip("pycocotools")
     return {
         name: [split.source.images[row].tobytes() for row in split.rows]
-        for name, split in generated_shapes.load().items()
+        for name, split in generated_shapes().items()
     }
 
 
 def motion(*_: Any) -> Splits:
     return {
         name: [split.source.pairs[row][0].tobytes() for row in split.rows]
-        for name, split in generated_motion.load().items()
+        for name, split in generated_motion().items()
     }
 
 
@@ -213,7 +216,7 @@ def some_coco(tmp_path: Path, *_: Any) -> Splits:
 
 
 MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
-    "digits": lambda *_: pixels(digits.load()),
+    "digits": lambda *_: pixels(images.load_digits()),
     **{name: from_pool(name) for name in ("cifar10", "cifar100", "fashion_mnist")},
     "image_folder": folder,
     "imagenet": imagenet,
@@ -222,10 +225,10 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "generated_motion": motion,
     "sintel": some_films,
     "flying_chairs": some_chairs,
-    "generated_text": lambda *_: {name: texts for name, (texts, _) in generated.load().items()},
+    "generated_text": lambda *_: {name: texts for name, (texts, _) in labelled.generated_reviews().items()},
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise
-    "generated_questions": lambda *_: texts_of(generated_questions.load()),
+    "generated_questions": lambda *_: texts_of(generated_questions()),
     "squad": some_articles,
     "stdlib_text": modules,
     "text": text("text"),

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.models import text_encoder
-from nmrun.lab.tasks.text_classification import generated
-from nmrun.lab.tasks.text_classification.task import TextClassification, scores
-from nmrun.lab.tasks.text_classification.tokens import Words
+from nmrun.lab.models.texts import TextEncoderNetwork
+from nmrun.lab.tasks.text import labelled
+from nmrun.lab.tasks.text.classification import TextClassification, Words, scores
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 
@@ -45,9 +44,9 @@ def task(classes: int = 2, **options: Any) -> TextClassification:
     )
 
 
-def tiny(task: TextClassification) -> text_encoder.TextEncoderNetwork:
+def tiny(task: TextClassification) -> TextEncoderNetwork:
     torch.manual_seed(0)
-    return text_encoder.build(
+    return TextEncoderNetwork(
         **task.inputs, layers=2, heads=2, width=8, dropout=0.0, activation="gelu"
     )
 
@@ -231,14 +230,14 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
         task(classes=1, label_smoothing=0.1)
     with pytest.raises(ConfigError, match=r"width=10 cannot be split into model\.heads=4"):
-        text_encoder.build(64, 16, 2, 2, 4, 10, 0.1, "gelu")
+        TextEncoderNetwork(64, 16, 2, 2, 4, 10, 0.1, "gelu")
 
 
 # --- the generated task and the small encoder -----------------------------------------------------
 
 
 def test_generated_sentences_are_labelled_by_their_words():
-    splits = generated.load(400)
+    splits = labelled.generated_reviews(400)
     sets = [{text for (text,) in texts} for texts, _ in splits.values()]
     assert [len(texts) for texts in sets] == [400, 500, 500]
     assert len(set.union(*sets)) == 1400
@@ -246,13 +245,13 @@ def test_generated_sentences_are_labelled_by_their_words():
         assert 0.4 < sum(labels) / len(labels) < 0.6
         for (text,), label in zip(texts, labels, strict=True):
             verdicts = re.findall(
-                rf"(not )?\b({'|'.join(generated.GOOD)}|{'|'.join(generated.BAD)})\b",
+                rf"(not )?\b({'|'.join(labelled.GOOD)}|{'|'.join(labelled.BAD)})\b",
                 text,
             )
-            votes = [(word in generated.GOOD) != bool(turned) for turned, word in verdicts]
+            votes = [(word in labelled.GOOD) != bool(turned) for turned, word in verdicts]
             assert len(votes) in (1, 3)
             assert label == (sum(votes) > len(votes) / 2)
-    assert generated.load(400, split_seed=1)["test"] != splits["test"]
+    assert labelled.generated_reviews(400, split_seed=1)["test"] != splits["test"]
 
 
 def test_attention_and_feed_forward_layers_are_sparse():

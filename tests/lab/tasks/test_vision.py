@@ -32,7 +32,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.base import generator
-from nmrun.lab.tasks.vision import folders, images, splits
+from nmrun.lab.tasks.vision import images
 from nmrun.lab.tasks.vision.stream import ImageStream
 from nmrun.lab.train import build, checkpoint, console, runner
 from nmrun.lab.train.steps import TrainingSteps
@@ -75,7 +75,7 @@ def make_folder(
 
 
 def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
-    loaded = folders.load("image_folder", make_folder(tmp_path / "some"), size=8)
+    loaded = images.load_folder("image_folder", make_folder(tmp_path / "some"), size=8)
     assert loaded.classes == ["ant", "bee", "cat"]
     assert set(loaded.splits) == {"train", "val"}
     for split, count in COUNTS.items():
@@ -93,7 +93,8 @@ def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
         tar.add(place, "some")
     one, other = (
-        folders.load("image_folder", path, size=8) for path in (place, tmp_path / "some.tar.xz")
+        images.load_folder("image_folder", path, size=8)
+        for path in (place, tmp_path / "some.tar.xz")
     )
     assert one.classes == other.classes
     for split in COUNTS:
@@ -105,20 +106,20 @@ def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
 def test_images_are_decoded_once_unless_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, decoded, original = make_folder(tmp_path / "some"), [], folders.decode
+    place, decoded, original = make_folder(tmp_path / "some"), [], images.decode
     monkeypatch.setattr(
-        folders, "decode", lambda path, size: decoded.append(path) or original(path, size)
+        images, "decode", lambda path, size: decoded.append(path) or original(path, size)
     )
-    first = folders.load("image_folder", place, size=8)
+    first = images.load_folder("image_folder", place, size=8)
     assert len(decoded) == 48
-    again = folders.load("image_folder", place, size=8)
+    again = images.load_folder("image_folder", place, size=8)
     assert len(decoded) == 48
     assert torch.equal(first.splits["train"][0], again.splits["train"][0])
     Image.fromarray(255 - picture("train", 0, 0)).save(place / "train" / "ant" / "00.png")
-    changed = folders.load("image_folder", place, size=8)
+    changed = images.load_folder("image_folder", place, size=8)
     assert len(decoded) == 96
     assert torch.equal(changed.splits["train"][0][0], 255 - first.splits["train"][0][0])
-    assert folders.load("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
+    assert images.load_folder("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
 
 
 @pytest.mark.parametrize("left", [0, 40, 100_000])
@@ -136,12 +137,12 @@ def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path: Path) -> None:
     wide[:, 8:40] = (10, 20, 30)  # the middle square, and what is near enough to be mixed into it
     wide[:8, 8:40] = (200, 100, 50)
     Image.fromarray(wide).save(tmp_path / "wide.png")
-    out = folders.decode(str(tmp_path / "wide.png"), 4)
+    out = images.decode(str(tmp_path / "wide.png"), 4)
     assert out.shape == (4, 4, 3)
     assert np.array_equal(out[0], [[200, 100, 50]] * 4)
     assert np.array_equal(out[3], [[10, 20, 30]] * 4)
     Image.fromarray(np.full((4, 4), 9, np.uint8)).save(tmp_path / "grey.png")
-    assert np.array_equal(folders.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
+    assert np.array_equal(images.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
 
 
 def dataset_config(tmp_path: Path, name: str, *overrides: str) -> Any:
@@ -238,9 +239,9 @@ def test_an_archive_that_grows_is_not_unpacked(
             member = tarfile.TarInfo(f"some/ant/{number}.png")
             member.size = zeros
             tar.addfile(member, io.BytesIO(bytes(zeros)))
-    most = folders.MOST_TIMES * place.stat().st_size
+    most = images.MOST_TIMES * place.stat().st_size
     assert most < zeros
-    monkeypatch.setattr(folders, "SPARE_BYTES", zeros)  # for one of them
+    monkeypatch.setattr(images, "SPARE_BYTES", zeros)  # for one of them
     unpacked: list[str] = []
     original = tarfile.TarFile._extract_one  # type: ignore[attr-defined]
 
@@ -250,7 +251,7 @@ def test_an_archive_that_grows_is_not_unpacked(
 
     monkeypatch.setattr(tarfile.TarFile, "_extract_one", extracting)
     with pytest.raises(ConfigError, match=f"it holds more than {most + zeros:,} bytes"):
-        folders.load("image_folder", place, 8)
+        images.load_folder("image_folder", place, 8)
     assert unpacked == ["some/ant/0.png"]
 
 
@@ -266,7 +267,7 @@ def test_a_full_disk_is_not_taken_for_a_damaged_archive(
         tar.add(make_folder(tmp_path / "whole"), "some")
     monkeypatch.setattr(tarfile.TarFile, "makefile", full)
     with pytest.raises(ConfigError, match=r"some\.tar is unpacked in .*, where no space is left: "):
-        folders.load("image_folder", place, 8)
+        images.load_folder("image_folder", place, 8)
 
 
 def test_a_python_that_cannot_unpack_safely_says_so(
@@ -277,7 +278,7 @@ def test_a_python_that_cannot_unpack_safely_says_so(
     place.parent.mkdir()
     place.write_bytes(b"an archive")
     with pytest.raises(ConfigError, match=r"unpack it into a folder, or take Python 3\.11\.4"):
-        folders.load("image_folder", place, 8)
+        images.load_folder("image_folder", place, 8)
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -292,17 +293,17 @@ NONE: dict[str, Any] = {"train_size": None, "val_size": None, "test_size": None}
 
 def test_splits_are_balanced_disjoint_and_nested() -> None:
     pool, test = numbered(500, 5), numbered(100, 5, first=1000)
-    whole = splits.split(pool, test, 5, split_seed=0, **NONE)
+    whole = images.split(pool, test, 5, split_seed=0, **NONE)
     assert {name: torch.bincount(labels).tolist() for name, (_, labels) in whole.items()} == {
         "train": [90] * 5, "val": [10] * 5, "test": [20] * 5,
     }  # fmt: skip
     assert sorted(torch.cat([whole["train"][0], whole["val"][0]]).tolist()) == list(range(500))
     assert sorted(whole["test"][0].tolist()) == list(range(1000, 1100))
-    smaller = splits.split(pool, test, 5, split_seed=0, train_size=52, val_size=None, test_size=7)
+    smaller = images.split(pool, test, 5, split_seed=0, train_size=52, val_size=None, test_size=7)
     assert torch.bincount(smaller["train"][1]).tolist() == [11, 11, 10, 10, 10]
     assert torch.bincount(smaller["test"][1]).tolist() == [2, 2, 1, 1, 1]
     assert torch.equal(smaller["val"][0], whole["val"][0])
-    larger = splits.split(
+    larger = images.split(
         pool, test, 5, split_seed=0, train_size=100, val_size=None, test_size=None
     )
     assert (
@@ -312,7 +313,7 @@ def test_splits_are_balanced_disjoint_and_nested() -> None:
     )
     for name, (numbers, labels) in larger.items():
         assert torch.equal(labels, (numbers - (1000 if name == "test" else 0)) % 5)
-    other = splits.split(pool, test, 5, split_seed=1, **NONE)
+    other = images.split(pool, test, 5, split_seed=1, **NONE)
     assert {*other["val"][0].tolist()} != {*whole["val"][0].tolist()}
 
 
@@ -322,11 +323,11 @@ def test_sizes_that_the_data_do_not_have() -> None:
     with pytest.raises(
         ConfigError, match=r"dataset.train_size=20: 10 images of class 1, of which there are 4"
     ):
-        splits.split(pool, pool, 2, split_seed=0, **{**NONE, "train_size": 20})
+        images.split(pool, pool, 2, split_seed=0, **{**NONE, "train_size": 20})
     with pytest.raises(
         ConfigError, match=r"dataset.train_size: no image is left for it of the 8 that there are"
     ):
-        splits.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
+        images.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
 
 
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
@@ -419,7 +420,7 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
             b"\0\0\x08\x03" + count + side + side + pixels[part].tobytes()
         )
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count + labels.tobytes())
-    (train, labels), (test, _), names, _ = images.read("fashion_mnist")
+    (train, labels), (test, _), names, _ = images.read_torchvision("fashion_mnist")
     assert train.shape == (30, 1, 28, 28)
     assert np.array_equal(train[:, 0].numpy(), pixels[:30])
     assert np.array_equal(test[:, 0].numpy(), pixels[30:])
@@ -433,7 +434,7 @@ def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
     (tmp_path / "data" / "cifar10").mkdir(parents=True)
     with tarfile.open(tmp_path / "data" / "cifar10" / "cifar10-jpeg.tar.xz", "w:xz") as tar:
         tar.add(place, "cifar10-jpeg")
-    (train, labels), (test, _), names, found = images.read("cifar10")
+    (train, labels), (test, _), names, found = images.read_torchvision("cifar10")
     assert found.name == "cifar10-jpeg.tar.xz"
     assert train.shape == (36, 3, 32, 32)
     assert np.array_equal(test[4].permute(1, 2, 0).numpy(), picture("test", 1, 0, (32, 32)))
@@ -476,7 +477,7 @@ def test_a_truncated_file_of_fashion_mnist(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data/FashionMNIST: .*; remove it, and it is downloaded anew"
     ) as caught:
-        images.read("fashion_mnist")
+        images.read_torchvision("fashion_mnist")
     assert "\n" not in caught.value.problems[0]
 
 
@@ -493,7 +494,7 @@ def test_a_download_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return numbered(4, 2), ["a", "b"]
 
     monkeypatch.setattr(images, "_of_torchvision", torchvision)
-    _, _, _, place = images.read("cifar100")
+    _, _, _, place = images.read_torchvision("cifar100")
     assert place == tmp_path / "data" / "cifar100" / "cifar-100-python"
     assert places[1:] == [place.parent] * 2
     assert [path.relative_to(tmp_path / "data") for path in sorted((tmp_path / "data").rglob("*"))] == [

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.models.small_conv import SmallConvNetwork
+from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, checkpoint, runner
 from nmrun.lab.train.console import Console

@@ -258,7 +258,7 @@ def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
 
 
 def test_other_classes(tmp_path: Path, teacher: Path) -> None:
-    from nmrun.lab.models.small_conv import SmallConvNetwork
+    from nmrun.lab.models.images import SmallConvNetwork
     from nmrun.lab.train.distillation import loss_of
 
     made = taught(tmp_path, teacher)

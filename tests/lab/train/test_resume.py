@@ -22,7 +22,7 @@ from runs import KINDS, RECIPES, TINY, config, rows
 from torch import nn
 
 from nmrun.lab import models
-from nmrun.lab.models.small_conv import SmallConvNetwork
+from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.loop import Evaluation

@@ -17,16 +17,17 @@ import torch
 from omegaconf import OmegaConf
 from runs import KINDS, config, rows
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
+from sklearn import datasets
 from torch.nn import functional
 
 from nmrun import sparsify
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import models
-from nmrun.lab.models.small_conv import SmallConvNetwork
+from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import sealed
-from nmrun.lab.tasks.vision import Classification, digits
+from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.tasks.vision.images import _read_digits, load_digits
 from nmrun.lab.train import build, console, results, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
@@ -108,7 +109,7 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Pa
     """Rebuilt by hand: a plain model, the saved weights, the test images."""
     made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
     metrics = run(made)["metrics"]
-    images, labels = digits.load()["test"]
+    images, labels = load_digits()["test"]
     for file, told in (("model", metrics["final"]), ("best", metrics["best"])):
         model = SmallConvNetwork((1, 8, 8), 10, [8, 8, 8])
         model.load_state_dict(load_file(run_folder(made) / f"{file}.safetensors"))
@@ -511,14 +512,14 @@ def test_a_run_that_ends_before_its_weights_are_sparse_fails(
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
-    pixels, labels = load_digits(return_X_y=True)
-    images, classes = digits._read()
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images, classes = _read_digits()
     assert torch.equal(images.view(-1, 64), torch.tensor(pixels, dtype=torch.float32))
     assert torch.equal(classes, torch.tensor(labels))
 
 
 def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
-    splits = digits.load()
+    splits = load_digits()
     images = {
         name: {tuple(row.flatten().tolist()) for row in rows} for name, (rows, _) in splits.items()
     }
@@ -533,7 +534,7 @@ def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
         assert (per_class - fraction).abs().max() < 0.01
     train = splits["train"][0]
     assert (abs(float(train.mean())), float(train.std())) == pytest.approx((0, 1), abs=1e-5)
-    assert not torch.equal(digits.load(1)["test"][0], splits["test"][0])
+    assert not torch.equal(load_digits(1)["test"][0], splits["test"][0])
 
 
 def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> None:

@@ -6,13 +6,14 @@ import pytest
 from hydra import compose
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import fields
 from nmrun.lab.tune import plan
-from nmrun.lab.words import recipe_fields, schema, source
+from nmrun.lab.words import composition, schema
 from nmrun.lab.words.composition import composing
 from nmrun.ranges import among, between, log
 from nmrun.recipes import RECIPES
 
-source.register()
+composition.register()
 
 
 def config(*words: str) -> schema.Config:
@@ -34,7 +35,7 @@ def test_a_recipe_is_tuned_over_the_learning_rate_and_what_its_class_declares():
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_recipes_declare_is_allowed(name):
     """Both ends, or every value, are in the setting's own range; so is the default in the space."""
-    for field in recipe_fields.fields(RECIPES[name]).values():
+    for field in fields.recipe_fields(RECIPES[name]).values():
         if field.search is None:
             continue
         for value in field.search.values or (field.search.low, field.search.high):

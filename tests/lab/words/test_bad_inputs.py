@@ -82,7 +82,7 @@ def test_models_of_fairseq_take_pairs_of_sentences() -> None:
 @pytest.mark.parametrize("name", ["small_conv", "small_conv_bn", "mlp", "resnet18"])
 def test_layers_that_are_known_without_building_are_those_of_the_model(name: str) -> None:
     kind = options.kind("model", name)
-    given = {"name": name, **defaults(kind)}
+    given = {"name": name, **defaults(options.keys("model", name))}
     model = models.build(given, {"shape": (3, 16, 16), "classes": 10})
     by_data = {"conv1"} if name == "resnet18" else {"stem", "head"}
     built = {

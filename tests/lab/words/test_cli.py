@@ -28,7 +28,7 @@ from verbs import verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
 from nmrun.lab.train import jobs
-from nmrun.lab.words import source
+from nmrun.lab.words import composition
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -263,7 +263,7 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(
 
 def test_several_seeds_in_one_job(tmp_path: Path) -> None:
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
-    source.register()
+    composition.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         outcome = jobs._outcomes_of(compose("nmrun", words), None)
         again = jobs._outcomes_of(compose("nmrun", words), None)

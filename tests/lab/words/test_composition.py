@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from runs import TINY
 
-from nmrun.lab.words import composition, source
+from nmrun.lab.words import composition
 from nmrun.lab.words.composition import Done, composed, composing
 
 LINES = (
@@ -44,7 +44,7 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_values_on_a_config_of_before_are_what_hydra_composes(
     line: str, compositions: list[Any]
 ) -> None:
-    source.register()
+    composition.register()
     done: Done = {}
     words = shlex.split(line)
     with composing():
@@ -54,7 +54,7 @@ def test_values_on_a_config_of_before_are_what_hydra_composes(
 
 
 def test_all_recipes_and_ratios_are_composed_once(compositions: list[Any]) -> None:
-    source.register()
+    composition.register()
     done: Done = {}
     with composing():
         for recipe in ("ste", "s_ste", "sr_ste recipe.decay=0.5", "dense"):
@@ -65,7 +65,7 @@ def test_all_recipes_and_ratios_are_composed_once(compositions: list[Any]) -> No
 
 
 def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path: Path) -> None:
-    source.register()
+    composition.register()
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "mine.yaml").write_text("# @package _global_\nrecipe: {decay: 0.5}\n")
     path = f"hydra.searchpath=[file://{tmp_path}]"
@@ -78,7 +78,7 @@ def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path: Path) -> None:
 
 
 def test_what_hydra_refuses_is_refused_as_ever() -> None:
-    source.register()
+    composition.register()
     with composing():
         for word in (
             *("nonsense=1", "recipe=nonsense", "+recipe=ste", "recipe=ste,asp"),
@@ -105,7 +105,7 @@ ConfigStore.instance().store("adam", Adam, "optimizer")
 
 
 def test_a_schema_of_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    source.register()
+    composition.register()
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", dict(store.repo))
     exec(compile(STORES, "stores", "exec", dont_inherit=True), {"__name__": __name__})

@@ -16,15 +16,16 @@ import pytest
 from verbs import verb
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import fields
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show.experiments import KINDS
 from nmrun.lab.train.optimizers import scheduled
-from nmrun.lab.words import experiment, identity, launchers, precheck, recipe_fields, schema, source
+from nmrun.lab.words import composition, experiment, identity, precheck, schema
 from nmrun.lab.words.composition import Done
 from nmrun.recipes import RECIPES
 
-source.register()
+composition.register()
 COMPOSED: Done = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (
@@ -68,7 +69,7 @@ def label(config: schema.Config, key: str) -> str:
 
 @pytest.mark.parametrize(("name", "scale"), SMOKES_FIRST)
 def test_every_job_is_accepted(name, scale, monkeypatch):
-    monkeypatch.setattr(launchers, "HERE", ())  # as on a machine with the data and a GPU
+    monkeypatch.setattr(precheck, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     jobs, looks = 0, {}
     for words in sweeps:
@@ -322,7 +323,7 @@ def test_asp_on_imagenet_trains_twice():
 def test_comparisons_differ_in_recipe_and_ratio_alone(name):
     """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
     for config in itertools.chain(*(made(name, scale) for scale in experiment.SCALES)):
-        declared = recipe_fields.fields(RECIPES[config.recipe.name])
+        declared = fields.recipe_fields(RECIPES[config.recipe.name])
         assert config.recipe.options == {key: field.default for key, field in declared.items()}
     for scale in experiment.SCALES:
         alike: dict[str, set[str]] = {}

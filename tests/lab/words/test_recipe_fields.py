@@ -10,9 +10,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.object_type import ObjectType
 
 from nmrun import recipes
-from nmrun.lab.words import precheck, recipe_fields, schema, source
+from nmrun.lab.keys import fields
+from nmrun.lab.words import composition, precheck, schema
 
-source.register()
+composition.register()
 BASE = """
 import no_such_module_at_all
 from typing import Annotated, ClassVar
@@ -58,13 +59,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sample_recipes", raising=False)
-    recipe_fields.fields.cache_clear()
-    recipe_fields._parsed.cache_clear()
+    fields.recipe_fields.cache_clear()
+    fields._parsed.cache_clear()
     return "sample_recipes.mine.Mine"
 
 
 def test_the_fields_of_a_class_and_its_bases(mine: str) -> None:
-    found = recipe_fields.fields(mine)
+    found = fields.recipe_fields(mine)
     assert {name: field.default for name, field in found.items()} == {
         "interval": 1,
         "dense": 0.25,
@@ -85,9 +86,9 @@ def test_the_fields_of_a_class_and_its_bases(mine: str) -> None:
 
 def test_a_class_that_is_not_there(mine: str) -> None:
     with pytest.raises(LookupError, match=r"sample_recipes\.mine has no class Nothing"):
-        recipe_fields.fields("sample_recipes.mine.Nothing")
+        fields.recipe_fields("sample_recipes.mine.Nothing")
     with pytest.raises(LookupError, match=r"no module sample_recipes\.none"):
-        recipe_fields.fields("sample_recipes.none.Nothing")
+        fields.recipe_fields("sample_recipes.none.Nothing")
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def without_file(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recipe_without_a_file_is_served(without_file: None) -> None:
-    offered = source.ClassSource("nmrun", "nm://")
+    offered = composition.ClassSource("nmrun", "nm://")
     assert offered.list("recipe", ObjectType.CONFIG) == [*recipes.RECIPES, "custom"]
     assert "mine" in recipes.RECIPES
     assert offered.is_config("recipe/mine.yaml")

@@ -95,7 +95,7 @@ def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
         "recipe.other", "default 1",
     ]  # fmt: skip
     slow = reference.about("optimizer=slow", str(tmp_path))
-    assert "share of the last update" in slow
+    assert "of the last update" in slow
     assert "default 0.5" in slow
     assert "takes a whole number, 1 or more" in reference.about("recipe=often", str(tmp_path))
     assert "recipe=mine:" in reference.about("recipe", str(tmp_path))

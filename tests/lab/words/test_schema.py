@@ -16,16 +16,15 @@ from omegaconf import OmegaConf
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
-from nmrun.lab.keys.datasets import Digits, OwnDataset
+from nmrun.lab.keys.datasets import Context, Digits, OwnDataset
 from nmrun.lab.keys.fields import fields
 from nmrun.lab.keys.groups import AdamKeys, Trainer
 from nmrun.lab.keys.models import OwnModel
-from nmrun.lab.keys.texts import Context
-from nmrun.lab.words import schema, source
+from nmrun.lab.words import composition, schema
 from nmrun.ranges import number, whole
 from nmrun.registry import did_you_mean
 
-source.register()
+composition.register()
 NO_NUMBER, NO_SHARE = (
     [-1, "one", None, True, float("nan"), float("inf"), [1]],
     [-0.1, 1.0, 2, "half", None, False, float("nan")],

@@ -1,1 +1,1 @@
-"""Long texts, of which a model learns the next token."""
+"""Texts: running ones, whose next token a model learns, and those with labels."""

@@ -1,6 +1,4 @@
-"""Texts into arrays of token numbers: by bytes, characters or words, or by a tokenizer of Hugging
-Face.
-"""
+"""Texts into arrays of token numbers: by bytes, characters, words, or a tokenizer of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ Encoded = tuple[dict[str, NDArray[Any]], int]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Between text and token numbers.
-
-    Attributes:
-        encode: raises ConfigError for what no token writes.
-        decode: bytes that are no UTF-8 are written as U+FFFD.
+    """Between text and token numbers. ``encode`` raises ConfigError for what no token writes;
+    ``decode`` writes bytes that are no UTF-8 as U+FFFD.
     """
 
     encode: Callable[[str], list[int]]
@@ -38,14 +33,8 @@ class Vocabulary:
 
 
 def vocabulary(texts: Mapping[str, bytes], tokenizer: str) -> Vocabulary:
-    """Find the vocabulary by which :func:`encode` numbers texts; of words, a line break is
+    """The vocabulary by which :func:`encode` numbers these texts; of words, a line break is
     ``<eos>``.
-
-    Args:
-        texts, tokenizer: as there.
-
-    Raises:
-        ConfigError: as there.
     """
     if tokenizer == "byte":
         return Vocabulary(
@@ -85,22 +74,16 @@ def _number(known: Mapping[str, int], piece: str, what: str) -> int:
 
 
 def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
-    """Encode texts as token numbers.
+    """Texts (UTF-8, by split) as arrays of token numbers, and the size of the vocabulary.
 
-    Args:
-        texts: UTF-8, by split.
-        tokenizer: ``byte``: 256 tokens. ``character``: those that occur in any of the texts, in the
-            order of Unicode. ``word``: what white space separates, and ``<eos>`` at the end of each
-            line; the vocabulary is that of ``texts["train"]``, and a word outside it is ``<unk>``
-            if the training text has such a word itself. Anything else is a ``tokenizer.json``, a
-            folder that has one, or a name on the Hugging Face hub.
+    ``byte`` has 256 tokens, and ``character`` those that occur in any of the texts, in the order of
+    Unicode. ``word`` is what white space separates, with ``<eos>`` at the end of each line. Its
+    vocabulary is that of the training text; another word is ``<unk>`` if that text has such a word
+    itself. Anything else is a ``tokenizer.json``, a folder that has one, or a name on the Hugging
+    Face hub.
 
-    Returns:
-        Each text as an array of token numbers, and the size of the vocabulary.
-
-    Raises:
-        ConfigError: for a word outside the vocabulary, a text that is not UTF-8, and a tokenizer
-            that cannot be had.
+    Raises ConfigError for a word outside the vocabulary, a text that is not UTF-8, and a tokenizer
+    that cannot be had.
     """
     if tokenizer == "byte":
         return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256

@@ -1,12 +1,15 @@
-"""Texts as a corpus: files of one's own, Tiny Shakespeare and WikiText, and what Hugging Face's
-``datasets`` loads, of its hub (C4, say) or of files in its formats.
+"""Running texts: files of one's own, Tiny Shakespeare, WikiText, what Hugging Face's ``datasets``
+loads, the source of Python's standard library, and files of token numbers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.datasets import Fractions
-from nmrun.lab.keys.texts import HubText, TextFiles, Tokenized
+from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from nmrun.lab.keys.config import Config
     from nmrun.lab.tasks.text.language import LanguageModelling
+
 
 BETWEEN = "\n\n"  # rows, as in the code of GPTQ and SparseGPT
 SPACE = re.compile(rb"\s|\Z")
@@ -38,12 +41,7 @@ WIKITEXT_FILES = (
 WIKITEXT_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
-def build(config: Config, device: torch.device) -> LanguageModelling:
-    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says.
-
-    Raises:
-        ConfigError: for a file that is not there.
-    """
+def text_files(config: Config, device: torch.device) -> LanguageModelling:
     options = config.dataset.as_kind(TextFiles)
     given = {"train": options.train, "val": options.val, "test": options.test}
     paths = {split: storage.path_of(path) for split, path in given.items() if path is not None}
@@ -57,9 +55,7 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def shakespeare(config: Config, device: torch.device) -> LanguageModelling:
-    """Tiny Shakespeare: 1,115,394 characters of plays, the usual first corpus of character models
-    (Karpathy 2015).
-    """
+    """Tiny Shakespeare: 1,115,394 characters of plays (Karpathy 2015)."""
     file = storage.find(
         "shakespeare", ["tinyshakespeare/input.txt", "shakespeare/input.txt"], SHAKESPEARE
     )
@@ -67,8 +63,8 @@ def shakespeare(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def wikitext(config: Config, device: torch.device) -> LanguageModelling:
-    """WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, rare words replaced by
-    ``<unk>``.
+    """WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, with ``<unk>`` for
+    rare words.
     """
     name = config.dataset.name
     folder = WIKITEXTS[name]
@@ -83,13 +79,8 @@ def wikitext(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
-    """Build language modelling on some files.
-
-    Args:
-        config: its ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction``
-            for each split that is cut.
-        paths: ``train`` and, unless they are to be cut from the end of it, ``val`` and ``test``.
-        device: where batches go.
+    """Language modelling on files: ``train`` and, unless they are cut from the end of it, ``val``
+    and ``test``.
     """
     fractions = {}
     if not {"val", "test"} <= paths.keys():
@@ -110,13 +101,10 @@ def of_texts(
     read: Callable[[], Mapping[str, bytes]],
     device: torch.device,
 ) -> LanguageModelling:
-    """Build language modelling on texts. What tokenizers make of them is kept.
+    """Language modelling on texts. What tokenizers make of them is kept.
 
-    Args:
-        config: its ``dataset`` group has ``tokenizer`` and ``context``.
-        what: plain data that, with the files ``sources``, says which texts they are.
-        read: reads them, UTF-8, by split.
-        device: where batches go.
+    ``read`` reads them, UTF-8, by split. ``what`` is plain data that, with the files ``sources``,
+    says which they are.
     """
     from nmrun.lab.tasks.text.language import LanguageModelling
 
@@ -141,7 +129,7 @@ def of_texts(
 
 
 def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[str, bytes]:
-    """The files' bytes; a split that has only a fraction is that share of the training file, from
+    """The files' bytes. A split that has only a fraction is that share of the training file, from
     its end, cut after white space.
     """
     texts = {split: path.read_bytes() for split, path in paths.items()}
@@ -155,19 +143,8 @@ def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[st
     return texts
 
 
-if TYPE_CHECKING:
-    import torch
-
-    from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.text.language import LanguageModelling
-
-
 def hub(config: Config, device: torch.device) -> LanguageModelling:
-    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says.
-
-    Raises:
-        ConfigError: where the texts cannot be loaded, or their column is none of texts.
-    """
+    """Raises ConfigError where the texts cannot be loaded, or their column is none of texts."""
     options = config.dataset.as_kind(HubText)
     asked = {"train": options.train, "val": options.val, "test": options.test}
     splits = {name: _rows(options, split) for name, split in asked.items() if split is not None}
@@ -205,3 +182,102 @@ def _rows(options: HubText, split: str) -> Any:
             f"(of texts are {', '.join(of_texts) or 'none'})"
         )
     return rows
+
+
+MODULES = {
+    "train": (
+        "argparse", "ast", "calendar", "codecs", "configparser", "contextlib", "copy", "csv", "dataclasses", "dis", "enum",
+        "fractions", "functools", "inspect", "optparse", "os", "pickle", "subprocess", "threading",
+    ),
+    "val": ("heapq", "textwrap"),
+    "test": ("shlex", "socketserver"),
+}  # fmt: skip
+
+
+@cache
+def stdlib_sources() -> dict[str, bytes]:
+    """The source of some modules of the standard library by split, one after the other.
+
+    It differs a little between versions of Python, so its hash is part of a run's config. Raises
+    ConfigError for a Python without its sources.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    try:
+        return {
+            split: b"".join((folder / f"{module}.py").read_bytes() for module in modules)
+            for split, modules in MODULES.items()
+        }
+    except OSError as error:
+        raise ConfigError(
+            f"dataset=stdlib_text: {error.filename} is missing: this Python comes without the source of its library; "
+            "dataset=text takes any file"
+        ) from None
+
+
+def stdlib_digest() -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of all splits."""
+    return hashlib.sha256(b"\0".join(stdlib_sources().values())).hexdigest()[:12]
+
+
+def stdlib(config: Config, device: torch.device) -> LanguageModelling:
+    """Raises ConfigError for a config that was made with another Python's text."""
+    import numpy as np
+
+    from nmrun.lab.tasks.text.language import LanguageModelling
+
+    sha256 = config.dataset.as_kind(StdlibText).sha256
+    if sha256 != stdlib_digest():
+        raise ConfigError(
+            f"dataset.sha256={sha256}: the library of this Python has another text, {stdlib_digest()}"
+        )
+    splits = {split: np.frombuffer(text, np.uint8) for split, text in stdlib_sources().items()}
+    return LanguageModelling.of(
+        config, splits, 256, device, "byte", lambda: corpus.vocabulary({}, "byte")
+    )
+
+
+# tokens at the beginning of each file; the others are looked at as they are used
+LOOKED_AT = 1 << 20
+
+
+def token_bin(config: Config, device: torch.device) -> LanguageModelling:
+    """Files of token numbers as nanoGPT prepares them, mapped: ``train.bin``, ``val.bin`` and, if
+    it is there, ``test.bin``.
+    """
+    from nmrun.lab.tasks.text.language import LanguageModelling
+
+    options = config.dataset.as_kind(TokenBin)
+    folder, vocabulary = storage.path_of(options.folder), options.vocabulary
+    splits = {split: read_tokens(folder / f"{split}.bin", vocabulary) for split in ("train", "val")}
+    test = folder / "test.bin"
+    if test.exists():
+        splits["test"] = read_tokens(test, vocabulary)
+    return LanguageModelling.of(config, splits, vocabulary, device)
+
+
+def read_tokens(path: Path, vocabulary: int) -> NDArray[np.uint16]:
+    """A file's tokens, mapped. Raises ConfigError if it is missing, or plainly not tokens of 16
+    bits below ``vocabulary``.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"dataset=token_bin: there is no {path}; dataset.folder has train.bin and val.bin, as nanoGPT's prepare.py makes"
+        )
+    size = path.stat().st_size
+    if size == 0 or size % 2:
+        raise ConfigError(f"{path} has {size} bytes: tokens of 16 bits take an even number above 0")
+    array = np.memmap(path, np.uint16, mode="r")
+    first = array[:LOOKED_AT]
+    if bytes(first[:3])[:6] == b"\x93NUMPY":
+        raise ConfigError(
+            f"{path} is an array as numpy.save writes it; it takes the bare numbers, as tofile writes them"
+        )
+    if len(first) > 1 and not first[1::2].any():
+        raise ConfigError(
+            f"{path}: every second number is 0, so its tokens probably have 32 bits; it takes uint16"
+        )
+    if first.max() >= vocabulary:
+        raise ConfigError(
+            f"{path} has the token {first.max()}, outside dataset.vocabulary={vocabulary}"
+        )
+    return array

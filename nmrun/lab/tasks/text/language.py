@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import ranks
-from nmrun.lab.keys.texts import Context
+from nmrun.lab.keys.datasets import Context
 from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
 
 if TYPE_CHECKING:
@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
-    """Compute torch's cross entropy in float32.
-
-    Args:
-        logits: (B, T, V).
-        following: the next tokens (B, T).
-        options: torch's, such as ``label_smoothing``.
-
-    Returns:
-        The mean over all tokens, or what ``reduction`` asks for.
-    """
+    """torch's, in float32: of logits (B, T, V) and the next tokens (B, T)."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
@@ -46,28 +37,19 @@ class Letters(Protocol):
 
 
 class LanguageModelling(Categorical):
-    """Cross entropy of the next token; see :class:`nmrun.lab.tasks.base.Task`.
+    """Cross entropy of the next token of running text.
 
     A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the
-    training text, which depend on (seed, epoch, index) alone; an epoch has as many windows as fit
+    training text, which depend on (seed, epoch, index) alone. An epoch has as many windows as fit
     into the text side by side. An evaluation predicts every token of a split but the first exactly
     once, from the at most ``context`` tokens before it in its window. With a ``stride`` below
-    ``context`` windows overlap, and a token counts in the first window that has it: all but those
-    of the first window are predicted from at least ``context - stride`` tokens.
+    ``context`` windows overlap, and a token counts in the first window that has it.
 
-    Args:
-        splits: token numbers (tokens,) of train, val and, if there is one, test, in memory or
-            mapped from a file.
-        unit: what a token is, such as ``byte``; bits are per unit.
-        label_smoothing: torch's, in training alone.
-        accumulate: as many windows are evaluated at once as a batch has in so many micro-batches.
-        limit_batches: of an epoch, at most; None: all.
-        device: where batches go.
-        stride: tokens that an evaluation's window moves on; None: ``context``.
-        vocabulary_of: gives the vocabulary; None where the data are token numbers alone.
-
-    Raises:
-        ConfigError: for a split that is shorter than a window, and a stride longer than it.
+    ``splits`` are token numbers (tokens,), in memory or mapped from a file. ``unit`` is what a
+    token is, such as ``byte``; bits are per unit. As many windows are evaluated at once as a batch
+    has in ``accumulate`` micro-batches. ``vocabulary_of`` gives the vocabulary; None where the data
+    are token numbers alone. Raises ConfigError for a split that is shorter than a window, and a
+    longer stride.
     """
 
     metric = "perplexity"
@@ -127,7 +109,6 @@ class LanguageModelling(Categorical):
         unit: str = "token",
         vocabulary_of: Callable[[], Letters] | None = None,
     ) -> LanguageModelling:
-        """Build the task with context, batch size, seed, smoothing and limits of a run's config."""
         context = config.dataset.as_kind(Context).context
         most = config.trainer.limit_evaluation
         return cls(
@@ -187,8 +168,8 @@ class LanguageModelling(Categorical):
     def _evaluated(
         self, split: str, rank: int, world: int
     ) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
-        """A rank's batches of a split: inputs, targets, how many targets at the end of each window
-        no window before it has, and whether the batch counts. The last window may be shorter.
+        """A rank's batches of a split: inputs, targets, how many targets at a window's end no
+        window before it has, and whether the batch counts.
         """
         predicted, stride = len(self.splits[split]) - 1, self.stride
         whole, rest = divmod(predicted - self.context, stride)
@@ -212,8 +193,8 @@ class LanguageModelling(Categorical):
         return self._batch("train", np.arange(2), self.context)
 
     def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
-        """(inputs, targets), both (windows, ``length``) int64, of the windows of a split that begin
-        at ``starts``.
+        """(inputs, targets), both (windows, ``length``) int64, of the windows that begin at
+        ``starts``.
         """
         windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
         # an embedding on a GPU would only say that an assertion failed

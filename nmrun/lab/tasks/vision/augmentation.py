@@ -24,14 +24,11 @@ TRIES = 10  # boxes that are drawn for an image, of which the first that fits is
 
 
 class Share:
-    """Some rows of a batch, and random numbers for them: drawn for the whole batch, so that each
-    row gets the same whoever has it.
+    """Some rows of a batch, and random numbers for them. They are drawn for the whole batch of
+    ``count`` rows, so that each row gets the same whoever has it.
 
-    Args:
-        random: where they are drawn from.
-        count: rows of the whole batch.
-        mine: the rows that are wanted, side by side; None: all.
-        mixing: whether a row is mixed with the one before it, which is at hand then too.
+    ``mine`` are the rows that are wanted, side by side; None: all. With ``mixing`` a row is mixed
+    with the one before it, which is at hand then too.
     """
 
     def __init__(
@@ -49,14 +46,7 @@ class Share:
         return torch.rand(self.count, columns, generator=self.random)[self.rows]
 
     def below(self, end: int, columns: int) -> Tensor:
-        """Whole numbers below an end.
-
-        Args:
-            end: they are 0 to ``end`` - 1.
-
-        Returns:
-            (rows at hand, ``columns``), int64.
-        """
+        """Whole numbers from 0 to ``end`` - 1 (rows at hand, ``columns``), int64."""
         return torch.randint(end, (self.count, columns), generator=self.random)[self.rows]
 
 
@@ -64,14 +54,9 @@ class Share:
 class Augment:
     """What is done to a batch of training images, in this order; each of it is off at 0.
 
-    Attributes:
-        crop_padding: black pixels around, of which a window of the old size is cut out.
-        flip: left and right, every second image.
-        randaugment: so many operations of RandAugment in a row.
-        randaugment_magnitude: how strong they are, 0 to 30.
-        erasing: the probability of random erasing, with the mean colour.
-        mixup, cutmix: the parameter of their beta distribution. If both are on, every batch has one
-            of them, with equal chances.
+    ``crop_padding`` black pixels are around, of which a window of the old size is cut out. ``flip``
+    mirrors every second image. ``erasing`` is a probability, ``mixup`` and ``cutmix`` the parameter
+    of their beta distribution. If both are on, every batch has one of them, with equal chances.
     """
 
     crop_padding: int = 0
@@ -88,15 +73,8 @@ class Augment:
         return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
 
     def share(self, random: torch.Generator, count: int, mine: range | None = None) -> Share:
-        """Draw random numbers for some rows of a batch.
-
-        Args:
-            random: of the whole batch.
-            count: rows of the whole batch.
-            mine: the rows that are wanted, side by side; None: all.
-
-        Returns:
-            The rows that have to be at hand, with their random numbers.
+        """The rows of a batch of ``count`` that have to be at hand for ``mine``, with their random
+        numbers.
         """
         return Share(random, count, mine, mixing=bool(self.mixup or self.cutmix))
 
@@ -108,17 +86,10 @@ class Augment:
         normalise: Callable[[Tensor], Tensor],
         share: Share,
     ) -> tuple[Tensor, Tensor]:
-        """Augment a share of a batch.
+        """Augment the rows at hand of a ``share``: images uint8 (B, C, H, W), labels (B,).
 
-        Args:
-            images: uint8 (B, C, H, W), the rows at hand of ``share``.
-            labels: (B,).
-            normalise: makes float32 images of uint8 ones.
-            share: of :meth:`share`.
-
-        Returns:
-            The rows that are wanted: float32 images and labels (B,), or probabilities (B, classes)
-            with mixup or cutmix.
+        Gives the rows that are wanted: float32 images and labels (B,), or probabilities (B,
+        classes) with mixup or cutmix.
         """
         if self.crop_padding or self.flip:
             images = crop_and_flip(images, self.crop_padding, self.flip, share)
@@ -133,12 +104,7 @@ class Augment:
 
 
 def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Tensor:
-    """Shift each image, black moving in, and mirror half of them.
-
-    Args:
-        images: (B, C, H, W).
-        padding: by how many pixels at most, in both directions.
-    """
+    """Shift each image by at most ``padding`` pixels, black moving in, and mirror half of them."""
     count, channels, height, width = images.shape
     top, left = (share.below(2 * padding + 1, 1) for _ in range(2))
     rows, columns = top + torch.arange(height), left + torch.arange(width)
@@ -154,11 +120,8 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Ten
 
 
 def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
-    """Apply one of RandAugment's 14 operations to each image (Cubuk et al. 2020).
-
-    Args:
-        images: (B, C, H, W), uint8.
-        magnitude: 0 to 30, with torchvision's ranges of the operations.
+    """One of RandAugment's 14 operations for each image (uint8; Cubuk et al. 2020), with
+    torchvision's ranges. ``magnitude`` is 0 to 30.
     """
     operations = _operations(magnitude, *images.shape[-2:])
     kinds = [
@@ -219,9 +182,6 @@ def erase(images: Tensor, probability: float, share: Share) -> Tensor:
 
     A box has 2 to 33 % of the area and sides in a ratio of 0.3 to 3.3. The first box that fits
     counts. If none does, the image stays whole.
-
-    Args:
-        images: (B, C, H, W), normalised.
     """
     (height, width), count, random = images.shape[-2:], share.count, share.random
     area = height * width * (0.02 + 0.31 * torch.rand(count, TRIES, generator=random))
@@ -250,15 +210,8 @@ def mix(
     cutmix: float,
     random: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Mix images by torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019).
-
-    Args:
-        images: (B, C, H, W).
-        labels: (B,), int64.
-        mixup, cutmix: the parameters of their beta distributions, 0 for off; one or both are on.
-
-    Returns:
-        The images, and labels as probabilities (B, classes).
+    """Mix images by torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019), of which 0
+    turns one off. Labels become probabilities (B, classes).
     """
     from torchvision.transforms import v2
 

@@ -34,29 +34,18 @@ PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
 
 class Classification(ItemBatches, Categorical):
-    """Cross entropy over classes; see :class:`nmrun.lab.tasks.base.Task`.
+    """Cross entropy over classes of images that are held in memory, on the device.
 
     Images in uint8 are normalised by mean and standard deviation of each channel over the training
-    images, batch by batch, and the training images augmented.
+    images, batch by batch, and the training images augmented. Each epoch is a fresh permutation of
+    the training images, a pure function of (seed, epoch), and augmentation one of (seed, epoch,
+    index). A last smaller batch is left out; which images that hits changes from epoch to epoch.
 
-    Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and
-    augmentation one of (seed, epoch, index). A last batch that would be smaller than ``batch_size``
-    is left out; which images that hits changes from epoch to epoch.
-
-    ``signature`` says how an image becomes what the network takes: ``input`` has ``shape``, and of
-    pixels in ``range`` the ``mean`` and ``std`` of each channel in that range, so that
-    ``(pixel - mean) / std`` is the network's input; ``classes`` has their names, in the order of
-    the logits. Images that come as floats say nothing of pixels but ``prepared``.
-
-    Args:
-        splits: images (N, C, H, W) and labels (N,) of ``train``, ``val`` and, if there is one,
-            ``test``.
-        label_smoothing: torch's, in training alone.
-        limit_batches: of an epoch, at most; None: all.
-        device: where batches go.
-        augment: what is done to training images; None: nothing.
-        names: of the classes, in the order of their numbers.
-        prepared: what the data set adds to or says instead of ``input``, such as ``resize``.
+    ``splits`` are images (N, C, H, W) and labels (N,). ``signature`` says how an image becomes what
+    the network takes. Its ``input`` has ``shape`` and, of pixels in ``range``, the ``mean`` and
+    ``std`` of each channel: the network's input is ``(pixel - mean) / std``. Its ``classes`` are
+    their names, in the order of the logits. ``prepared`` adds to ``input``, such as ``resize``;
+    images that come as floats say nothing else of pixels.
     """
 
     metric = "accuracy"
@@ -109,7 +98,6 @@ class Classification(ItemBatches, Categorical):
         names: Sequence[str] = (),
         prepared: Mapping[str, Any] = MappingProxyType({}),
     ) -> Classification:
-        """Build the task with batch size, seed, limits and augmentation of a run's config."""
         most = config.trainer.limit_evaluation
         return cls(
             limited(splits, most, thinned),
@@ -197,16 +185,7 @@ class Classification(ItemBatches, Categorical):
 def signature(
     shape: Sequence[int], names: Sequence[str], prepared: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Say what a network of images takes.
-
-    Args:
-        shape: (C, H, W) of an image.
-        names: of the classes; none for classes without names.
-        prepared: what else there is to say of ``input``.
-
-    Returns:
-        The ``signature`` of :class:`Classification`.
-    """
+    """What a network takes of images (C, H, W), as ``signature`` of :class:`Classification`."""
     return {
         "input": {"shape": list(shape), **prepared},
         **({"classes": list(names)} if names else {}),
@@ -215,11 +194,7 @@ def signature(
 
 class Normalise:
     """uint8 images to float32, normalised channel by channel; float images stay as they are.
-
-    Args:
-        mean: (C,), on the scale of 0 to 255, subtracted.
-        std: (C,), on the same scale, divided by.
-        device: where images are normalised.
+    ``mean`` and ``std`` (C,) are on the scale of 0 to 255.
     """
 
     def __init__(self, mean: Tensor, std: Tensor, device: torch.device | str) -> None:
@@ -233,12 +208,7 @@ class Normalise:
 
     @classmethod
     def of(cls, train: Tensor, device: torch.device | str) -> Normalise:
-        """Normalise by mean and standard deviation of the training images.
-
-        Args:
-            train: images (N, C, H, W).
-            device: where images are normalised.
-        """
+        """Normalise by mean and standard deviation of the training images (N, C, H, W)."""
         if train.dtype != torch.uint8:
             return cls(torch.zeros(1), torch.ones(1), device)
         counts = torch.stack(

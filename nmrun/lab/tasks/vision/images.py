@@ -1,26 +1,39 @@
-"""CIFAR-10, CIFAR-100 and Fashion-MNIST, from torchvision's files or, for CIFAR-10, from folders of
-images.
+"""Data sets of images: scikit-learn's digits, torchvision's files, and folders, one a class.
+
+They are held in memory, but for ImageNet, which is read from the disk during training.
 """
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import os
+import platform
 import socket
+import tarfile
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.datasets import Images
+from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images
 from nmrun.lab.tasks import storage
-from nmrun.lab.tasks.vision import Classification, folders
-from nmrun.lab.tasks.vision.splits import Labelled, about, split
+from nmrun.lab.tasks.vision import Classification
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.vision.stream import ImageStream
 
+Labelled = tuple[Tensor, Tensor]  # images and their classes
 FILES = {  # torchvision's class, the folder of its files, and images under other names
     "cifar10": (
         "CIFAR10",
@@ -33,14 +46,9 @@ FILES = {  # torchvision's class, the folder of its files, and images under othe
 SECONDS_TO_ANSWER = 20.0  # of a server, before the download is given up
 
 
-def build(config: Config, device: torch.device) -> Classification:
-    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says.
-
-    Raises:
-        ConfigError: where the data are neither here nor to be downloaded.
-    """
+def torchvision_files(config: Config, device: torch.device) -> Classification:
     options = config.dataset.as_kind(Images)
-    pool, test, names, place = read(options.name)
+    pool, test, names, place = read_torchvision(options.name)
     shape, classes = pool[0].shape[1:], len(names)
     splits = split(pool, test, classes, **options.sizes())
     return Classification.of(
@@ -54,18 +62,13 @@ def build(config: Config, device: torch.device) -> Classification:
     )
 
 
-def read(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
-    """Read a data set in ``FILES``.
+def read_torchvision(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
+    """Training and test images of ``FILES``, uint8 (N, C, H, W) with int64 labels (N,), the names
+    of the classes, and where they lie.
 
-    It is looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the
-    latter by torchvision.
-
-    Returns:
-        Training and test images, uint8 (N, C, H, W) with int64 labels (N,), the names of the
-        classes, and where they lie.
-
-    Raises:
-        ConfigError: where the data are neither here nor to be downloaded, or damaged.
+    They are looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to
+    the latter by torchvision. Raises ConfigError where they are neither here nor to be downloaded,
+    or damaged.
     """
     _, folder, others = FILES[name]
     names = [f"{name}/{folder}", folder, *others]
@@ -74,7 +77,7 @@ def read(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
     except ConfigError as missing:
         place = _download(name, missing)
     if any(place.match(other) for other in others):
-        loaded = folders.load(name, place, size=32)
+        loaded = load_folder(name, place, size=32)
         if "test" not in loaded.splits:
             raise ConfigError(f"dataset={name}: {place} has no folders train and test")
         return loaded.splits["train"], loaded.splits["test"], loaded.classes, place
@@ -120,3 +123,365 @@ def _download(name: str, missing: ConfigError) -> Path:
     finally:
         socket.setdefaulttimeout(waits)
     return place
+
+
+DIGITS = 10
+
+
+@cache
+def load_digits(
+    split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float = 0.2
+) -> dict[str, Labelled]:
+    """scikit-learn's 1,797 digits by split: float32 (N, 1, 8, 8) and int64 labels (N,).
+
+    They are split by ``split_seed`` alone, and every class alike, so all runs of a comparison see
+    the same test images. Pixels are normalised by mean and standard deviation of the training
+    images.
+    """
+    splits = _digits(split_seed, val_fraction, test_fraction)
+    mean, std = _spread(splits["train"][0])
+    return {name: ((images - mean) / std, labels) for name, (images, labels) in splits.items()}
+
+
+def _spread(train: Tensor) -> tuple[Tensor, Tensor]:
+    return train.mean(), train.std()
+
+
+@cache
+def _digits(split_seed: int, val_fraction: float, test_fraction: float) -> dict[str, Labelled]:
+    """The splits of :func:`load`, with pixels from 0 to 16."""
+    images, labels = _read_digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
+    members: dict[str, list[Tensor]] = {"test": [], "val": [], "train": []}
+    for digit in range(DIGITS):
+        of_class = order[labels[order] == digit]
+        test = round(test_fraction * len(of_class))
+        val = round(val_fraction * len(of_class))
+        if test + val > len(of_class):
+            raise ConfigError(
+                f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
+                "are more than all images together"
+            )
+        parts = of_class.split([test, val, len(of_class) - test - val])
+        for part, chosen in zip(members.values(), parts, strict=True):
+            part.append(chosen)
+    chosen = {name: torch.cat(parts) for name, parts in members.items()}
+    if empty := [name for name, rows in chosen.items() if not len(rows)]:
+        raise ConfigError(
+            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
+            f"leave no image for {empty[0]}"
+        )
+    return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}
+
+
+def digits(config: Config, device: torch.device) -> Classification:
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
+    options = config.dataset.as_kind(Digits)
+    division = options.split_seed, options.val_fraction, options.test_fraction
+    mean, std = map(float, _spread(_digits(*division)["train"][0]))
+    return Classification.of(
+        config,
+        load_digits(*division),
+        DIGITS,
+        device,
+        names=[str(digit) for digit in range(DIGITS)],
+        prepared={"colours": "grey", "range": [0, 16], "mean": [mean], "std": [std]},
+    )
+
+
+def _read_digits() -> tuple[Tensor, Tensor]:
+    """All images (0 to 16) and labels, as sklearn's ``load_digits`` gives them, without the seconds
+    its import takes.
+    """
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(
+            "the digits data set comes with scikit-learn, which is not installed"
+        )
+    table = torch.from_numpy(
+        np.loadtxt(
+            Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
+        )
+    )
+    return table[:, :-1].float().view(-1, 1, 8, 8), table[:, -1].long()
+
+
+SPLITS = ("train", "val", "test")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# What an archive of images may grow to: images are compressed already, but for small plain ones.
+MOST_TIMES, SPARE_BYTES = 100, 10**8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """uint8 images (N, 3, size, size) and int64 labels (N,) of those of train, val and test that
+    are there.
+    """
+
+    splits: dict[str, Labelled]
+    classes: list[str]
+
+
+def image_folder(config: Config, device: torch.device) -> Any:
+    from nmrun.lab.tasks.vision import Classification
+
+    options = config.dataset.as_kind(ImageFolder)
+    place = storage.find(
+        "image_folder",
+        [options.path],
+        "dataset.path is a folder with a folder of images for each class",
+    )
+    loaded = load_folder("image_folder", place, options.resolution)
+    sizes = options.sizes()
+    classes, splits = len(loaded.classes), dict(loaded.splits)
+    if "test" not in splits and "val" in splits:
+        splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
+    parts = split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
+    return Classification.of(
+        config,
+        parts,
+        classes,
+        device,
+        about(parts, loaded.splits["train"][0].shape[1:], classes, place),
+        names=loaded.classes,
+        prepared={
+            "colours": "RGB",
+            "resize": {"shorter_side": options.resolution, "crop": options.resolution},
+        },
+    )
+
+
+def imagenet(config: Config, device: torch.device) -> ImageStream:
+    """ImageNet and other large folders. ``val`` is the test split, as labels of ImageNet's test
+    images are nowhere; validation images are taken from those for training.
+    """
+    from nmrun.lab.tasks.vision.stream import ImageStream
+
+    options = config.dataset.as_kind(ImageNet)
+    how = "dataset.path is a folder with train and val, and in each a folder of images for every class"
+    place = storage.find("imagenet", [options.path], how)
+    names, listed = listing("imagenet", place)
+    if "val" not in listed:
+        raise ConfigError(
+            f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
+        )
+    samples = listed["train"] + listed["val"]
+    paths, labels = (
+        np.array([path.encode() for path, _ in samples]),
+        torch.tensor([label for _, label in samples]),
+    )
+    rows, trained = torch.arange(len(samples)), len(listed["train"])
+    sizes = options.sizes()
+    classes = len(names)
+    pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
+    parts = split(pool, test, classes, **sizes)
+    said = about(parts, (3, options.resolution, options.resolution), classes, place)
+    return ImageStream(config, paths, parts, classes, device, said, names)
+
+
+def load_folder(dataset: str, place: Path, size: int) -> Loaded:
+    """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` pixels a
+    side. They are decoded once, and cached.
+
+    The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with
+    one for each class in it. Or it has the classes' folders themselves, all of which is ``train``
+    then. Raises ConfigError for a folder that is not so.
+    """
+    if place.is_file():
+        arrays = storage.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
+    else:
+        classes, listed = listing(dataset, place)
+        paths = [Path(path) for samples in listed.values() for path, _ in samples]
+        arrays = storage.cached(
+            ["images", size], paths, lambda: _decoded(dataset, classes, listed, size)
+        )
+    present = [part for part in SPLITS if f"{part}_images" in arrays]
+    copied = {
+        name: torch.from_numpy(np.array(array))
+        for name, array in arrays.items()
+        if name != "classes"
+    }
+    splits = {part: (copied[f"{part}_images"], copied[f"{part}_labels"]) for part in present}
+    return Loaded(splits, arrays["classes"].tolist())
+
+
+def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
+    """The names of a folder's classes, and paths and class numbers of the images of each split that
+    is there.
+
+    Raises ConfigError for a folder without classes, and for splits with different ones.
+    """
+    from torchvision.datasets import ImageFolder
+
+    folders = {part: place / part for part in SPLITS if (place / part).is_dir()}
+    if "train" not in folders:
+        folders = {"train": place}
+    classes: list[str] = []
+    listed: dict[str, list[tuple[str, int]]] = {}
+    for part, folder in folders.items():
+        try:
+            found = ImageFolder(str(folder))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"dataset={dataset}: {folder}: {str(error).split(' Supported')[0].rstrip('.')}"
+            ) from None
+        classes = classes or found.classes
+        if found.classes != classes:
+            odd = sorted({*found.classes} ^ {*classes})[0]
+            raise ConfigError(
+                f"dataset={dataset}: {place}: train and {part} have not the same classes, for instance {odd}"
+            )
+        listed[part] = found.samples
+    return classes, listed
+
+
+def _decoded(
+    dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int
+) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes)}
+    for part, samples in listed.items():
+        arrays[f"{part}_images"] = _pixels(dataset, [path for path, _ in samples], size)
+        arrays[f"{part}_labels"] = np.array([label for _, label in samples])
+    return arrays
+
+
+def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
+    """uint8 (N, 3, size, size). Raises ConfigError for a file that cannot be decoded, and for more
+    than half of the memory.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if len(paths) * 3 * size * size > memory / 2:
+        raise ConfigError(
+            f"dataset={dataset}: {len(paths)} images of dataset.resolution={size} do not fit into memory; dataset=imagenet reads as it trains"
+        )
+    pixels = np.empty((len(paths), 3, size, size), np.uint8)
+
+    def fill(row: int) -> None:
+        pixels[row] = np.moveaxis(decode(paths[row], size), 2, 0)
+
+    with ThreadPoolExecutor() as threads:
+        try:
+            list(threads.map(fill, range(len(paths))))
+        except OSError as error:
+            raise ConfigError(f"dataset={dataset}: {error}") from None
+    return pixels
+
+
+def decode(path: str, size: int) -> NDArray[np.uint8]:
+    """An image as uint8 (size, size, 3): scaled until its shorter side fits, and the middle cut
+    out. Raises OSError with the file's name.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        return np.asarray(
+            image
+            if image.size == (size, size)
+            else ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+        )
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise OSError(f"{path} is damaged, or not an image ({error})") from None
+
+
+def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
+    if not hasattr(tarfile, "data_filter"):
+        raise ConfigError(
+            f"dataset={dataset}: Python {platform.python_version()} has no safe way to unpack {archive}; "
+            "unpack it into a folder, or take Python 3.11.4 or newer"
+        )
+    with tempfile.TemporaryDirectory(prefix="nmrun-") as folder:
+        try:
+            with tarfile.open(archive) as tar:
+                most = MOST_TIMES * archive.stat().st_size + SPARE_BYTES
+                tar.extractall(folder, members=_up_to(most, tar), filter="data")
+            inside = Path(folder)
+            while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
+                inside = entries[0]
+            return _decoded(dataset, *listing(dataset, inside), size)
+        except (tarfile.TarError, OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise ConfigError(
+                    f"dataset={dataset}: {archive} is unpacked in {tempfile.gettempdir()}, where no "
+                    "space is left: free some, or set TMPDIR to another folder"
+                ) from None
+            raise ConfigError(
+                f"dataset={dataset}: {archive} is damaged, or not a tar archive ({str(error).splitlines()[0]})"
+            ) from None
+
+
+def _up_to(most: int, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members, until they take more than so many bytes."""
+    total = 0
+    for member in tar:
+        total += tarfile.BLOCKSIZE + member.size
+        if total > most:
+            raise tarfile.TarError(f"it holds more than {most:,} bytes, which no images do")
+        yield member
+
+
+def split(
+    pool: Labelled,
+    test: Labelled | None,
+    classes: int,
+    split_seed: int,
+    train_size: int | None,
+    val_size: int | None,
+    test_size: int | None,
+    val: Labelled | None = None,
+) -> dict[str, Labelled]:
+    """Split images, by ``split_seed`` alone.
+
+    Sizes are numbers of images, with the same number of every class, or one more of the first ones.
+    None is all the rest for training, and for the others all that are given, or a tenth of each
+    class of the pool. A smaller training set is part of a larger one. Raises ConfigError for a
+    class that has too few images.
+    """
+    splits, rest = {}, pool
+    for name, given, size in (
+        ("test", test, test_size),
+        ("val", val, val_size),
+        ("train", None, train_size),
+    ):
+        source = rest if given is None else given
+        counts = torch.bincount(source[1], minlength=classes)
+        if size is not None:
+            quotas = torch.tensor(
+                [size // classes + (number < size % classes) for number in range(classes)]
+            )
+            for number in (quotas > counts).nonzero()[:1, 0].tolist():
+                raise ConfigError(
+                    f"dataset.{name}_size={size}: {int(quotas[number])} images of class {number}, of which there are {counts[number]}"
+                )
+        else:
+            quotas = (
+                counts if given is not None or name == "train" else (counts / 10).round().long()
+            )
+        chosen, left = _take(source[1], quotas, split_seed)
+        splits[name] = source[0][chosen], source[1][chosen]
+        if given is None:
+            rest = source[0][left], source[1][left]
+    empty = [name for name, (images, _) in splits.items() if not len(images)]
+    if empty:
+        raise ConfigError(
+            f"dataset.{empty[0]}_size: no image is left for it of the {len(pool[1])} that there are"
+        )
+    return splits
+
+
+def _take(labels: Tensor, quotas: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows with ``quotas`` of each class, in random order, and all others."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    by_class = labels[order].argsort(stable=True)  # rows of ``order``, class by class
+    counts = torch.bincount(labels, minlength=len(quotas))
+    rank = torch.arange(len(labels)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    taken = torch.zeros(len(labels), dtype=torch.bool)
+    taken[by_class] = rank < torch.repeat_interleave(quotas, counts)
+    return order[taken], order[~taken]
+
+
+def about(splits: dict[str, Labelled], shape: Sequence[int], classes: int, place: Path) -> str:
+    """A line of the plan on the data; ``shape`` is (C, H, W)."""
+    counts = ", ".join(f"{len(splits[name][1]):,} {name}" for name in ("train", "val", "test"))
+    return f"images of {'x'.join(map(str, shape))} in {classes} classes ({counts}) from {place}"

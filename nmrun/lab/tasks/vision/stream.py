@@ -1,5 +1,5 @@
-"""Classification of images that are read from the disk as they are needed, by processes beside the
-training.
+"""Classification of images that processes beside the training read from the disk as they are
+needed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,11 @@ SPARE = 2
 class ImageStream(Classification):
     """As :class:`Classification`, with images that are read from files as they are needed.
 
-    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4
-    to 4/3, scaled (Szegedy et al. 2015), every second one mirrored (``flip``), a pure function of
-    (seed, epoch, row); all other augmentation is done in batches on the device. The order is one of
-    (seed, epoch), so a resumed run begins to read where it stopped.
-
-    Args:
-        config: the run's config; the data set is folders of images (``ImageNet``).
-        splits: rows of ``paths`` and labels, both (N,), of ``train``, ``val`` and, if there is one,
-            ``test``.
-        device: where batches go.
-        names: of the classes, in the order of their numbers.
+    A training image is a part of ``crop_scale`` to 100 % of the file's area, in a ratio of 3/4 to
+    4/3, scaled (Szegedy et al. 2015), every second one mirrored (``flip``). It is a pure function
+    of (seed, epoch, row); all other augmentation is done in batches on the device. The order is one
+    of (seed, epoch), so a resumed run begins to read where it stopped. ``splits`` are rows of
+    ``paths`` and labels, both (N,).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""GLUE (Wang et al. 2019, arXiv 1804.07461): nine tasks on texts and pairs of texts, from the
-official TSV files.
+"""Texts with labels: GLUE (Wang et al. 2019, arXiv 1804.07461), and generated reviews.
 
-The official test sets have no labels, so the development set is the test here, as is usual,
-and validation texts are held out of the training set.
+GLUE is nine tasks on texts and pairs of texts, from the official TSV files. Its test sets have no
+labels, so the development set is the test here, as is usual. Validation texts are held out of the
+training set.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import math
 import random
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.texts import Glue
+from nmrun.lab.keys.datasets import GeneratedText, Glue
 from nmrun.lab.tasks import storage
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.text_classification.task import TextClassification
-    from nmrun.lab.tasks.text_classification.tokens import Text
+    from nmrun.lab.tasks.text.classification import Text, TextClassification
+
 
 Rows = tuple[list["Text"], list[float]]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One task: its folder, the columns of its text and of its label, the labels in the order of
+    """A task of GLUE: its folder, the columns of its texts and label, the labels in the order of
     classes (none: a score), its metrics.
     """
 
@@ -63,24 +64,16 @@ TASKS = {
 }  # fmt: skip
 
 
-def load(
+def load_glue(
     task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
 ) -> dict[str, Rows]:
-    """Load a task of GLUE and split it.
+    """A task of ``TASKS``: texts and labels (classes from 0, or scores) by split; MNLI has
+    ``test_mismatched`` too.
 
-    Args:
-        task: its name in ``TASKS``.
-        held_out: the share of the official training set that is for validation. With 0 the
-            development set is for validation, and nothing is left for a test.
-        limit: the first of the rest, in the order of the same shuffle, that are for training; None:
-            all.
-
-    Returns:
-        ``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels
-        are classes from 0, scores for STS-B.
-
-    Raises:
-        ConfigError: for files that are missing or not as they should be.
+    ``held_out`` is the share of the official training set that is for validation. With 0 the
+    development set is for validation, and nothing is left for a test. Of the rest, the first
+    ``limit`` of the same shuffle are for training. Raises ConfigError for files that are missing or
+    not as they should be.
     """
     spec = TASKS[task]
     found = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
@@ -95,13 +88,12 @@ def load(
     return found
 
 
-def build(config: Config, device: torch.device) -> TextClassification:
-    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.text_classification.task import TextClassification
+def glue(config: Config, device: torch.device) -> TextClassification:
+    from nmrun.lab.tasks.text.classification import TextClassification
 
     options = config.dataset.as_kind(Glue)
     spec = TASKS[options.task]
-    splits = load(options.task, options.held_out, options.split_seed, options.limit)
+    splits = load_glue(options.task, options.held_out, options.split_seed, options.limit)
     return TextClassification.of(config, splits, len(spec.labels) or 1, spec.metrics, device)
 
 
@@ -114,17 +106,14 @@ def _read(task: str, spec: Spec, file: str) -> Rows:
         if importlib.util.find_spec("datasets") is None:
             raise
         return _from_hub(task, spec, file.replace("dev", "validation"))
-    return read(path, spec)
+    return read_tsv(path, spec)
 
 
-def read(path: Path, spec: Spec) -> Rows:
-    """Read a TSV file of GLUE.
+def read_tsv(path: Path, spec: Spec) -> Rows:
+    """The rows of a TSV file of GLUE: columns are between tabs, quotes are characters like others.
 
-    Columns are between tabs, quotes are characters like others, a byte-order mark is none.
-
-    Raises:
-        ConfigError: for a missing column, a row of another length than the header, an unknown
-            label, and a file without rows.
+    Raises ConfigError for a missing column, a row of another length than the header, an unknown
+    label, and a file without rows.
     """
     try:
         lines = path.read_bytes().decode("utf-8-sig").rstrip("\n").split("\n")
@@ -181,3 +170,73 @@ def _from_hub(task: str, spec: Spec, split: str) -> Rows:
     return list(
         zip(*(found[column] for column in spec.hub_texts or spec.texts), strict=True)
     ), list(found["label"])
+
+
+GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")
+BAD = ("bad", "awful", "poor", "dull", "boring", "weak", "clumsy", "flat")
+FILLERS = (
+    "the",
+    "film",
+    "plot",
+    "cast",
+    "and",
+    "was",
+    "very",
+    "a",
+    "scene",
+    "music",
+    "it",
+    "had",
+    "with",
+    "an",
+    "ending",
+    "camera",
+)
+HELD_OUT = 500  # texts for validation, and as many for the test
+
+Splits = dict[str, tuple[list[tuple[str, ...]], list[float]]]
+
+
+@cache
+def generated_reviews(size: int = 4000, split_seed: int = 0) -> Splits:
+    """Different generated sentences with a verdict, by split; needs no download, and shows nothing
+    about language.
+
+    A sentence has one or three verdicts among 4 to 12 fillers. Each is good or bad by an even
+    chance and has "not" before it three times in ten. Its label is 1 if most of them, turned around
+    by their "not", are good. ``size`` sentences are for training, and 500 for each other split.
+    """
+    rng = random.Random(split_seed)
+    labelled: dict[str, int] = {}
+    while len(labelled) < size + 2 * HELD_OUT:
+        sentence, label = _sentence(rng)
+        labelled[sentence] = label
+    rows = list(labelled.items())
+    parts = {
+        "train": rows[:size],
+        "val": rows[size : size + HELD_OUT],
+        "test": rows[size + HELD_OUT :],
+    }
+    return {
+        name: ([(text,) for text, _ in part], [label for _, label in part])
+        for name, part in parts.items()
+    }
+
+
+def generated_text(config: Config, device: torch.device) -> TextClassification:
+    from nmrun.lab.tasks.text.classification import TextClassification
+
+    options = config.dataset.as_kind(GeneratedText)
+    splits = generated_reviews(options.size, options.split_seed)
+    return TextClassification.of(config, splits, 2, ("accuracy",), device)
+
+
+def _sentence(rng: random.Random) -> tuple[str, int]:
+    words = [[word] for word in rng.choices(FILLERS, k=rng.randint(4, 12))]
+    balance = 0
+    for _ in range(rng.choice((1, 3))):
+        good, turned = rng.random() < 0.5, rng.random() < 0.3
+        verdict = rng.choice(GOOD if good else BAD)
+        balance += 1 if good != turned else -1
+        words.insert(rng.randint(0, len(words)), ["not", verdict] if turned else [verdict])
+    return " ".join(word for some in words for word in some), int(balance > 0)

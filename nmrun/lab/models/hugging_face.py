@@ -1,5 +1,5 @@
-"""A pretrained encoder of Hugging Face (BERT, RoBERTa, DistilBERT, ELECTRA, MiniLM, ...) with a new
-head, for fine-tuning.
+"""Pretrained networks of Hugging Face, for fine-tuning and pruning: causal language models, and
+encoders with a new head.
 """
 
 from __future__ import annotations
@@ -11,24 +11,123 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.hugging_face import fetch
+from nmrun.lab.models.texts import GPTNetwork
+from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
+
+
+class CausalLM(nn.Module):
+    """Tokens (B, T) to logits (B, T, vocabulary), by what ``AutoModelForCausalLM`` makes."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.network(tokens, use_cache=False).logits
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as transformers' models name theirs."""
+        return self.network.get_output_embeddings()
+
+
+def causal(vocabulary: int, context: int, pretrained: str) -> CausalLM:
+    """A pretrained network in float32. Its dropout is that of its ``config.json``.
+
+    Raises ConfigError where it cannot be loaded, or has another vocabulary than the data or a
+    shorter context. Likewise where it is no causal language model: it has no such head, or looks at
+    later tokens.
+    """
+    whole = fetch("AutoConfig", "model.pretrained", pretrained)
+    config = whole.get_text_config()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if whole.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"model.pretrained={pretrained}: {whole.model_type} has no causal head")
+    known, longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
+    check_vocabulary(pretrained, known, vocabulary)
+    if longest is not None and longest < context:
+        raise ConfigError(f"dataset.context={context}: {pretrained} takes at most {longest} tokens")
+    model = CausalLM(fetch_whole("AutoModelForCausalLM", pretrained))
+    if looks_ahead(model):
+        raise ConfigError(
+            f"model.pretrained={pretrained}: its logits depend on later tokens, as an encoder's "
+            "do: it is no causal language model"
+        )
+    return model
+
+
+@torch.no_grad()
+def looks_ahead(model: nn.Module) -> bool:
+    """Whether the logits at a token depend on a later one.
+
+    Encoders (BERT) have a class with a causal head too. They work in it as encoders unless their
+    ``config.json`` says ``is_decoder``.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return False
+    training = model.training
+    model.eval()
+    one, two = (model(torch.tensor([tokens]))[0, 0] for tokens in ([1], [1, 2]))
+    model.train(training)
+    return not torch.allclose(one, two, rtol=1e-3, atol=1e-3 * float(one.abs().max()))
+
+
+# the only values that are supported, by the names of Hugging Face's config
+FIXED = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "n_inner": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "tie_word_embeddings": True,
+}
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def gpt2(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPTNetwork:
+    """A pretrained GPT-2, with linear layers in place of its transposed ones.
+
+    Raises ConfigError where it cannot be loaded, is no GPT-2, has another vocabulary than the data
+    or a shorter context.
+    """
+    where = f"model.pretrained={pretrained}"
+    config = fetch("AutoConfig", "model.pretrained", pretrained)
+    for key, value in FIXED.items():
+        found = getattr(config, key, None)
+        if found != value and not (key == "n_inner" and found == 4 * config.n_embd):
+            raise ConfigError(
+                f"{where}: another architecture than GPT-2's: {key} is {found}, where it takes {value}"
+            )
+    if config.vocab_size != vocabulary:
+        raise ConfigError(
+            f"{where}: it knows {config.vocab_size} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
+        )
+    if config.n_positions < context:
+        raise ConfigError(
+            f"dataset.context={context}: {pretrained} takes at most {config.n_positions} tokens"
+        )
+    theirs = fetch_whole("GPT2LMHeadModel", pretrained, config=config)
+    model = GPTNetwork(
+        vocabulary, config.n_positions, config.n_layer, config.n_head, config.n_embd, dropout
+    )
+    weights = {
+        name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()
+    }
+    model.load_state_dict({n: t.T if n.endswith(TRANSPOSED) else t for n, t in weights.items()})
+    return model
 
 
 class EncoderClassifier(nn.Module):
     """An encoder as ``AutoModel`` makes it, and a linear ``head`` after dropout.
 
     Input tokens (B, T), mask (B, T) bool (False is padding), segments (B, T); output (B, classes).
-
-    Args:
-        pooling: what the head sees: ``cls`` (the first token, through the encoder's own pooler if
-            it has one), ``mean`` (over a text's tokens), or ``similarity``: the two texts of a pair
-            go through the encoder one by one, and the head sees ``10 (c - 0.5)``, c the cosine
-            between their means, as encoders of sentences are trained (Reimers & Gurevych 2019,
-            arXiv 1908.10084); so small a head wants ``optimizer.head_lr=0.02`` or so.
-        dropout: of what the head sees, but for ``similarity``.
-
-    Raises:
-        ConfigError: in a forward pass, for single texts with ``similarity``.
+    With ``pooling=cls`` the head sees the first token, through the encoder's own pooler if it has
+    one; with ``mean`` that over a text's tokens. With ``similarity`` the two texts of a pair go
+    through the encoder one by one. The head sees ``10 (c - 0.5)``, c the cosine between their
+    means, as encoders of sentences are trained (Reimers & Gurevych 2019, arXiv 1908.10084). So
+    small a head wants ``optimizer.head_lr=0.02`` or so.
     """
 
     def __init__(self, encoder: Any, classes: int, pooling: str, dropout: float) -> None:
@@ -90,7 +189,7 @@ def _apart(tokens: Tensor, mask: Tensor, segments: Tensor) -> list[tuple[Tensor,
     ]
 
 
-def build(
+def encoder(
     vocabulary: int,
     max_length: int,
     classes: int,
@@ -98,15 +197,10 @@ def build(
     pooling: str,
     dropout: float,
 ) -> EncoderClassifier:
-    """Build a classifier on a pretrained encoder, in float32.
+    """A classifier on a pretrained encoder, in float32.
 
-    Args:
-        pretrained: the encoder's folder, or its name on the hub.
-
-    Raises:
-        ConfigError: if it cannot be had, is no encoder, does not fit the data's tokens, or if its
-            weights are of another architecture than its ``config.json`` says (with the first key
-            that differs).
+    Raises ConfigError if it cannot be had, is no encoder or does not fit the data's tokens.
+    Likewise if its weights are of another architecture than its ``config.json`` says.
     """
     where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)

@@ -1,9 +1,10 @@
-"""Folders that ``fairseq-preprocess`` has written: ``dict.<language>.txt`` and
-``<split>.<source>-<target>.<language>.{bin,idx}``.
-"""
+"""Pairs of sentences: folders of fairseq-preprocess, Multi30k, and generated ones."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.papers.translation.fairseq_import import fairseq
-from nmrun.papers.translation.keys import Fairseq
+from nmrun.lab.tasks.storage import cache_folder
+from nmrun.papers.translation.fairseq import fairseq
+from nmrun.papers.translation.keys import CopyReverse, Fairseq, Multi30k
+from nmrun.papers.translation.prepare import multi30k_files, prepare
 from nmrun.papers.translation.sentences import Corpus, Dictionary, check
 from nmrun.papers.translation.task import Translation
 
@@ -21,13 +24,9 @@ if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
 
 
-def build(config: Config, device: torch.device) -> Translation:
-    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says.
-
-    Its ``path`` is a folder of fairseq's binary files.
-
-    Raises:
-        ConfigError: for a folder that is missing or that is not as said.
+def fairseq_folder(config: Config, device: torch.device) -> Translation:
+    """A folder that ``fairseq-preprocess`` has written. Raises ConfigError where it is missing or
+    not as said.
     """
     options = config.dataset.as_kind(Fairseq)
     folder = Path(options.path).expanduser()
@@ -51,19 +50,13 @@ def load(
     subwords: str,
     moses: bool = False,
 ) -> Translation:
-    """Build translation of the first language into the second.
+    """Translation of the first language into the second, from ``dict.<language>.txt`` and
+    ``<name>.<source>-<target>.<language>.{bin,idx}``.
 
-    Where there is ``<name>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it, BLEU
-    is against the sentences in it; else the target's tokens are detokenised, unknown ones remaining
-    so.
-
-    Args:
-        device: where batches go.
-        texts: the names of the files for train, val and test.
-        subwords: ``none``, ``sentencepiece`` or ``subword_nmt``.
-
-    Raises:
-        ConfigError: for files that are missing or do not fit each other.
+    BLEU is against ``<name>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it.
+    Without it the target's tokens are detokenised, unknown ones remaining so. ``texts`` are the
+    names for train, val and test; ``subwords`` is as of :func:`detokenizer`. Raises ConfigError for
+    files that are missing or do not fit each other.
     """
     pair = "-".join(languages)
     source, target = (_dictionary(folder, language) for language in languages)
@@ -89,14 +82,11 @@ def load(
 
 
 def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]], str]:
-    """Make a function from symbols to a plain sentence.
+    """From symbols to a plain sentence. ``subwords`` is what becomes words: ``none``,
+    ``sentencepiece`` or ``subword_nmt``; ``moses`` the language whose Moses' tokenizer is taken
+    back.
 
-    Args:
-        subwords: what becomes words: ``none``, ``sentencepiece`` or ``subword_nmt``.
-        moses: the language whose Moses' tokenizer is taken back; None: none.
-
-    Raises:
-        ConfigError: with ``moses``, if sacremoses is not installed.
+    Raises ConfigError with ``moses``, if sacremoses is not installed.
     """
     joined: dict[str, Callable[[list[str]], str]] = {
         "none": " ".join,
@@ -191,3 +181,107 @@ def _text(
 def _lines(file: Path) -> list[str]:
     with file.open(encoding="utf-8", newline="\n") as lines:
         return [line.rstrip("\r\n") for line in lines]
+
+
+def multi30k(config: Config, device: torch.device) -> Translation:
+    """Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459). What ``prepare`` makes of the raw
+    text is kept in the cache.
+    """
+    options = config.dataset.as_kind(Multi30k)
+    languages = options.source, options.target
+    texts = multi30k_files(languages, options.test)
+    stats = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for pair in texts.values()
+        for file in pair
+    ]
+    key = hashlib.sha256(json.dumps([stats, languages, options.vocabulary]).encode()).hexdigest()[
+        :16
+    ]
+    folder = cache_folder() / f"multi30k-{key}"
+    if not folder.is_dir():
+        prepare(texts, languages, folder, options.vocabulary)
+    names = {"train": "train", "val": "valid", "test": "test"}
+    return load(config, device, folder, languages, names, "sentencepiece")
+
+
+ORDERS = ("copy", "reverse")
+TokenPair = tuple[list[int], list[int]]  # source and target, as tokens
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq gives them
+
+
+class Symbols:
+    """A fixed list of words as a dictionary; see :class:`nmrun.papers.translation.sentences.Dictionary`."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.symbols = [*SPECIAL, *words]
+
+    def bos(self) -> int:
+        return 0
+
+    def pad(self) -> int:
+        return 1
+
+    def eos(self) -> int:
+        return 2
+
+    def unk(self) -> int:
+        return 3
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Symbols) and self.symbols == other.symbols
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.symbols))
+
+
+def copy_reverse(config: Config, device: torch.device) -> Translation:
+    options = config.dataset.as_kind(CopyReverse)
+    vocabulary = Symbols([*ORDERS, *(f"w{number}" for number in range(options.words))])
+    splits, references = {}, {}
+    for name, pairs in generated(options, vocabulary).items():
+        source, target = ([sentence[side] for sentence in pairs] for side in (0, 1))
+        splits[name] = Corpus.of(source), Corpus.of(target)
+        references[name] = [
+            " ".join(vocabulary.symbols[token] for token in sentence[:-1]) for sentence in target
+        ]
+    return Translation.of(config, splits, vocabulary, vocabulary, references, " ".join, device)
+
+
+def generated(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[TokenPair]]:
+    """Different sentences, source and target, by split: the first word says whether the target is
+    the rest or the rest reversed.
+
+    They are drawn by ``split_seed`` alone until there are enough, then dealt out at random. So all
+    splits have short and long ones in the same proportion. Raises ConfigError if there are not so
+    many different sentences.
+    """
+    sizes = {"train": options.size, "val": options.val_size, "test": options.test_size}
+    wanted = sum(sizes.values())
+    possible = sum(len(ORDERS) * options.words**length for length in range(2, options.longest + 1))
+    if wanted > possible:
+        raise ConfigError(
+            f"dataset=copy_reverse: its sizes add up to {wanted} sentences, and with dataset.words={options.words} and "
+            f"dataset.longest={options.longest} there are {possible} different ones"
+        )
+    random = np.random.default_rng(options.split_seed)
+    found: dict[tuple[int, ...], TokenPair] = {}
+    while len(found) < wanted:
+        pair = _sentence(random, vocabulary, options.words, options.longest)
+        found[tuple(pair[0])] = pair
+    drawn = list(found.values())
+    mixed = iter([drawn[place] for place in random.permutation(wanted)])
+    return {name: list(itertools.islice(mixed, size)) for name, size in sizes.items()}
+
+
+def _sentence(
+    random: np.random.Generator, vocabulary: Symbols, words: int, longest: int
+) -> TokenPair:
+    order = int(random.integers(len(ORDERS)))
+    first = len(SPECIAL) + len(ORDERS)
+    rest = random.integers(first, first + words, size=random.integers(2, longest + 1)).tolist()
+    target = rest if ORDERS[order] == "copy" else rest[::-1]
+    return [len(SPECIAL) + order, *rest, vocabulary.eos()], [*target, vocabulary.eos()]

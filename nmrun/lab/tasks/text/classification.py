@@ -1,20 +1,23 @@
-"""Classification of short texts and pairs of texts, and prediction of a score for them, with GLUE's
-metrics.
+"""Classification of short texts and pairs of texts, or prediction of a score, with GLUE's metrics;
+and the tokenizers for them.
 """
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
-from nmrun.lab.keys.texts import Encoding
+from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
@@ -26,10 +29,11 @@ from nmrun.lab.tasks.base import (
     turns,
     watched,
 )
-from nmrun.lab.tasks.text_classification.tokens import Text, Tokenizer, tokenizer
+from nmrun.lab.tasks.hugging_face import fetch
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
+    from nmrun.lab.keys.datasets import Encoding
 
 EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
 
@@ -38,8 +42,8 @@ EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of 
 class Encoded:
     """Texts as token numbers, one after the other: text i is ``tokens[starts[i] : starts[i + 1]]``.
 
-    ``tokens`` and ``segments`` (0 for the first of a pair, 1 for the second) are int32 and uint8 of
-    the same length; ``labels`` int64 classes, or float32 scores.
+    ``tokens`` (int32) and ``segments`` (uint8) have the same length; a segment is 0 for the first
+    of a pair, 1 for the second. ``labels`` are int64 classes, or float32 scores.
     """
 
     tokens: Tensor
@@ -56,27 +60,17 @@ class Encoded:
 
 
 class TextClassification(InMemory, Categorical):
-    """Cross entropy over classes, or the squared error of a score; see
-    :class:`nmrun.lab.tasks.base.Task`.
+    """Cross entropy over classes, or the squared error of a score (``classes`` = 1).
 
     Each epoch is a fresh permutation of the training texts, a pure function of (seed, epoch); a
-    last batch that would be smaller than ``batch_size`` is left out. A micro-batch is (tokens,
-    mask, segments, labels), the first three (texts, length of the longest of them): int64, bool
-    (False is padding) and int64. Models give (texts, classes) for ``model(tokens, mask,
-    segments)``.
+    last smaller batch is left out. A micro-batch is (tokens, mask, segments, labels), the first
+    three (texts, length of the longest of them): int64, bool (False is padding) and int64. Models
+    give (texts, classes) for ``model(tokens, mask, segments)``.
 
-    Args:
-        splits: texts and their labels, classes from 0 as whole numbers or (where ``classes`` is 1)
-            scores. Splits beside train, val and test are named ``test_<suffix>`` and evaluated
-            along with test; their metrics have the suffix too.
-        classes: number of classes; 1 for a score.
-        metrics: names of :func:`scores`; the first is what recipes are compared by.
-        label_smoothing: torch's, in training alone.
-        limit_batches: of an epoch, at most; None: all.
-        device: where batches go.
-
-    Raises:
-        ConfigError: for fewer training texts than a batch takes, and for smoothed labels of scores.
+    ``splits`` are texts and their labels, classes from 0 or scores. Splits beside train, val and
+    test are named ``test_<suffix>`` and evaluated along with test; their metrics have the suffix
+    too. ``metrics`` are names of :func:`scores`; recipes are compared by the first. Raises
+    ConfigError for fewer training texts than a batch takes, and for smoothed labels of scores.
     """
 
     def __init__(
@@ -126,10 +120,9 @@ class TextClassification(InMemory, Categorical):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """Build the task with tokenizer, batch size, seed, smoothing and limits of a run's config.
+        """The task with tokenizer, batch size, seed, smoothing and limits of a run's config.
 
-        Raises:
-            ConfigError: as the class, and for a model of pairs with single texts.
+        Raises ConfigError as the class, and for a model of pairs with single texts.
         """
         if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
             raise ConfigError(
@@ -161,8 +154,8 @@ class TextClassification(InMemory, Categorical):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What the model says of the texts of a split, and of those beside it: their rows, and
-        (texts, classes).
+        """What the model says of the texts of a split, and of those beside it: rows, and (texts,
+        classes).
         """
         found: Tally = {}
         for name in self._beside(split):
@@ -205,7 +198,7 @@ class TextClassification(InMemory, Categorical):
 
     def example(self) -> Batch:
         """Two texts, cut or padded to the mean length of the first epoch's batches: what an item
-        costs depends on its length.
+        costs depends on it.
         """
         order = self._permutation(0)
         whole = len(order) // self.batch_size * self.batch_size
@@ -244,17 +237,12 @@ class TextClassification(InMemory, Categorical):
 
 
 def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[str, float]:
-    """Score predictions as GLUE does (Wang et al. 2019, arXiv 1804.07461, section 3).
+    """Scores of predictions (n,) as in GLUE (Wang et al. 2019, arXiv 1804.07461, section 3), by
+    name.
 
-    Args:
-        metrics: of ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation;
-            ``pearson`` and ``spearman``, correlations of scores.
-        predictions: classes or scores (n,).
-        labels: the right ones (n,).
-
-    Returns:
-        Each metric by name. Where one is undefined, because all predictions are the same for
-        example, it is 0.
+    Metrics are ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson``
+    and ``spearman``, correlations of scores. Where one is undefined, because all predictions are
+    the same for example, it is 0.
     """
     import numpy as np
 
@@ -279,3 +267,104 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
             value = correlation(guess, truth).statistic if varied else 0.0
         found[name] = float(value)
     return found
+
+
+Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
+
+
+class Tokenizer(Protocol):
+    """What makes token numbers of texts: of ``vocabulary`` tokens, at most ``max_length`` for a
+    text. The token ``padding`` fills up.
+    """
+
+    vocabulary: int
+    padding: int
+    max_length: int
+
+    def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (int32) and segments (uint8) of all texts or pairs, one after the other, and where
+        each starts (int64, texts + 1).
+        """
+
+
+def tokenizer(options: Encoding) -> Tokenizer:
+    """The tokenizer of a ``dataset:`` config: ``words``, or a folder or name of Hugging Face.
+    Raises ConfigError if it cannot be had, or cannot pad.
+    """
+    if options.tokenizer == "words":
+        return Words(options.vocabulary, options.max_length)
+    return PretrainedTokenizer(options.tokenizer, options.max_length)
+
+
+class Words:
+    """Words in lower case and punctuation marks, each hashed (CRC-32), which needs no file.
+
+    0 is padding, 1 begins a text, 2 ends it, and each text of a pair; words have the ``vocabulary``
+    - 3 others. Where that is too long, words go from the end of the longer text.
+    """
+
+    WORD = r"\w+|[^\w\s]"
+    padding, begin, end = 0, 1, 2
+
+    def __init__(self, vocabulary: int, max_length: int) -> None:
+        self.vocabulary, self.max_length = vocabulary, max_length
+
+    def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, segments = [], []
+        for text in texts:
+            parts = [self.numbers(part) for part in text]
+            while sum(map(len, parts)) + len(parts) + 1 > self.max_length:
+                max(parts, key=len).pop()
+            tokens.append([self.begin, *(token for part in parts for token in (*part, self.end))])
+            segments.append(
+                [0, *(number for number, part in enumerate(parts) for _ in range(len(part) + 1))]
+            )
+        return _flat(tokens, segments)
+
+    def numbers(self, text: str) -> list[int]:
+        """The tokens of a text, without those that begin and end it."""
+        words = re.findall(self.WORD, text.lower())
+        return [3 + zlib.crc32(word.encode()) % (self.vocabulary - 3) for word in words]
+
+
+class PretrainedTokenizer:
+    """A tokenizer of Hugging Face. Without a token for padding, as GPT-2's, it pads with the one
+    that ends a text. Raises ConfigError if it cannot be had, or cannot pad.
+    """
+
+    def __init__(self, source: str, max_length: int) -> None:
+        key = "dataset.tokenizer (default: model.pretrained)"
+        self.tokenizer = fetch("AutoTokenizer", key, source)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.tokenizer.pad_token_id is None:
+            raise ConfigError(
+                f"dataset.tokenizer={source}: it has no token for padding, nor one that ends a text"
+            )
+        if self.tokenizer.model_max_length < max_length:
+            raise ConfigError(
+                f"dataset.max_length={max_length}: {source} takes at most {self.tokenizer.model_max_length} tokens"
+            )
+        self.vocabulary, self.padding, self.max_length = (
+            len(self.tokenizer),
+            self.tokenizer.pad_token_id,
+            max_length,
+        )
+
+    def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        encoded = self.tokenizer(
+            *columns,
+            truncation=True,
+            max_length=self.max_length,
+            return_token_type_ids=True,
+            return_attention_mask=False,
+        )
+        return _flat(encoded["input_ids"], encoded["token_type_ids"])
+
+
+def _flat(tokens: list[list[int]], segments: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    starts = np.cumsum([0, *map(len, tokens)])
+    numbers = np.fromiter((n for some in tokens for n in some), np.int32, starts[-1])
+    kinds = np.fromiter((n for some in segments for n in some), np.uint8, starts[-1])
+    return torch.from_numpy(numbers), torch.from_numpy(kinds), torch.from_numpy(starts)

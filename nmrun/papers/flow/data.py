@@ -1,28 +1,27 @@
-"""Frames with optical flow on the disk, read by torchvision: Sintel (Butler et al. 2012) and
-FlyingChairs (Dosovitskiy et al. 2015).
-
-The flow of Sintel's test frames is not public, so whole scenes of its training frames are for
-validation and test. The validation pairs of FlyingChairs are the test here, as is usual, and pairs
-are held out of those for training for validation.
-"""
+"""Frames with optical flow: Sintel and FlyingChairs, read by torchvision, and generated pairs."""
 
 from __future__ import annotations
 
 import math
 import random
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nmrun.errors import ConfigError
 from nmrun.lab.tasks import storage
-from nmrun.lab.tasks.items import Split
-from nmrun.papers.flow.keys import FlyingChairs, Sintel
+from nmrun.lab.tasks.items import Split, in_order
+from nmrun.papers.flow.keys import FlyingChairs, GeneratedMotion, Sintel
 from nmrun.papers.flow.task import FlowTask
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
+
 
 HOW = {
     "Sintel": "unpack sintel.is.tue.mpg.de's MPI-Sintel-complete there: training/clean, training/final, training/flow",
@@ -31,7 +30,9 @@ HOW = {
 
 
 def sintel(config: Config, device: torch.device) -> FlowTask:
-    """Build the task of ``dataset=sintel``, as :func:`nmrun.lab.tasks.build` says."""
+    """Sintel (Butler et al. 2012). The flow of its test frames is not public, so whole scenes of
+    its training frames are for validation and test.
+    """
     options = config.dataset.as_kind(Sintel)
     frames = _read("sintel", "Sintel", options.path, split="train", pass_name=options.rendering)
     scene_of = {row: Path(pair[0]).parent.name for row, pair in enumerate(frames._image_list)}
@@ -55,7 +56,9 @@ def sintel(config: Config, device: torch.device) -> FlowTask:
 
 
 def flying_chairs(config: Config, device: torch.device) -> FlowTask:
-    """Build the task of ``dataset=flying_chairs``, as :func:`nmrun.lab.tasks.build` says."""
+    """FlyingChairs (Dosovitskiy et al. 2015). Its validation pairs are the test here, as is usual,
+    and pairs are held out of those for training for validation.
+    """
     options = config.dataset.as_kind(FlyingChairs)
     pool, test = (
         _read("flying_chairs", "FlyingChairs", options.path, split=name)
@@ -104,3 +107,66 @@ def _read(dataset: str, folder: str, path: str | None, **options: Any) -> Any:
 def _about(name: str, splits: dict[str, Split]) -> str:
     counts = ", ".join(f"{len(split.rows):,} {part}" for part, split in splits.items())
     return f"pairs of frames of {name} ({counts})"
+
+
+HELD_OUT = 8  # pairs for validation, and as many for the test
+FARTHEST = 8  # pixels that something moves along a side
+
+
+class Moved:
+    """Generated pairs, as torchvision's data sets have those of files."""
+
+    def __init__(self, count: int, side: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.pairs = [_pair(random, side) for _ in range(count)]
+
+    def __getitem__(self, row: int, /) -> Any:
+        from PIL import Image
+
+        first, second, flow = self.pairs[row]
+        return Image.fromarray(first), Image.fromarray(second), flow
+
+
+def generated_motion(config: Config, device: torch.device) -> FlowTask:
+    options = config.dataset.as_kind(GeneratedMotion)
+    side = options.resolution
+    splits = generated(options.size, side, options.split_seed)
+    return FlowTask(config, splits, device, f"generated pairs of frames of {side}x{side}")
+
+
+@cache
+def generated(size: int = 64, resolution: int = 128, split_seed: int = 0) -> dict[str, Split]:
+    """Pairs of frames by split: a texture moves, and a square of another one in front of it moves
+    elsewhere. ``size`` are for training, and 8 for each other split.
+    """
+    moved = Moved(size + 2 * HELD_OUT, resolution, split_seed)
+    return in_order(moved, size, HELD_OUT)
+
+
+def _pair(
+    random: np.random.Generator, side: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32]]:
+    """Both frames (side, side, 3), and the flow (2, side, side): a pixel at p is at p + flow."""
+    behind, front = (_texture(random, side + 2 * FARTHEST) for _ in range(2))
+    moves = random.integers(-FARTHEST, FARTHEST + 1, (2, 2))  # of both, x before y
+    width = int(random.integers(side // 4, side // 2))
+    corner = random.integers(FARTHEST, side - FARTHEST - width, 2)
+    frames = []
+    for time in (0, 1):
+        left, top = FARTHEST - time * moves[0]
+        frame = behind[top : top + side, left : left + side].copy()
+        left, top = corner + time * moves[1]
+        frame[top : top + width, left : left + width] = front[:width, :width]
+        frames.append(frame)
+    flow = np.empty((2, side, side), np.float32)
+    flow[:] = moves[0][:, None, None]
+    x, y = corner
+    flow[:, y : y + width, x : x + width] = moves[1][:, None, None]
+    return frames[0], frames[1], flow
+
+
+def _texture(random: np.random.Generator, side: int) -> NDArray[np.uint8]:
+    """Coarse and fine noise, (side, side, 3)."""
+    coarse = random.integers(0, 156, (-(-side // 8), -(-side // 8), 3))
+    coarse = coarse.repeat(8, 0).repeat(8, 1)[:side, :side]
+    return (coarse + random.integers(0, 100, (side, side, 3))).astype(np.uint8)

@@ -1,19 +1,25 @@
-"""What stands for the rows, columns and metrics of a comparison: as a command line has them, as
-papers write them, and in which order.
+"""What a comparison is written with: the names of rows, columns and metrics, and numbers.
+
+Names are as a command line has them, or as papers write them. Numbers have their unit, the digits
+that their spread leaves, and a real minus sign.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nmrun import ranges
-from nmrun.lab.compare.numbers import printed, unit
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
 
+MINUS = "\N{MINUS SIGN}"
+NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
+THOUSANDS = " kMGTPEZY"  # of FLOPs
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll", "bits", "flops")
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
 
@@ -98,7 +104,113 @@ METRICS = {
 }
 
 
-# --- as a command line has them -------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether higher values of a metric, such as ``eval/accuracy``, are better."""
+    return not any(word in metric.lower() for word in LOWER_IS_BETTER)
+
+
+def scale(metric: str) -> float:
+    """Accuracies are shown in percent."""
+    return 100.0 if "accuracy" in metric else 1.0
+
+
+def unit(metric: str, difference: bool = False) -> str:
+    """What ``printed`` counts in: ``%``, ``percentage points``, ``s``, ``FLOPs``, or nothing."""
+    if "accuracy" in metric:
+        return "percentage points" if difference else "%"
+    return "s" if metric == "seconds" else "FLOPs" if metric.startswith("flops/") else ""
+
+
+def labelled(metric: str) -> str:
+    """A metric with its unit, if that is not in its name: ``test/accuracy in %``."""
+    return f"{metric} in %" if unit(metric) == "%" else metric
+
+
+def deviates(value: float, spread: float | None) -> bool:
+    """Whether a spread is more than rounding."""
+    return spread is not None and spread > NEGLIGIBLE * abs(value)
+
+
+def places(value: float, metric: str, spread: float | None = None) -> int:
+    """How many digits after the point are shown; -2: whole hundreds.
+
+    The last digit is the first one of the spread, or its second if the first is a 1. Without a
+    spread, accuracies have one decimal and everything else four significant digits. ``value`` and
+    ``spread``, a standard deviation or half an interval, are in the metric's own unit (accuracies
+    from 0 to 1).
+    """
+    value, spread = abs(value) * scale(metric), (spread or 0.0) * scale(metric)
+    if deviates(value, spread):
+        mantissa, exponent = f"{spread:.1e}".split("e")
+        return int(float(mantissa) < 2) - int(exponent)
+    if scale(metric) == 100.0:
+        return 1
+    after = 3 - (math.floor(math.log10(value)) if value else 0)
+    return after if value >= 1e8 else max(0, after)
+
+
+def printed(value: float, metric: str, at: int | None = None) -> str:
+    """A value in the unit of :func:`unit`, with ``at`` digits after the point.
+
+    None: those of a value without spread, without zeros at the end where it is no percentage. FLOPs
+    have a letter (``34.9G``), other numbers of nine digits and more an exponent.
+    """
+    value *= scale(metric)
+    digits = places(value / scale(metric), metric) if at is None else at
+    value = round(value, digits) + 0.0  # no -0.0
+    if unit(metric) == "FLOPs" and abs(value) >= 1e3:
+        power = min(int(math.log10(abs(value)) // 3), len(THOUSANDS) - 1)
+        text = f"{value / 1000**power:.{max(0, digits + 3 * power)}f}"
+        text = (text.rstrip("0").rstrip(".") if at is None and "." in text else text) + (
+            THOUSANDS[power]
+        )
+    elif abs(value) >= 1e8:
+        text = f"{value:.{max(0, math.floor(math.log10(abs(value))) + digits)}e}"
+    else:
+        text = f"{value:.{max(0, digits)}f}"
+        if at is None and scale(metric) == 1.0 and "." in text:
+            text = text.rstrip("0").rstrip(".")
+    return text.replace("-", MINUS)
+
+
+def signed(value: float, metric: str, at: int | None = None) -> str:
+    """As ``printed``, with a plus sign in front of what is above 0."""
+    text = printed(value, metric, at)
+    return f"+{text}" if value > 0 and any(digit in text for digit in "123456789") else text
+
+
+def interval(
+    value: float,
+    low: float | None,
+    high: float | None,
+    metric: str,
+    error: float | None,
+    digits: int | None = None,
+) -> str:
+    """A difference with its interval, ``-0.5 [-0.9, -0.1]``, all in the metric's own unit. It has
+    the digits of the standard ``error``, or ``digits`` after the point.
+    """
+    at = places(value, metric, error) if digits is None else digits
+    ends = [signed(end, metric, at) for end in (low, high) if end is not None]
+    return signed(value, metric, at) + (f" [{', '.join(ends)}]" if ends else "")
+
+
+def p_value(p: float | None) -> str:
+    """`` p=0.012``, `` p<0.001``, or nothing for None."""
+    return "" if p is None else " p<0.001" if p < 0.001 else f" p={p:.2g}"
+
+
+def by_split(metrics: Mapping[str, float], metric: str) -> str:
+    """The values of a metric, such as ``accuracy``, in words: ``test 0.9694, validation 0.9650``."""
+    splits = {"test": "test", "validation": "eval"}
+    found = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
+    return ", ".join(f"{word} {value:.4f}" for word, value in found.items() if value is not None)
+
+
+# --- names as a command line has them -------------------------------------------------------------
 
 
 def label(value: Any) -> str:
@@ -137,8 +249,8 @@ def but_ratio(keys: Key, labels: Key) -> Key:
 
 
 def order(text: str) -> tuple[int, float, int, str]:
-    """The place of a label: recipes as the package lists them, then ratios from dense to sparse,
-    numbers by size, other texts by the alphabet.
+    """The place of a label: recipes as the package lists them, ratios from dense to sparse, numbers
+    by size, other texts by the alphabet.
     """
     if text in RECIPE_ORDER:
         return (0, RECIPE_ORDER.index(text), 0, "")
@@ -154,7 +266,7 @@ def order(text: str) -> tuple[int, float, int, str]:
         return (3, 0.0, 0, text)
 
 
-# --- as papers write them -------------------------------------------------------------------------
+# --- names as papers write them -------------------------------------------------------------------
 
 
 def written(label: str, aliases: Mapping[str, str] | None = None) -> str:
@@ -194,9 +306,7 @@ def setting(key: str) -> str:
 def column(
     keys: Sequence[str], labels: Sequence[str], aliases: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The labels of a row or column as papers write them, settings with their names (``lr=0.001``);
-    the user's ``aliases`` win.
-    """
+    """The labels of a row or column as papers write them, settings with their names (``lr=0.001``)."""
     return [
         metric(label) if key == "metric" else written(named(key, label), aliases)
         for key, label in zip(keys, labels, strict=True)

@@ -1,0 +1,145 @@
+"""Questions on texts: SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250, and 2018, arXiv 1806.03822),
+and generated ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nmrun.errors import ConfigError
+from nmrun.lab.tasks import storage
+from nmrun.papers.reading.keys import GeneratedQuestions, Squad
+from nmrun.papers.reading.task import Question
+
+if TYPE_CHECKING:
+    import torch
+
+    from nmrun.lab.keys.config import Config
+    from nmrun.papers.reading.task import Reading
+
+
+HOW = "put SQuAD's JSON files there (rajpurkar.github.io/SQuAD-explorer)"
+
+
+def load_squad(
+    version: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
+) -> dict[str, list[Question]]:
+    """The questions of a version by split, from the official JSON files; in ``v2.0`` some have no
+    answer.
+
+    The official test sets are not public, so the development set is the test here, as is usual. The
+    share ``held_out`` of the training articles is for validation. ``limit`` takes the questions of
+    the first articles of the shuffle. Raises ConfigError for files that are missing or not as they
+    should be.
+    """
+    train, dev = (
+        read(storage.find("squad", [f"squad/{name}-{version}.json"], HOW))
+        for name in ("train", "dev")
+    )
+    random.Random(split_seed).shuffle(train)
+    cut = len(train) - math.ceil(held_out * len(train))
+    if not 0 < cut < len(train):
+        raise ConfigError(
+            f"dataset.held_out={held_out}: of {len(train)} articles for training that leaves {cut}"
+        )
+    first, held, test = (
+        [question for article in articles for question in article]
+        for articles in (train[:cut], train[cut:], dev)
+    )
+    return {"train": first[:limit], "val": held, "test": test}
+
+
+def squad(config: Config, device: torch.device) -> Reading:
+    from nmrun.papers.reading.task import Reading
+
+    options = config.dataset.as_kind(Squad)
+    splits = load_squad(options.version, options.held_out, options.split_seed, options.limit)
+    return Reading.of(config, splits, device)
+
+
+def read(path: Path) -> list[list[Question]]:
+    """The questions of a file by article. Raises ConfigError for what is no such file, and for an
+    answer that is not where the file says.
+    """
+    try:
+        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+        found = [[question for text in a["paragraphs"] for question in _of(text)] for a in articles]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no file of SQuAD: {type(error).__name__} {error}") from None
+    for question in (question for article in found for question in article):
+        for answer, start in question.answers:
+            if question.text[start : start + len(answer)] != answer:
+                raise ConfigError(
+                    f"{path}: question {question.key}: its text has no {answer!r} at {start}"
+                )
+    if not any(found):
+        raise ConfigError(f"{path}: it has no questions")
+    return found
+
+
+def _of(paragraph: dict[str, Any]) -> list[Question]:
+    return [
+        Question(
+            asked["id"],
+            asked["question"].strip(),
+            paragraph["context"],
+            tuple((answer["text"], answer["answer_start"]) for answer in asked["answers"]),
+        )
+        for asked in paragraph["qas"]
+    ]
+
+
+PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Ida")
+FACTS = {
+    "Where does {} live?": ("{} lives in {}.", ("Rome", "Paris", "Lima", "Oslo", "New York")),
+    "What does {} like?": ("{} likes {}.", ("green tea", "chess", "old films", "rain", "jazz")),
+}
+HELD_OUT = 200  # questions for validation, and as many for the test
+
+
+@cache
+def generated(size: int = 2000, split_seed: int = 0) -> dict[str, list[Question]]:
+    """Who lives where and likes what, asked of a text that says so of several people; one question
+    in five has no answer. All texts differ. ``size`` are for training, and 200 for each other
+    split.
+    """
+    rng = random.Random(split_seed)
+    found: dict[str, Question] = {}
+    while len(found) < size + 2 * HELD_OUT:
+        question = _question(rng, str(len(found)))
+        found.setdefault(question.text, question)
+    rows = list(found.values())
+    return {
+        "train": rows[:size],
+        "val": rows[size : size + HELD_OUT],
+        "test": rows[size + HELD_OUT :],
+    }
+
+
+def generated_questions(config: Config, device: torch.device) -> Reading:
+    from nmrun.papers.reading.task import Reading
+
+    options = config.dataset.as_kind(GeneratedQuestions)
+    return Reading.of(config, generated(options.size, options.split_seed), device)
+
+
+def _question(rng: random.Random, key: str) -> Question:
+    people = rng.sample(PEOPLE, 4)
+    kinds = [rng.choice(list(FACTS)) for _ in people]
+    said = [FACTS[kind] for kind in kinds]
+    values = [rng.choice(choices) for _, choices in said]
+    sentences = [
+        form.format(who, value) for (form, _), who, value in zip(said, people, values, strict=True)
+    ]
+    text, about = " ".join(sentences), rng.randrange(len(people))
+    if rng.random() < 0.2:  # the text does not tell this of that person
+        other = next(kind for kind in FACTS if kind != kinds[about])
+        return Question(key, other.format(people[about]), text, ())
+    before = sum(len(sentence) + 1 for sentence in sentences[:about])
+    place = before + sentences[about].index(values[about])
+    return Question(key, kinds[about].format(people[about]), text, ((values[about], place),))

@@ -1,0 +1,99 @@
+"""fairseq without the traces of its import, and its Transformer in its usual sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import logging
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+
+from nmrun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nmrun.papers.translation.fairseq_modules import TranslationTransformer
+    from nmrun.papers.translation.sentences import Dictionary
+
+
+def fairseq(module: str) -> Any:
+    """A module of fairseq such as ``data``, or one of nmrun that imports fairseq, by its whole
+    name. Raises ConfigError if fairseq is not installed.
+    """
+    if importlib.util.find_spec("fairseq") is None:
+        raise ConfigError(
+            "this needs fairseq, which is not installed: pip install nmrun[translation]"
+        )
+    with undisturbed():
+        return importlib.import_module(
+            module if module.startswith("nmrun.") else f"fairseq.{module}"
+        )
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hydra's ConfigStore, the root logger and the filters of warnings are the same after as
+    before; nothing is logged meanwhile.
+    """
+    store, root = ConfigStore.instance(), logging.getLogger()
+    kept = copy.deepcopy(store.repo), root.level, list(root.handlers), root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        store.repo, root.level, root.handlers[:], root.manager.disable = kept
+        root.manager._clear_cache()  # type: ignore[attr-defined]  # of which loggers are enabled, which depends on the level
+
+
+def transformer(
+    source: Dictionary,
+    target: Dictionary,
+    width: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    dropout: float,
+    attention_dropout: float,
+    activation_dropout: float,
+    share_embeddings: str,
+) -> TranslationTransformer:
+    """A Transformer between two dictionaries; parameters have fairseq's names.
+
+    ``share_embeddings`` is ``decoder`` (its input and output), ``all`` (the encoder's too),
+    ``none``, or ``auto``: all where both languages have one dictionary, else decoder. Raises
+    ConfigError if fairseq is not installed, or 2 * ``heads`` does not divide ``width``. Likewise if
+    all embeddings are to be shared between two different dictionaries.
+    """
+    if width % (2 * heads):
+        raise ConfigError(f"model.width={width} is not a multiple of 2 * model.heads={heads}")
+    joint = source == target
+    if share_embeddings == "all" and not joint:
+        raise ConfigError(
+            "model.share_embeddings=all needs one dictionary for both languages; decoder shares those of the target"
+        )
+    modules = fairseq("nmrun.papers.translation.fairseq_modules")
+    config = modules.TransformerConfig.from_namespace(
+        Namespace(
+            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in [
+                ("embed_dim", width), ("ffn_embed_dim", ffn), ("layers", layers), ("attention_heads", heads),
+            ]},
+            decoder_input_dim=width,
+            decoder_output_dim=width,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            activation_dropout=activation_dropout,
+            share_all_embeddings=share_embeddings == "all" or (share_embeddings == "auto" and joint),
+            share_decoder_input_output_embed=share_embeddings in ("auto", "decoder", "all"),
+        )
+    )  # fmt: skip
+    model: TranslationTransformer = modules.TranslationTransformer.build_model(
+        config, Namespace(source_dictionary=source, target_dictionary=target)
+    )
+    return model
