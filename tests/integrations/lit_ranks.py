@@ -15,6 +15,7 @@ from nmrun.integrations.lightning import NMCallback  # noqa: E402
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.set_default_dtype(torch.float64)
     for recipe, options in lit.OPTIONS.items():
         module = lit.Module()
         sparse = NMCallback(recipe, "2:4", **options)
