@@ -249,9 +249,7 @@ def but_ratio(keys: Key, labels: Key) -> Key:
 
 
 def order(text: str) -> tuple[int, float, int, str]:
-    """The place of a label: recipes as the package lists them, ratios from dense to sparse, numbers
-    by size, other texts by the alphabet.
-    """
+    """The place of a label: recipes in their order, ratios from dense to sparse, numbers, texts."""
     if text in RECIPE_ORDER:
         return (0, RECIPE_ORDER.index(text), 0, "")
     try:

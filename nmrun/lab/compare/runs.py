@@ -147,9 +147,7 @@ def _other_run(folder: str | None, ratio: str) -> str | None:
 
 
 def _from_wandb(project: str) -> list[dict[str, Any]]:
-    """The runs of ``entity/project`` that nmrun logged; others are counted in a line on standard
-    error.
-    """
+    """The runs of ``entity/project`` that nmrun logged; others are counted on standard error."""
     import wandb
 
     rows, others = [], 0
@@ -239,9 +237,7 @@ def _value(text: str) -> Any:
 
 
 def to_csv(runs: pd.DataFrame) -> str:
-    """Runs as CSV: values as on a command line, what a run does not have empty. What changes no
-    result is left out.
-    """
+    """Runs as CSV, values as on a command line. What changes no result is left out."""
     columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
     lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
     return str(as_text([columns, *lines], "csv"))
@@ -274,9 +270,7 @@ def known(name: str, names: Sequence[str], what: str) -> None:
 
 
 def usual_metric(runs: pd.DataFrame) -> str:
-    """The metric of the task of runs of one data set: on the test split, or on the validation split
-    where there is no other.
-    """
+    """The task's metric on the test split, or on the validation split where there is no other."""
     names = runs["metric"].dropna()
     name = names.iloc[0] if len(names) else "accuracy"
     tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()

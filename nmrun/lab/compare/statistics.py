@@ -47,9 +47,7 @@ class Cell:
 def summarise(
     values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()
 ) -> Cell:
-    """The cell of several runs: their values by seed or in order, and why each of the others has
-    none.
-    """
+    """The cell of several runs: their values by seed or in order, and why the others have none."""
     by_seed: dict[object, float] = dict(
         values.items() if isinstance(values, Mapping) else enumerate(values)
     )
@@ -105,9 +103,7 @@ class Estimate(NamedTuple):
 
 
 def grain(values: Iterable[float]) -> float:
-    """The smallest difference between two unequal values of a metric: for accuracies one test
-    image, or a few. 0.0 if all are equal.
-    """
+    """The smallest difference between two unequal values of a metric; 0.0 if all are equal."""
     steps = np.diff(np.unique(_without_noise(np.array([*values], float))))
     return float(steps.min()) if len(steps) else 0.0
 
@@ -218,8 +214,8 @@ def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place
 
 
 def detectable(n: int, level: float) -> float:
-    """The mean difference, in standard deviations of the differences, that a two-sided paired
-    t-test of ``n`` pairs finds with a probability of 0.8.
+    """The mean difference that a paired t-test of ``n`` pairs finds four times in five, in
+    deviations.
     """
     return found_at(n - 1, level) / math.sqrt(n)
 

@@ -112,9 +112,7 @@ class Table:
         return {row for row, _ in self.stands}
 
     def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
-        """How many digits after the point a value and its standard deviation have; None: as a value
-        without spread.
-        """
+        """Digits after the point of a value and its deviation; None: as a value without spread."""
         if self.digits is not None and not metric.startswith("flops/"):
             return self.digits
         return places(value, metric, spread) if deviates(value, spread) else None
@@ -151,8 +149,8 @@ class Table:
 
     @property
     def with_paper(self) -> list[tuple[Key, bool]]:
-        """The rows, and whether they are published figures. These stand below the row of their
-        name, or at the end.
+        """The rows, and whether they are published figures, which stand below the row of their
+        name.
         """
         ours = [" ".join(row) for row in self.rows]
         lines: list[tuple[Key, bool]] = []
@@ -340,9 +338,7 @@ def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> N
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
-    """The settings that differ between runs and change a result: all that a run's identity covers,
-    but the seed.
-    """
+    """The settings that differ between runs and change a result, but the seed."""
     keys = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)
@@ -355,9 +351,7 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
 
 
 def _candidates(members: Mapping[Place, Sequence[Run]]) -> dict[str, list[Key]]:
-    """The rows by the number of epochs that their best weights were chosen from; empty where all
-    agree.
-    """
+    """The rows by the number of epochs that best weights were chosen from; empty where all agree."""
     by_number: dict[str, list[Key]] = {}
     for (row, _), group in members.items():
         for run in (run for run in group if run["status"] == "finished"):
@@ -447,7 +441,6 @@ def _trials(run: Run) -> str:
 
 
 def _spaces(over: str) -> str:
-    """Search spaces with words for their keys."""
     spaces = (each.partition(" ") for each in over.split("; "))
     return "; ".join(f"{notation.setting(key)} {search}" for key, _, search in spaces)
 

@@ -464,8 +464,8 @@ class HFEncoder(Model):
     pooling: Annotated[
         str,
         one_of("cls", "mean", "similarity"),
-        "what the head sees: cls (first token, through the encoder's pooler if there is one),"
-        " mean (of all tokens) or similarity (cosine of a pair's means)",
+        "what the head sees: cls (first token, through the encoder's pooler if it has one), "
+        "mean (of all tokens), similarity (cosine of a pair's means)",
     ] = "cls"
     dropout: Annotated[
         float, FRACTION, "dropout before the head; the encoder's own is in its config.json"

@@ -241,9 +241,7 @@ class ImageAttention(nn.Module):
         self.out_proj = _linear(fused.out_proj.weight.detach(), fused.out_proj.bias.detach())
 
     def forward(self, x: Tensor, *same: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
-        """(B, T, width) to the same, and None; called as ``attention(x, x, x,
-        need_weights=False)``.
-        """
+        """(B, T, width) to the same, and None; the three inputs are one."""
         batch, length, width = x.shape
         query, key, value = (
             layer(x).view(batch, length, self.heads, -1).transpose(1, 2)

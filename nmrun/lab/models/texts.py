@@ -123,9 +123,7 @@ class GPTDecoder(nn.Module):
 
 
 class GPTNetwork(GPTDecoder):
-    """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). ``wte`` and
-    ``lm_head`` are one weight.
-    """
+    """Tokens (B, T) to logits (B, T, ``vocabulary``); ``wte`` and ``lm_head`` are one weight."""
 
     def __init__(
         self,
@@ -197,9 +195,7 @@ def gpt_classifier(
     embeddings: int | None,
     activation: str,
 ) -> GPTClassifierNetwork:
-    """A classifier, whose head has no bias, as in transformers. ``embeddings`` is as of
-    :func:`embedded`.
-    """
+    """A classifier, whose head has no bias, as in transformers; see :func:`embedded`."""
     known = embedded(vocabulary, max_length, context, embeddings)
     return GPTClassifierNetwork(
         known, context, layers, heads, width, dropout, bias, activation, classes, head_bias=False

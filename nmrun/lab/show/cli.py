@@ -88,7 +88,6 @@ def table(argv: Sequence[str]) -> int:
 
 
 def _format(options: argparse.Namespace) -> str:
-    """The format that is asked for."""
     suffix = "" if options.out is None else options.out.suffix.lower()
     by_suffix = BY_SUFFIX.get(suffix, suffix.removeprefix("."))
     otherwise = "csv" if options.runs else "markdown"

@@ -47,9 +47,7 @@ SWITCH = re.compile(r"step (\d+): STEP freezes")
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean, standard deviation (zeros for a single run), lowest and highest of ``n`` runs, over
-    ``x``.
-    """
+    """Mean, deviation (zeros for a single run), lowest and highest of ``n`` runs, over ``x``."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -60,9 +58,7 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell of a table, each read once. Runs in W&B have
-    none.
-    """
+    """The files of the finished runs of each cell, each read once. Runs in W&B have none."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -108,13 +108,11 @@ def grids(table: Table) -> list[Grid]:
 
 
 def _labels(table: Table, row: Key, metric: Callable[[str], str]) -> list[str]:
-    """The labels of a row; a metric as ``metric`` writes it."""
     pairs = zip(table.row_keys, row, strict=True)
     return [metric(label) if key == "metric" else short(label) for key, label in pairs]
 
 
 def _headed(table: Table, column: Key) -> str:
-    """The labels of a column; a metric with its unit."""
     pairs = zip(table.column_keys, column, strict=True)
     return words(
         table.column_keys, tuple(labelled(text) if key == "metric" else text for key, text in pairs)
@@ -400,9 +398,7 @@ def _heading(key: str) -> str:
 
 
 def _columns(table: Table, aliases: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
-    """The lines above the head, one for each key of columns but the last, and the head's columns.
-    There are none above where they would join no columns.
-    """
+    """The lines above the head, one for each key of columns but the last, and the head's columns."""
     keys, columns = table.column_keys, table.columns
     flat = [escape(", ".join(notation.column(keys, column, aliases))) for column in columns]
     if len({column[:-1] for column in columns}) == len(columns):

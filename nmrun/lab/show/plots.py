@@ -26,9 +26,7 @@ TRAINING = ("curves", "flips", "autoswitch")  # kinds of what was logged
 
 @dataclass(frozen=True)
 class Kind:
-    """``draw`` gives None where the runs have nothing of this kind; ``nothing`` says so, ``about``
-    what the picture shows.
-    """
+    """``draw`` gives None where runs have nothing of this kind; ``nothing`` says so."""
 
     draw: Callable[[Table, History, str, Layout], Figure | None]
     about: str
@@ -65,9 +63,7 @@ KINDS = {
 
 
 def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
-    """The picture of a kind, learning curves of the metric ``logged``; None where there is nothing
-    to show.
-    """
+    """The picture of a kind, or learning curves of ``logged``; None where there is nothing to show."""
     with looks():
         figure = KINDS[kind].draw(table, History(table), logged, layout)
         if figure is not None:
@@ -128,9 +124,7 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
 
 
 def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
-    """The mean difference of each cell, data sets side by side, and that of all cells with its
-    interval.
-    """
+    """The mean difference of each cell by data set, and that of all cells with its interval."""
     tables, rows = comparison.tables, comparison.overall
     keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
     baseline = dict.fromkeys(row for table in tables for row in table.baseline)

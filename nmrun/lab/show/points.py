@@ -103,7 +103,6 @@ def _errors(
     shift: float,
     how: dict[str, Any],
 ) -> None:
-    """A row as a line with error bars."""
     unit = scale(table.metric)
     places = numbers or list(range(len(columns)))
     points = [

@@ -74,7 +74,6 @@ def write(
 
 
 def _sections(parts: Sequence[TableSection], baseline: str, test: str) -> list[dict[str, Any]]:
-    """Title, tables and pictures of each part."""
     sections, refused = [], []
     for number, part in enumerate(parts, 1):
         table = part.table
@@ -141,7 +140,6 @@ def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
-    """A line for each combination of settings, with its seeds."""
     labels = runs[[*differing, "seed"]].map(label)
     seeds: dict[tuple[str, ...], set[str]] = {}
     for *values, seed in labels.itertuples(index=False, name=None):
@@ -160,9 +158,7 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
 
 
 def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
-    """What the runs were made with, each combination once with the number of its runs; and the
-    number of versions of the code.
-    """
+    """What the runs were made with, counted; and the number of versions of the code."""
     counts: Counter[str] = Counter()
     for folder in runs["folder"]:
         made_with = RunFolder(folder).result.get("environment", {})

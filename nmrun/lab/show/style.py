@@ -81,18 +81,14 @@ class Layout:
 
 @contextlib.contextmanager
 def looks(salt: str = "nmrun") -> Iterator[None]:
-    """Draw and save in ``paper.mplstyle``. ``salt`` makes the names inside of an SVG its own, where
-    several stand on one page.
-    """
+    """Draw and save in ``paper.mplstyle``. ``salt`` tells names of SVGs on one page apart."""
     with mpl_style.context(Path(__file__).with_name("paper.mplstyle")):
         matplotlib.rcParams["svg.hashsalt"] = salt
         yield
 
 
 def look(table: Table, row: Key) -> dict[str, Any]:
-    """Colour, marker and line of a row, the same in every picture of the table. A reference is grey
-    and has no marker.
-    """
+    """Colour, marker and line of a row, the same in every picture; a reference is grey."""
     if row in table.references:
         place = [r for r in table.rows if r in table.references].index(row)
         return {"color": GREY, "linestyle": REFERENCE_LINES[place % len(REFERENCE_LINES)]}

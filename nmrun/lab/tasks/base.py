@@ -70,9 +70,7 @@ class Task(ABC):
 
     @abstractmethod
     def size(self, batch: Batch) -> int:
-        """How many items (images, tokens) the mean in :meth:`loss` is over: the weight of a
-        micro-batch in its batch.
-        """
+        """How many items (images, tokens) the mean in :meth:`loss` is over."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> Tensor:
@@ -217,9 +215,7 @@ def limited(
 
 
 def thinned(split: Any, most: int) -> Any:
-    """At most so many items of a split (items, labels), at equal distances, as classes may come one
-    after the other.
-    """
+    """At most so many items of a split, at equal distances, as classes may come one by one."""
     items, labels = split
     distance = -(-len(labels) // most)
     return items[::distance], labels[::distance]
@@ -231,9 +227,7 @@ def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
 
 
 def chunks(count: int, parts: int) -> list[range]:
-    """``range(count)`` in at most so many parts, as ``torch.chunk`` cuts: of the same length but
-    for the last.
-    """
+    """``range(count)`` in at most so many parts, as ``torch.chunk`` cuts."""
     size = -(-count // parts)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -270,8 +264,6 @@ def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Random numbers for some whole numbers, such as seed, epoch and index, whatever was drawn
-    before.
-    """
+    """Random numbers for whole numbers, such as seed, epoch and index, whatever was drawn before."""
     # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

@@ -72,9 +72,7 @@ class ItemReader:
         self._batches: Iterator[Collated] = iter(())
 
     def training(self, epoch: int, index: int, share: list[int]) -> Collated:
-        """The items at the places ``share`` of a training batch, collated. Raises RunError for a
-        file that cannot be read.
-        """
+        """The items at the places ``share`` of a batch. Raises RunError for a damaged file."""
         if self._next != (epoch, index, share):
             self._batches = self.read(self.keys(epoch, index, share))
         batch = next(self._batches)
@@ -105,9 +103,7 @@ class ItemReader:
         self._next, self._batches = (), iter(())
 
     def keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
-        """The items ``share`` of this batch and of those after it, without end: no process waits
-        where an epoch ends.
-        """
+        """The items ``share`` of this batch and of those after it, without end."""
         size, count = self.batch_size, self.batches_per_epoch
         return _keys(self.rows, self.seed, size, count, epoch, index, share)
 

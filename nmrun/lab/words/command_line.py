@@ -132,9 +132,7 @@ def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def values(override: Override, options: Sequence[str]) -> list[Any]:
-    """The values of an override: one, those of a sweep, both ends of an interval, or the
-    ``options`` of its group that a glob matches.
-    """
+    """The values of an override: one or several, both ends of an interval, or what a glob matches."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         return [value.start, value.end]
@@ -182,9 +180,7 @@ def key(word: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
 def unescaped(word: str) -> str:
-    """An override as one types it, without the backslash that Hydra puts before the colon of a
-    ratio.
-    """
+    """An override as one types it, without the backslash that Hydra puts before a ratio's colon."""
     bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
     with contextlib.suppress(HydraException):
         parse = OverridesParser.create().parse_override

@@ -124,7 +124,6 @@ def register() -> None:
 
 
 def _digest() -> str:
-    """Compute the hash of ``stdlib_text``, which only configs with that data set contain."""
     return str(find("dataset.sha256", "nmrun.lab.tasks.text.files.stdlib_digest", {})())
 
 

@@ -24,7 +24,6 @@ def text(config_dir: str | None = None) -> str:
 
 
 def _groups(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Yield each group with its options, in the order of names."""
     found = {group: set(options.names(group)) for group in options.GROUPS}
     for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
         names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]

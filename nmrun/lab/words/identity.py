@@ -134,9 +134,7 @@ def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_folder(config: Config) -> Path:
-    """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or
-    backslash.
-    """
+    """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``; no colon, space, backslash."""
     slug = "dense" if config.pattern is None else config.pattern.slug
     place = (
         Path(config.output_dir)

@@ -298,9 +298,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
 
 
 def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
-    """Whether Hydra launches the jobs: something is said to it, by overrides or in a folder of
-    configs.
-    """
+    """Whether Hydra launches the jobs: overrides or a folder of configs say something to it."""
     if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
     files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
@@ -312,9 +310,7 @@ def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
 
 
 def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str, list[str]]:
-    """The launcher that a command line asks for, ``basic`` by default, and a line for what there is
-    not.
-    """
+    """The launcher that is asked for, ``basic`` by default, and a line for what there is not."""
     name, problems = "basic", []
     for override in overrides:
         if override.key_or_group == "hydra/sweeper":

@@ -79,7 +79,6 @@ def _is_track(override: Override) -> bool:
 
 
 def _composed(overrides: list[Override], config_dir: str | None) -> Config:
-    """A config as of a run, whose network is trained already."""
     words = [*(str(one.input_line) for one in overrides), f"recipe={STAND_IN}"]
     if found := precheck.look(words, config_dir=config_dir).problems:
         raise ConfigError(found)

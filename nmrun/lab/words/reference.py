@@ -129,9 +129,7 @@ def _typed(value: Any) -> str:
 
 
 def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:
-    """The meanings of a key such as ``recipe.decay`` among options, each with its defaults and the
-    options that have these.
-    """
+    """The meanings of a key among options, each with its defaults and the options that have these."""
     found: dict[tuple[str, str], tuple[Key, dict[str, list[str]]]] = {}
     for option in among:
         for key in option.keys:

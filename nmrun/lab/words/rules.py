@@ -89,9 +89,7 @@ class Facts:
 
     @functools.cached_property
     def inputs(self) -> list[int]:
-        """Inputs of the model's layers that may be sparse; none where only the built model knows
-        them.
-        """
+        """Inputs of layers that may be sparse; none where only the built model knows them."""
         known = self._good("sparsity.pad", "model", *(f"model.{key}" for key in self.model))
         if self.pattern is None or not known or self.sparsity["pad"] or "_target_" in self.model:
             return []

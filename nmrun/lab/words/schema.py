@@ -96,7 +96,6 @@ def _checks(keys: Mapping[str, Field]) -> dict[str, Check | None]:
 
 
 def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None:
-    """Give equal values one form."""
     for key, allowed in ranges.items():
         if allowed is not None and key in holder:
             holder[key] = allowed.convert(holder[key])
@@ -133,7 +132,6 @@ def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
 
 
 def _wrong_recipe(given: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with a recipe class of the user's own, which knows its keys."""
     target, name = str(given["_target_"]), _recipe_name(given)
     if not re.fullmatch(r"\w+(\.\w+)+", target):
         return {f"recipe._target_={target}: it takes {RECIPE_CLASS}": "recipe._target_"}
@@ -141,7 +139,6 @@ def _wrong_recipe(given: dict[str, Any]) -> dict[str, str]:
 
 
 def _wrong_own(group: str, given: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with a data set or model of the user's own, whose builder knows its keys."""
     target, found = str(given["_target_"]), {}
     if not re.fullmatch(r"\w+(\.\w+)+", target):
         found[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
@@ -165,8 +162,8 @@ def _recipe_name(recipe: dict[str, Any]) -> str:
 
 
 def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as dotted keys. ``sparsity.overrides`` stays one value: its own keys are
-    regular expressions.
+    """Nested dictionaries as dotted keys. The regular expressions of ``sparsity.overrides`` are
+    none.
     """
     flat: dict[str, Any] = {}
     for key, value in plain.items():

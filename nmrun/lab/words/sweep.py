@@ -234,14 +234,12 @@ _parsed = functools.lru_cache(maxsize=8192)(documents.parsed)
 
 
 def _is_beginning(line: dict[str, Any]) -> bool:
-    """Whether a line is one that :func:`begins` writes."""
     numbers, words = (line.get("job"), line.get("process")), line.get("overrides")
     texts = [line.get("folder"), *words] if isinstance(words, list) else [None]
     return all(type(n) is int for n in numbers) and all(isinstance(text, str) for text in texts)
 
 
 def _is_end(line: dict[str, Any]) -> bool:
-    """Whether a line is one that :func:`add` writes."""
     texts, times = ("status", "folder", "error"), ("seconds", "ended")
     words = line.get("overrides", [])
     return (
@@ -318,9 +316,7 @@ def span(seconds: float) -> str:
 
 
 def planned(folder: Path) -> list[str]:
-    """The jobs that were only planned (``dry=true``), one a line: recipe, ratio, what is swept
-    beside them, steps and FLOPs.
-    """
+    """The jobs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
     done = [line for line in read(folder).done if line.get("plan")]
     swept = [key for key in _varied([line["overrides"] for line in done]) if key not in SAID]
     rows = []

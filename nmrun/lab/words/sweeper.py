@@ -27,8 +27,8 @@ class NMSweeper(BasicSweeper):
     def split_arguments(  # type: ignore[override]  # a static method there
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """The overrides of all jobs, in batches. ``overrides`` are ``hydra.sweeper.params``, then
-        the arguments.
+        """The overrides of all jobs, in batches; given are ``hydra.sweeper.params``, then
+        arguments.
         """
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -51,9 +51,7 @@ def _sweeps(arguments: list[str]) -> list[list[str]]:
 
 
 def register() -> None:
-    """Register the class with Hydra, under the name in ``hydra/sweeper: nmrun``, whose config node
-    :mod:`nmrun.lab.words.composition` registers.
-    """
+    """Register the class with Hydra, under the name in ``hydra/sweeper: nmrun``."""
     plugins = Plugins.instance()
     plugins.register(NMSweeper)
     plugins.class_name_to_class[SWEEPER["_target_"]] = NMSweeper

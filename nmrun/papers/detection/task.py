@@ -186,9 +186,7 @@ def images_of(split: Split) -> list[int]:
 
 
 def api(dataset: str) -> Any:
-    """The package ``pycocotools``. Raises ConfigError, which names the data set, if it is not
-    installed.
-    """
+    """The package ``pycocotools``. Raises ConfigError if it is not installed."""
     try:
         import pycocotools.coco
         import pycocotools.cocoeval
@@ -214,9 +212,7 @@ def learned(annotation: Mapping[str, Any]) -> bool:
 def targets(
     coco: Any, annotations: Sequence[Mapping[str, Any]], labels: Mapping[int, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[NDArray[np.uint8]]]:
-    """Boxes (K, 4) from x, y to x, y in pixels, labels (K,), and a mask (height, width) of 0 and 1
-    for each.
-    """
+    """Boxes (K, 4) from x, y to x, y in pixels, labels (K,), and a mask (height, width) for each."""
     some = [annotation for annotation in annotations if learned(annotation)]
     boxes = np.array([a["bbox"] for a in some], np.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]

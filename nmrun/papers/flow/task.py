@@ -89,9 +89,7 @@ class FlowTask(ItemTask):
 
 
 def flows(model: Any, first: Tensor, second: Tensor) -> list[Tensor]:
-    """The flows (B, 2, height, width) of two frames (B, 3, height, width) uint8, whose borders are
-    repeated until their sides fit.
-    """
+    """The flows (B, 2, height, width) of two uint8 frames, whose borders are repeated to fit."""
     height, width = first.shape[-2:]
     filled = (0, -width % STRIDE, 0, -height % STRIDE)
     frames = (

@@ -145,9 +145,7 @@ class Reading(InMemory):
     def _evaluated(
         self, split: str, rank: int, world: int
     ) -> Iterator[tuple[list[int], Batch, bool]]:
-        """A rank's batches of a split, those of short windows first: numbers, windows, and whether
-        they count.
-        """
+        """A rank's batches of a split, short windows first: numbers, windows, whether they count."""
         some = self.windows[split]
         order = sorted(range(len(some)), key=lambda row: len(some[row].tokens))
         pieces = [
@@ -207,9 +205,7 @@ def _losses(said: Tensor, mask: Tensor, spans: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Question:
-    """A question on a text, with its right answers and where in the text each begins; none: the
-    text has none.
-    """
+    """A question on a text, with its right answers, if any, and where in the text each begins."""
 
     key: str
     question: str
@@ -287,9 +283,7 @@ class TextWindow:
     ends: NDArray[np.int32]
 
     def span(self, question: Question) -> tuple[int, int]:
-        """The first and last token of the question's first answer; (0, 0) if this window has not
-        all of it.
-        """
+        """The first and last token of the first answer; (0, 0) if this window has not all of it."""
         if not question.answers:
             return 0, 0
         answer, first = question.answers[0]
@@ -387,9 +381,7 @@ def gpt_reader(
     embeddings: int | None,
     activation: str,
 ) -> GPTReaderNetwork:
-    """A reader, whose head has a bias, as in transformers; the rest is as of
-    :func:`nmrun.lab.models.texts.gpt_classifier`.
-    """
+    """A reader, whose head has a bias, as in transformers; see ``gpt_classifier``."""
     known = embedded(vocabulary, max_length, context, embeddings)
     return GPTReaderNetwork(
         known, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True

@@ -76,9 +76,7 @@ class TextToText(TextClassification):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextToText:
-        """The task with tokenizer, batch size, seed and limits of a run's config. Raises
-        ConfigError for smoothed labels.
-        """
+        """The task of a run's config. Raises ConfigError for smoothed labels."""
         trainer = config.trainer
         if trainer.label_smoothing:
             raise ConfigError(

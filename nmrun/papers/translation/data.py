@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 def fairseq_folder(config: Config, device: torch.device) -> Translation:
-    """A folder that ``fairseq-preprocess`` has written. Raises ConfigError where it is missing or
-    not as said.
-    """
+    """A folder that ``fairseq-preprocess`` has written."""
     options = config.dataset.as_kind(Fairseq)
     folder = Path(options.path).expanduser()
     if not folder.is_dir():
@@ -167,9 +165,7 @@ def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
 def _text(
     corpus: Corpus, dictionary: Dictionary, detokenize: Callable[[list[str]], str]
 ) -> list[str]:
-    """A corpus as plain sentences. An unknown token is marked such that no translation can be right
-    about it.
-    """
+    """A corpus as plain sentences. No translation is right about the mark of an unknown token."""
     symbols = [*dictionary.symbols]
     symbols[dictionary.unk()] = f"<{symbols[dictionary.unk()]}>"
     sentences = np.split(np.asarray(corpus.tokens), corpus.starts[1:-1])
@@ -184,9 +180,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def multi30k(config: Config, device: torch.device) -> Translation:
-    """Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459). What ``prepare`` makes of the raw
-    text is kept in the cache.
-    """
+    """Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459); subwords are kept in the cache."""
     options = config.dataset.as_kind(Multi30k)
     languages = options.source, options.target
     texts = multi30k_files(languages, options.test)

@@ -37,9 +37,7 @@ def fairseq(module: str) -> Any:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hydra's ConfigStore, the root logger and the filters of warnings are the same after as
-    before; nothing is logged meanwhile.
-    """
+    """Keep Hydra's ConfigStore, the root logger and the filters of warnings; log nothing."""
     store, root = ConfigStore.instance(), logging.getLogger()
     kept = copy.deepcopy(store.repo), root.level, list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)

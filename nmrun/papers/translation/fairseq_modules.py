@@ -30,9 +30,7 @@ __all__ = [
 
 
 class TranslationEncoder(TransformerEncoderBase):
-    """(sentences, length) tokens to fairseq's dictionary, with ``encoder_out`` [(length, sentences,
-    width)].
-    """
+    """(sentences, length) tokens to fairseq's dictionary."""
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None = None, **_: Any

@@ -69,9 +69,7 @@ Pair = tuple[Corpus, Corpus]
 
 
 def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
-    """The numbers ``rows`` of sentences by length, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i
-    + 1]]``.
-    """
+    """Sentences ``rows`` by length, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i + 1]]``."""
     source, target = (corpus.lengths for corpus in pair)
     rows = np.lexsort((target, source))
     cuts, widest = [0], 0

@@ -154,7 +154,7 @@ class TextClassification(InMemory, Categorical):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What the model says of the texts of a split, and of those beside it: rows, and (texts,
+        """What the model says of a split's texts, and of those beside it: rows, and (texts,
         classes).
         """
         found: Tally = {}
@@ -197,8 +197,8 @@ class TextClassification(InMemory, Categorical):
         return self.splits[split].starts.diff().argsort(stable=True)
 
     def example(self) -> Batch:
-        """Two texts, cut or padded to the mean length of the first epoch's batches: what an item
-        costs depends on it.
+        """Two texts of the mean length of the first epoch's batches: what an item costs depends on
+        it.
         """
         order = self._permutation(0)
         whole = len(order) // self.batch_size * self.batch_size
@@ -214,9 +214,7 @@ class TextClassification(InMemory, Categorical):
         return self._order[1]
 
     def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
-        """The texts ``rows`` of a split, padded to the longest of them, or cut or padded to
-        ``length``.
-        """
+        """Texts of a split, padded to the longest of them, or cut or padded to ``length``."""
         texts = self.splits[split]
         lengths = texts.lengths(rows)[:, None]
         columns = torch.arange(int(lengths.max()) if length is None else length)

@@ -33,9 +33,7 @@ class Vocabulary:
 
 
 def vocabulary(texts: Mapping[str, bytes], tokenizer: str) -> Vocabulary:
-    """The vocabulary by which :func:`encode` numbers these texts; of words, a line break is
-    ``<eos>``.
-    """
+    """The vocabulary by which :func:`encode` numbers texts; of words, a line break is ``<eos>``."""
     if tokenizer == "byte":
         return Vocabulary(
             lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")

@@ -63,9 +63,7 @@ def shakespeare(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def wikitext(config: Config, device: torch.device) -> LanguageModelling:
-    """WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, with ``<unk>`` for
-    rare words.
-    """
+    """WikiText-2 and WikiText-103 (Merity et al. 2017), with ``<unk>`` for rare words."""
     name = config.dataset.name
     folder = WIKITEXTS[name]
     how = f"it takes the three files of {folder}; dataset=text takes other divisions"
@@ -79,9 +77,7 @@ def wikitext(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
-    """Language modelling on files: ``train`` and, unless they are cut from the end of it, ``val``
-    and ``test``.
-    """
+    """Language modelling on files; ``val`` and ``test`` may be cut from the end of ``train``."""
     fractions = {}
     if not {"val", "test"} <= paths.keys():
         cut = config.dataset.as_kind(Fractions)
@@ -241,9 +237,7 @@ LOOKED_AT = 1 << 20
 
 
 def token_bin(config: Config, device: torch.device) -> LanguageModelling:
-    """Files of token numbers as nanoGPT prepares them, mapped: ``train.bin``, ``val.bin`` and, if
-    it is there, ``test.bin``.
-    """
+    """Files of token numbers as nanoGPT prepares them, mapped; ``test.bin`` may be missing."""
     from nmrun.lab.tasks.text.language import LanguageModelling
 
     options = config.dataset.as_kind(TokenBin)

@@ -193,9 +193,7 @@ class LanguageModelling(Categorical):
         return self._batch("train", np.arange(2), self.context)
 
     def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
-        """(inputs, targets), both (windows, ``length``) int64, of the windows that begin at
-        ``starts``.
-        """
+        """(inputs, targets), both (windows, ``length``) int64, of windows from ``starts`` on."""
         windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
         # an embedding on a GPU would only say that an assertion failed
         if windows.max() >= self.vocabulary:

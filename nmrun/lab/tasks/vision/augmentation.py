@@ -73,9 +73,7 @@ class Augment:
         return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
 
     def share(self, random: torch.Generator, count: int, mine: range | None = None) -> Share:
-        """The rows of a batch of ``count`` that have to be at hand for ``mine``, with their random
-        numbers.
-        """
+        """The rows of a batch that have to be at hand for ``mine``, with their random numbers."""
         return Share(random, count, mine, mixing=bool(self.mixup or self.cutmix))
 
     def __call__(

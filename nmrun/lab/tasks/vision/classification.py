@@ -169,9 +169,7 @@ class Classification(ItemBatches, Categorical):
     def _evaluated(
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """A rank's batches of a split: images, normalised, with their labels, and whether they
-        count.
-        """
+        """A rank's batches of a split: normalised images, labels, and whether they count."""
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
         for number, counts in watched(turns(-(-len(labels) // at_once), rank, world)):

@@ -149,7 +149,7 @@ def _spread(train: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _digits(split_seed: int, val_fraction: float, test_fraction: float) -> dict[str, Labelled]:
-    """The splits of :func:`load`, with pixels from 0 to 16."""
+    """The splits of :func:`load_digits`, with pixels from 0 to 16."""
     images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     members: dict[str, list[Tensor]] = {"test": [], "val": [], "train": []}
@@ -190,9 +190,7 @@ def digits(config: Config, device: torch.device) -> Classification:
 
 
 def _read_digits() -> tuple[Tensor, Tensor]:
-    """All images (0 to 16) and labels, as sklearn's ``load_digits`` gives them, without the seconds
-    its import takes.
-    """
+    """Images (0 to 16) and labels as of sklearn, without the seconds that its import takes."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
@@ -214,9 +212,7 @@ MOST_TIMES, SPARE_BYTES = 100, 10**8
 
 @dataclass(frozen=True)
 class Loaded:
-    """uint8 images (N, 3, size, size) and int64 labels (N,) of those of train, val and test that
-    are there.
-    """
+    """uint8 images (N, 3, size, size) and int64 labels (N,) of the splits that are there."""
 
     splits: dict[str, Labelled]
     classes: list[str]
