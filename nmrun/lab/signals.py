@@ -40,9 +40,9 @@ class Signals:
     """While entered, the first signal is ``caught``; a second one ends the process.
 
     What it does follows from ``then``: ``act`` raises KeyboardInterrupt; ``interrupt`` does so too,
-    but leaves :meth:`passed_on` to whoever catches that; ``wait`` does nothing more. A handler that
-    whoever started the process has installed (submitit, to put the job into the queue again) is
-    called in the place of the KeyboardInterrupt. If it returns, the run goes on.
+    but leaves :meth:`passed_on` to whoever catches that; ``wait`` does nothing more. Another
+    handler that is installed, such as submitit's to requeue the job, is called in the place of the
+    KeyboardInterrupt. If it returns, the run goes on.
     """
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ def _foreign(handler: Any) -> bool:
 
 
 def left_to_parent() -> None:
-    """Let the training alone end this process, which reads data for it, and goes on while a step
-    ends whose signal went to the whole group."""
+    """Let the training alone end this process, which reads data for it. A signal to the whole group
+    ends a step first, and that step needs its data."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS

@@ -149,9 +149,9 @@ class _Swaps:
 
     def _measure(self, changed: Tensor) -> None:
         """Measure ``group`` and ``with_other`` anew for all channels of the groups that changed.
-        Let a group be without a, s the sum of its N largest and t the smallest of them: with b
-        it keeps s + max(0, b - t). The sum over all rows of max(0, b - t) is (|b - t| + b - t) /
-        2, so a distance gives it for all pairs at once."""
+        Let a group be without a, s the sum of its N largest and t the smallest of them: with b it
+        keeps s + max(0, b - t). As max(0, b - t) is (|b - t| + b - t) / 2, a distance gives its sum
+        over the rows for all pairs at once."""
         place = self.order.argsort()
         for i, (columns, pattern) in enumerate(self.layers):
             n, m = pattern.n, pattern.m

@@ -2,9 +2,9 @@
 
 Each group has a logit for every possible mask. Forward ``w * (softmax((kappa * logits + Gumbel
 noise) / temperature) @ candidates)``; kappa rises and the temperature falls, linearly, until a
-blend of masks is one mask. The loss has ``- reg * (1 - it / n) * ||w * mask||^2`` added at iteration
-it of the n that learn masks, as in the authors' code. All weights are frozen from ``dense`` of the
-steps on. Evaluation is by the likeliest masks, which the last step leaves.
+blend of masks is one mask. At iteration it of the n that learn masks, the loss has
+``- reg * (1 - it / n) * ||w * mask||^2`` added, as in the authors' code. All weights are frozen from
+``dense`` of the steps on. Evaluation is by the likeliest masks, which the last step leaves.
 
 Cost: C / M logits a weight, C = (M over N), with optimizer state; a softmax and three products of
 (weights / M, M) by (M, C) a step.

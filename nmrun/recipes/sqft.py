@@ -3,10 +3,10 @@
 
 A pruned weight w0 stays, and so does its mask m. Trained are the adapters B (outputs, rank) and A
 (rank, inputs), whose product is masked: ``w = w0 + m * (alpha / rank) * B A``. So w is N:M at every
-moment. A convolution's inputs are its channels at each kernel position. With g the weight's
-gradient and ``g' = (alpha / rank) * m * g``, B has the gradient ``g' A^T`` and A has ``B^T g'``. B
-begins as 0 and A uniform, drawn anew for each seed. Not here: the paper's search for ranks, and
-quantisation.
+moment. A convolution's inputs are its channels at each kernel position. Let g be the weight's
+gradient and ``g' = (alpha / rank) * m * g``. Then B has the gradient ``g' A^T`` and A has ``B^T
+g'``. B begins as 0 and A uniform, drawn anew for each seed. Not here: the paper's search for ranks,
+and quantisation.
 
 Cost: w0 and a mask byte a weight; no moments of the optimizer but those of the adapters.
 """

@@ -99,8 +99,8 @@ def _assignment(block: Tensor) -> Tensor:
 
 
 def best_masks(blocks: Tensor, n: int) -> Tensor:
-    """The masks of blocks (count, M, M), float64, that have N < M in each row and column and keep
-    the largest sum, up to rounding. The same bits on every call."""
+    """The masks with N < M in each row and column that keep the largest sum, up to rounding.
+    ``blocks``: (count, M, M), float64. The same bits on every call."""
     large = torch.finfo(blocks.dtype).max
     finite = blocks.nan_to_num(large, large)  # NaN and infinity are kept first
     most = finite.amax((1, 2), keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)

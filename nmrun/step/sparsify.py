@@ -93,9 +93,9 @@ def sparsify(
         hyperparameters: the recipe's own, under the names of its paper.
 
     Raises:
-        ConfigError: (a ValueError) for an unknown recipe, pattern or value, and for a model
-            without a weight that can be sparse or with weights that are sparse already. Also for an
-            optimizer that the recipe cannot work with, or with the state of another training.
+        ConfigError: (a ValueError) for an unknown recipe, pattern or value. It is also for a model
+            whose weights cannot be sparse or are sparse already, for an optimizer that the recipe
+            cannot work with, and for the state of another training.
             Model and optimizer are unchanged then.
         TypeError: for an unknown hyperparameter.
     """

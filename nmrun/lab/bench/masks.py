@@ -2,9 +2,9 @@
 same tensor.
 
 A copy reads and writes every weight once, as a projection at least has to: it is the memory bound.
-Arms that write into a tensor that is there: nmrun's dispatch (C on the CPU, Triton on a GPU), its
-reference in plain torch, ``torch.topk``, and sorting every group, as the official code of SR-STE
-and STEP does. Arms that make what they return are held against ``torch.clone``.
+Some arms write into a tensor that is there: nmrun's dispatch (C on the CPU, Triton on a GPU), its
+reference in plain torch, ``torch.topk``, and a sort of every group. The official code of SR-STE
+sorts so, and the code for STEP. Arms that make what they return are held against ``torch.clone``.
 """
 
 from __future__ import annotations

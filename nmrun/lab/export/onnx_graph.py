@@ -40,7 +40,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     layers, each key as JSON.
 
     Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
-    int64 of a GPT, with any batch and any length that the model takes; its output is ``logits``.
+    int64 of a GPT. Any batch and any length that the model takes will do. Its output is ``logits``.
     ValueError for models that take other inputs, and if onnxruntime's logits differ from torch's.
     """
     try:

@@ -1,6 +1,6 @@
 """JSON, lines of JSON, and YAML that anybody may have written: run folders are copied, shared and damaged.
 
-What comes out of here is of a regular file, of a size that ends, and has no text that a terminal
+What comes out of here is of a regular file, and of a size that ends. It has no text that a terminal
 would take for a command. Of files of lines it is the lines that are whole.
 """
 

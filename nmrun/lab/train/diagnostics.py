@@ -2,9 +2,8 @@
 2024, arXiv 2409.09099).
 
 They cost several passes and a copy of the model, so they are computed on request
-(``trainer.diagnose_every``). All losses F of a step are of the batch that the step was made with (of
-its first micro-batch), in evaluation mode and full precision, on a plain copy of the model: training
-is not touched.
+(``trainer.diagnose_every``). All losses F of a step are of the step's first micro-batch. A plain
+copy of the model computes them in evaluation mode and full precision, so training is not touched.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class Densities(NamedTuple):
 def weight_density(pattern: Pattern) -> float:
     """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the sum.
 
-    For an even M and N up to M - 2 (6:8, 4:8) it is at most (M - 2) / M. As in SlideSparse (Shao et
-    al. 2026, arXiv 2603.05232) the weights of a group are dealt to M / 2 - 1 windows of four that
-    overlap by two, so that each window is 2:4; inputs are copied to match. Else as
+    For an even M and N up to M - 2 (6:8, 4:8) it is at most (M - 2) / M. SlideSparse (Shao et al.
+    2026, arXiv 2603.05232) deals the weights of a group to M / 2 - 1 windows of four that overlap
+    by two. Each window is then 2:4, and inputs are copied to match. Else as
     :func:`hardware_density`.
     """
     share, (groups, rest) = (
@@ -262,9 +262,9 @@ def count(
 ) -> Flops:
     """Count one item, the task's ``example``, through a copy of a model, so that no state changes.
 
-    The copy is on the CPU where that is soon done or the task asks for it, else on the meta device,
-    where nothing is computed. ``taught``: a dense network like it is the teacher. The last layer
-    before ``activations`` feeds them, the next reads them.
+    The copy is on the CPU where that is soon done or the task asks for it. Else it is on the meta
+    device, where nothing is computed. ``taught``: a dense network like it is the teacher. The last
+    layer before ``activations`` feeds them, the next reads them.
     """
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)

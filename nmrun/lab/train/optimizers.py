@@ -37,11 +37,11 @@ def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether a parameter decays under ``optimizer.decay=matrices``.
 
-    It does if it is a layer's weight of two dimensions or more. Biases and norms have one dimension;
-    class tokens, position tables and scales of vision transformers are parameters of the model
-    itself, while GPT's and BERT's position tables are layers (``nn.Embedding``), which decay in
-    nanoGPT and in BERT's code too. Swin V2's tables come from a network, ``cpb_mlp``, which its
-    authors' code and timm spare as well.
+    It does if it is a layer's weight of two dimensions or more. Biases and norms have one
+    dimension. Class tokens, position tables and scales of vision transformers are parameters of the
+    model itself. GPT's and BERT's position tables are layers (``nn.Embedding``), and decay as in
+    nanoGPT and BERT's code. Swin V2's tables come from a network, ``cpb_mlp``, which its authors'
+    code and timm spare as well.
     """
     return parameter.dim() > 1 and "weight" in name.rpartition(".")[2] and "cpb_mlp" not in name
 

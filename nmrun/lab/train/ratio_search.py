@@ -6,9 +6,9 @@ it is the share of a layer's squared weights that is pruned. Of all choices with
 one is taken whose kept shares, added over the layers, are most. Then train with these ratios.
 
 That is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, Knapsack Problems, chapter
-11), solved by dynamic programming over the layers. Its list has the choices for the layers so far
-of which no other costs less and keeps as much (Nemhauser and Ullmann 1969), so costs need not fall
-evenly with N, as measured times do not.
+11), solved by dynamic programming over the layers. Its list has the choices for the layers so far.
+None of them costs more and keeps less than another (Nemhauser and Ullmann 1969). So costs need not
+fall evenly with N, as measured times do not.
 """
 
 from __future__ import annotations

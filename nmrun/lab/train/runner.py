@@ -38,10 +38,10 @@ def run(
     ``sweep`` is the name of the sweep that the run belongs to: its W&B group, and fewer lines on
     the screen. ``command`` asks for this run alone.
 
-    Returns what is in ``result.json``, and the ``folder``. ``status`` is ``finished``, ``failed`` (with
-    ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned`` for a dry run,
-    ``running`` where another process is at work on the same run, and ``skipped`` where one has finished
-    it. ConfigError for a mistake that only the built model or the file system shows.
+    Returns what is in ``result.json``, and the ``folder``. ``status`` is ``finished``, ``failed``
+    (with ``error``) or ``interrupted`` (with ``signal``). Without a file it is ``planned`` (a dry
+    run), ``running`` (another process is at work on the same run) or ``skipped`` (one has finished
+    it). ConfigError for a mistake that only the built model or the file system shows.
     """
     if config.dry:
         parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)

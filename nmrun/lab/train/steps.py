@@ -159,9 +159,9 @@ class TrainingSteps:
         """FLOPs of the training steps so far, a search for the decay included, and of inference
         with the final weights on one item.
 
-        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there,
-        ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the run's
-        own number of dense steps.
+        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there;
+        ``..._hardware`` leaves out what 2:4 sparse tensor cores can. ``training_dense`` is of as
+        many dense steps.
         """
         inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
         return {

@@ -1,9 +1,9 @@
 """A sweep whose jobs run side by side: its processes, what a signal does to them, and the table that it
 shows.
 
-A launcher such as joblib's takes a worker that ends for a failure, and kills all the others at once.
-So a signal to the sweep's process goes on to the jobs that run, each saves its run, and whoever is
-done first waits for the others before the launcher learns of it.
+A launcher such as joblib's takes a worker that ends for a failure, and kills all the others at
+once. So a signal to the sweep's process goes on to the jobs that run, and each saves its run.
+Whoever is done first waits for the others before the launcher learns of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``trials.jsonl`` lists what was tried, in order. What came of it is in the ``result.json`` of each
 run, whose hash is checked: no other file can decide. Optuna proposes. Its study is made anew for
-each proposal, with a seed that follows from the trial's number, so a comparison that was cut off
+each proposal, with a seed that follows from the trial's number. So a comparison that was cut off
 goes on with the same proposals.
 """
 

@@ -29,12 +29,11 @@ NOTHING = -100  # where an answer is shorter than another
 class TextToText(TextClassification):
     """Cross entropy of the right answer's tokens.
 
-    In an evaluation the prediction is the answer with the largest probability of all there are, as
-    a network that was trained so would write it. There ``loss`` is of whole answers. A micro-batch
-    is (tokens, mask, targets). Tokens and mask are (texts, length) int64 and bool (False is
-    padding). Targets are (texts, longest answer) int64, -100 where an answer has ended. Models give
-    (texts, longest answer, vocabulary) for ``model(tokens, mask, targets)``, each token from those
-    of the answer before it.
+    In an evaluation the prediction is the most probable of all possible answers. There ``loss`` is
+    of whole answers. A micro-batch is (tokens, mask, targets). Tokens and mask are (texts, length)
+    int64 and bool (False is padding). Targets are (texts, longest answer) int64, -100 where an
+    answer has ended. Models give (texts, longest answer, vocabulary) for ``model(tokens, mask,
+    targets)``, each token from those of the answer before it.
 
     Labels are the number of the answer, or a score. For scores, ``values`` says what each answer is
     worth; a score's answer is the nearest one.

@@ -41,10 +41,10 @@ class ImageStream(Classification):
     """As :class:`Classification`, with images that are read from files as they are needed.
 
     A training image is a part of ``crop_scale`` to 100 % of the file's area, in a ratio of 3/4 to
-    4/3, scaled (Szegedy et al. 2015), every second one mirrored (``flip``). It is a pure function
-    of (seed, epoch, row); all other augmentation is done in batches on the device. The order is one
-    of (seed, epoch), so a resumed run begins to read where it stopped. ``splits`` are rows of
-    ``paths`` and labels, both (N,).
+    4/3, scaled (Szegedy et al. 2015). Every second one is mirrored (``flip``). It is a pure
+    function of (seed, epoch, row); all other augmentation is done in batches on the device. The
+    order is one of (seed, epoch), so a resumed run begins to read where it stopped. ``splits`` are
+    rows of ``paths`` and labels, both (N,).
     """
 
     def __init__(
