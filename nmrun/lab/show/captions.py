@@ -9,13 +9,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from nmrun import ranges
 from nmrun.lab.compare import notation, overall
 from nmrun.lab.compare.notation import places, printed, unit, words
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.lab.compare.tables import FAR, Table
 from nmrun.lab.folders import settings
-from nmrun.lab.words import reference
+from nmrun.lab.keys import options
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 STAR = "*: p < 0.05"
@@ -57,15 +58,18 @@ def _pruned(table: Table) -> str:
 
 def _other_than(group: str, shared: Mapping[str, str]) -> str:
     """The settings of a model or data set that are not those of its config, in brackets."""
-    options = [each for each in reference.options(group) if each.name == shared[group]]
+    name = shared[group]
+    keys = options.keys(group, name) if name in options.names(group) else {}
+    # lists of layers are long, and what another key decides is said by that
+    usual = {
+        key: ranges.shown(field.default)
+        for key, field in keys.items()
+        if not isinstance(field.default, list) and not str(field.default).startswith("${")
+    }
     other = [
-        f"{key.name.partition('.')[2]}={shared[key.name]}"
-        for option in options
-        for key in option.keys
-        # lists of layers are long, and what another key decides is said by that
-        if key.name in shared
-        and not key.default.startswith(("[", "${"))
-        and not settings.same(shared[key.name], key.default)
+        f"{key}={shared[f'{group}.{key}']}"
+        for key, default in usual.items()
+        if f"{group}.{key}" in shared and not settings.same(shared[f"{group}.{key}"], default)
     ]
     return f" ({', '.join(other)})" if other else ""
 
