@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,9 +52,9 @@ class Sweeper:
     def __enter__(self) -> Sweeper:
         for number in ENDING if self.waits else ():
             self._former[number] = signal.signal(number, self.catch)
-        if (
-            self.waits
-        ):  # for the workers, which handle none while they start; the table's thread has it
+        if self.waits:
+            _start_trackers()
+            # for the workers, which handle none while they start; the table's thread has it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return self
 
@@ -74,6 +75,15 @@ class Sweeper:
         elif number == signal.SIGINT or time.monotonic() - self._since > ECHO:
             self.__exit__()
             raise KeyboardInterrupt
+
+
+def _start_trackers() -> None:
+    """Start what joblib and Python start before the first worker: that would unblock signals."""
+    resource_tracker.ensure_running()
+    with contextlib.suppress(ImportError):
+        from joblib.externals.loky.backend import resource_tracker as of_joblib
+
+        of_joblib.ensure_running()
 
 
 def note_killed(folder: Path) -> None:

@@ -162,6 +162,7 @@ def test_control_c_while_workers_start(tmp_path: Path) -> None:
     ):
         try:
             until(lambda: len(workers_of(sweep.pid)) == 2)
+            time.sleep(0.5)  # they import now, and no run has begun
             os.killpg(sweep.pid, signal.SIGINT)
             assert sweep.wait(60) == 130
             until(lambda: not group_is_alive(sweep.pid))
