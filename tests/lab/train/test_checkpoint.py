@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -19,14 +20,34 @@ from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.words.identity import run_folder
 
 
-def test_a_kill_between_the_link_and_its_name(tmp_path: Path) -> None:
-    """The link that is left is the checkpoint itself."""
-    checkpoint.save_next(tmp_path, {"step": 1})
-    os.link(tmp_path / "checkpoint.pt", tmp_path / "checkpoint.previous.pt.partial")
-    checkpoint.save_next(tmp_path, {"step": 2})
+@pytest.mark.parametrize(
+    "left", ["a part", "the link itself", "no hard links", "killed while saving"]
+)
+def test_the_checkpoint_before_the_last_is_kept(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a kill has left, and where a file system has no hard links."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if left == "no hard links":
+        monkeypatch.setattr(os, "link", refused)
+    last, partial = tmp_path / "checkpoint.pt", tmp_path / "checkpoint.previous.pt.partial"
+    for step in range(3):
+        checkpoint.save_next(tmp_path, {"step": step})
+        if left == "the link itself":
+            os.link(last, partial)
+        elif left == "killed while saving":
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="permitted"):
+                patch.setattr(checkpoint, "save", refused)
+                checkpoint.save_next(tmp_path, {"step": step + 1})
+        else:
+            partial.write_bytes(b"left by a kill")
+    checkpoint.save_next(tmp_path, {"step": 3})
     assert sorted(os.listdir(tmp_path)) == ["checkpoint.previous.pt", "checkpoint.pt"]
-    assert checkpoint.load(tmp_path / "checkpoint.pt") == {"step": 2}
-    assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 1}
+    assert checkpoint.load(last) == {"step": 3}
+    assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 2}
 
 
 def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(

@@ -65,22 +65,6 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
             checkpoint.load(path)
 
 
-def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
-    for step in range(3):
-        checkpoint.save_next(tmp_path, {"step": step})
-        (tmp_path / "checkpoint.previous.pt.partial").write_bytes(b"left by a kill")
-    assert checkpoint.load(tmp_path / "checkpoint.pt") == {"step": 2}
-    assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 1}
-
-
-def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)
-    test_the_checkpoint_before_the_last_is_kept(tmp_path)
-
-
 # --- a full disk ----------------------------------------------------------------------------------
 
 

@@ -64,25 +64,6 @@ def test_a_sweep_killed_again_and_again(tmp_path: Path) -> None:
     assert kills.finished(output).keys() == {path.parent for path in output.rglob("result.json")}
 
 
-def test_a_kill_between_keeping_the_last_checkpoint_and_saving_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    checkpoint.save_next(tmp_path, {"step": 1})
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "save", killed)
-        checkpoint.save_next(tmp_path, {"step": 2})
-    checkpoint.save_next(tmp_path, {"step": 2})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint.previous.pt",
-        "checkpoint.pt",
-    ]
-    assert checkpoint.load(tmp_path / "checkpoint.pt") == {"step": 2}
-    assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 1}
-
-
 def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with 2"):
         kills.finish(["recipe=nothing", f"output_dir={tmp_path}"])
