@@ -616,6 +616,7 @@ def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() ->
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_compiled_in_one_graph(options: str, precision: torch.dtype) -> None:
     """aot_eager compiles the backward pass too, and draws the same random numbers as without
     compilation.
