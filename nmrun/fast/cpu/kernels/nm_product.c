@@ -129,6 +129,15 @@ static void add_block(const float *panel, const float *values, const uint8_t *in
   else ROWS(MOST);
 }
 
+/* Fetch one of TILE parts of what follows a tile: a row's values lie apart, so that a tile's first row would wait for each. Of few
+   slots there is nothing to gain. */
+static inline __attribute__((always_inline)) void ahead(const char *values, const uint8_t *index, int64_t slots, int64_t part, int low) {
+  int64_t bytes = slots * TILE * (low ? 2 : 4);
+  if (slots <= BLOCK / TILE) return;
+  for (int64_t i = part * 64; i < bytes; i += TILE * 64) __builtin_prefetch(values + i);
+  for (int64_t i = part * 64; i < slots * TILE; i += TILE * 64) __builtin_prefetch(index + i);
+}
+
 /* The same of a tiled matrix, its values bfloat16 with `low`; `start` is that of the block's tile 0. */
 static inline __attribute__((always_inline)) void add_tiles(const float *panel, const void *values, const uint8_t *index,
                                                             const int32_t *start, int64_t begin, int64_t end, int vectors, float *sums,
@@ -137,6 +146,7 @@ static inline __attribute__((always_inline)) void add_tiles(const float *panel, 
   for (int64_t r = begin; r < end; r++) {                                                                  \
     const int32_t *tile = start + r / TILE;                                                                \
     int64_t first = (int64_t)tile[0] * TILE + r % TILE;                                                    \
+    ahead((const char *)values + (int64_t)tile[1] * TILE * (low ? 2 : 4), index + (int64_t)tile[1] * TILE, tile[1] - tile[0], r % TILE, low); \
     add_row(panel, (const char *)values + first * (low ? 2 : 4), index + first, tile[1] - tile[0],         \
             sums + (r - begin) * TOKENS, VECTORS, TILE, low);                                              \
   }
