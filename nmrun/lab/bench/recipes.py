@@ -142,7 +142,9 @@ ARMS: dict[str, Attach] = {
     "step_phase_one": _recipe(
         "step", total_steps=10**9, t_max=1.0
     ),  # samples the variance change, never switches
-    "step_phase_two": _recipe("step", total_steps=2, switch=0.5),  # switches after the first step
+    "step_phase_two": _recipe(
+        "step", total_steps=10**9, switch=1e-9
+    ),  # switches after the first step
     "s_ste": _recipe("s_ste"),
     "mdgf_linear": _recipe("mdgf_linear", total_steps=10**9, dense=0.0),  # the middle phase
     "mdgf_exponential": _recipe("mdgf_exponential", total_steps=10**9, dense=0.0),
