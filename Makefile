@@ -26,7 +26,7 @@ test: $(VENV)/installed-all  ## the same environment with all extras but ray, th
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/installed-all  ## the tests that take seconds each: processes that are killed, ranks, compilers, whole programs
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'slow and not minutes'
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not minutes'
 
 mutants: $(VENV)/installed-all  ## do the tests notice wrong code? a sample of 40 mutants each of masks, recipes, checkpoints and statistics (an hour)
 	@$(INSTALL) cosmic-ray==8.7.0  # ten packages that nothing else needs
