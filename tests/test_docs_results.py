@@ -41,6 +41,14 @@ def generate() -> ModuleType:
     return script("generate.py")
 
 
+def accuracies(path: Path, lines: list[str]) -> Path:
+    """Write finished runs on the digits, a line ``recipe,sparsity,seed,accuracy`` each."""
+    head = "recipe,sparsity,seed,test/accuracy,dataset,model,status,metric,optimizer"
+    rows = (f"{line},digits,mlp,finished,accuracy,adam" for line in lines)
+    path.write_text("\n".join([head, *rows]) + "\n")
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_what_the_generator_makes_of_its_runs(page, generate):
@@ -67,7 +75,6 @@ def test_its_picture_is_that_of_the_runs(page, generate, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_block_is_made_anew(generate, tmp_path):
     """Of a known comparison: A is above the baseline at both ratios, B below it at one, by far."""
-    runs = tmp_path / "runs.csv"
     means = {
         ("dense", "dense"): 0.9,
         ("sr_ste", "2:4"): 0.7, ("sr_ste", "1:8"): 0.6,
@@ -75,12 +82,11 @@ def test_a_block_is_made_anew(generate, tmp_path):
         ("ste", "2:4"): 0.7, ("ste", "1:8"): 0.4,
     }  # fmt: skip
     lines = [
-        f"digits,mlp,{recipe},{ratio},{seed},finished,accuracy,adam,{mean + 0.001 * (seed * (1 + place % 4) % 5)}"
+        f"{recipe},{ratio},{seed},{mean + 0.001 * (seed * (1 + place % 4) % 5)}"
         for place, ((recipe, ratio), mean) in enumerate(means.items())
         for seed in range(5)
     ]
-    head = "dataset,model,recipe,sparsity,seed,status,metric,optimizer,test/accuracy"
-    runs.write_text("\n".join([head, *lines]) + "\n")
+    runs = accuracies(tmp_path / "runs.csv", lines)
     page = tmp_path / "page.md"
     command = f"nmrun table {runs} --baseline sr_ste"
     page.write_text(
@@ -105,17 +111,15 @@ def test_a_block_is_made_anew(generate, tmp_path):
 @pytest.mark.slow
 def test_verdicts_and_leads_over_all_cells(generate, tmp_path):
     """Of a known comparison: S-STE is far ahead of SR-STE, STE and STEP as often above as below."""
-    runs = tmp_path / "runs.csv"
     steps = {"sr_ste": 0, "s_ste": 0.1, "ste": 0.001, "step": -0.001}
     lines = [
-        f"digits,mlp,{recipe},{ratio},{seed},finished,accuracy,adam,"
+        f"{recipe},{ratio},{seed},"
         f"{0.7 + step * (-1) ** (place * (recipe != 's_ste')) + 0.001 * (seed * (2 + place) % 5)}"
         for recipe, step in steps.items()
         for place, ratio in enumerate(("2:4", "1:8"))
         for seed in range(5)
     ]
-    head = "dataset,model,recipe,sparsity,seed,status,metric,optimizer,test/accuracy"
-    runs.write_text("\n".join([head, *lines]) + "\n")
+    runs = accuracies(tmp_path / "runs.csv", lines)
     page = tmp_path / "page.md"
     command = f"nmrun table {runs} --baseline sr_ste --overall"
     page.write_text(

@@ -33,7 +33,6 @@ from nmrun.lab.tasks.hugging_face import fetch
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.keys.datasets import Encoding
 
 EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
 
