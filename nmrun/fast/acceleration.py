@@ -99,14 +99,14 @@ def accelerate(
     why_not = why_not or obstacle(device)
     seen = _seen([*dense, *([] if why_not else sparse)], sample)
 
-    layers, many = itertools.count(1), len(handle.sparse) + len(dense)
+    layers, total = itertools.count(1), len(handle.sparse) + len(dense)
 
     def measured(shape: object) -> Mapping[str, Times]:
-        tell(f"timing products, layer {next(layers)} of {many}")
+        tell(f"timing products, layer {next(layers)} of {total}")
         # those of another processor are no use to this one where it lacks their products
-        had = (known or {}).get(str(shape), {})
-        possible = had.keys() <= set(getattr(shape, "paths", had))
-        return (had if possible else None) or ranks.from_leader(
+        earlier = (known or {}).get(str(shape), {})
+        possible = earlier.keys() <= set(getattr(shape, "paths", earlier))
+        return (earlier if possible else None) or ranks.from_leader(
             side.measured(shape, device) if side is not None and ranks.leads() else {}
         )
 
@@ -125,12 +125,14 @@ def accelerate(
             weight.layer.dense = onednn
         if path not in (None, ONEDNN):
             layer.ensured(weight)
-            own = weight.layer
-            own.packed, own.whole_gradients = side.packed(own, path, times, shape), whole_gradients
-            own.active, own.uses_packed = not handle.recipe.dense_forward, handle.recipe.is_sparse
-            if own.pack not in weight.dependents:
-                weight.dependents.append(own.pack)
-            own.pack(weight)
+            sparse_layer = weight.layer
+            sparse_layer.packed = side.packed(sparse_layer, path, times, shape)
+            sparse_layer.whole_gradients = whole_gradients
+            sparse_layer.active = not handle.recipe.dense_forward
+            sparse_layer.uses_packed = handle.recipe.is_sparse
+            if sparse_layer.pack not in weight.dependents:
+                weight.dependents.append(sparse_layer.pack)
+            sparse_layer.pack(weight)
         choices.append(Choice(weight.name, path, reason, shape, times))
     if handle.sparse and mode != "auto" and not any(choice.is_sparse for choice in choices):
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
@@ -156,31 +158,31 @@ def lines(choices: Sequence[Choice]) -> list[str]:
     if not choices:
         return []
     sparse = [choice for choice in choices if not choice.always_dense]
-    taken = [choice for choice in choices if choice.is_sparse]
-    shown, said = choices, list[str]()
-    if taken:
-        said.append(f"N:M products in {len(taken)} of {len(sparse)} sparse layers")
+    accelerated = sum(choice.is_sparse for choice in choices)
+    rows, report = choices, list[str]()
+    if accelerated:
+        report.append(f"N:M products in {accelerated} of {len(sparse)} sparse layers")
     elif any(choice.shape for choice in sparse):
-        said.append("masks only: no N:M product is faster than dense")
+        report.append("masks only: no N:M product is faster than dense")
     elif sparse:
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in sparse))
-        said.append(f"masks only, nothing is accelerated: {reasons}")
-        shown = [choice for choice in choices if choice.always_dense]
+        report.append(f"masks only, nothing is accelerated: {reasons}")
+        rows = [choice for choice in choices if choice.always_dense]
     if any(choice.path == ONEDNN for choice in choices):
-        said.append("oneDNN's dense products where they are faster than torch's default")
+        report.append("oneDNN's dense products where they are faster than torch's default")
     if any(choice.path == activations.NAME for choice in choices):
-        said.append("products with packed activations in the steps that prune them")
+        report.append("products with packed activations in the steps that prune them")
     groups: dict[tuple[str | None, object, str], list[str]] = {}
-    for choice in shown:
+    for choice in rows:
         groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)
     for (path, shape, reason), names in groups.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        said.append(
+        report.append(
             f"  {path or 'dense'}: {names[0]}{more}"
             + (f", {shape}" if shape else "")
             + f": {reason}"
         )
-    return said
+    return report
 
 
 def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Module, str]:
@@ -230,11 +232,11 @@ def _best(
     """The path that a layer gets, and what was found; ``without`` is what the layer does without a
     path.
     """
-    left = ONEDNN if onednn.is_faster(times) else None
-    dense = times[left or "dense"].step(accumulate)
-    told = f"{without} {times['dense'].step(accumulate):.3f} ms, "
-    if left:
-        told += f"{left} {dense:.3f} ms, "
+    fallback = ONEDNN if onednn.is_faster(times) else None
+    dense = times[fallback or "dense"].step(accumulate)
+    comparison = f"{without} {times['dense'].step(accumulate):.3f} ms, "
+    if fallback:
+        comparison += f"{fallback} {dense:.3f} ms, "
     allowed = {
         name: t
         for name, t in times.items()
@@ -242,18 +244,20 @@ def _best(
     }
     right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
     if not right:
-        return left, "; ".join(
+        return fallback, "; ".join(
             f"{name}: {t.wrong}" for name, t in allowed.items()
         ) or f"{mode} computes nothing like this"
     name = min(right, key=lambda name: right[name])
-    told += f"{name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
+    comparison += f"{name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
     gains = right[name] < onednn.FASTER * dense
-    return (name if mode != "auto" or gains else left), told
+    return (name if mode != "auto" or gains else fallback), comparison
 
 
 def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
     """The same for a layer without a sparse weight."""
-    dense, own = times["dense"], times[ONEDNN]
-    told = f"dense {dense.dense:.3f} ms, {ONEDNN} "
-    told += own.wrong or f"{own.dense:.3f} ms ({dense.dense / own.dense:.2f}x)"
-    return (ONEDNN if onednn.is_faster(times) else None), told
+    dense, candidate = times["dense"], times[ONEDNN]
+    comparison = f"dense {dense.dense:.3f} ms, {ONEDNN} "
+    comparison += (
+        candidate.wrong or f"{candidate.dense:.3f} ms ({dense.dense / candidate.dense:.2f}x)"
+    )
+    return (ONEDNN if onednn.is_faster(times) else None), comparison

@@ -68,14 +68,14 @@ class PackedAttention(nn.Module):
         self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int
     ) -> Tensor | None:
         """Both masks, to be added to the scores (batch, heads, queries, keys)."""
-        found = None
+        mask = None
         if attn_mask is not None:
-            found = _added(attn_mask, q)
-            found = found.view(-1, self.num_heads, *found.shape[1:]) if found.dim() == 3 else found
+            mask = _added(attn_mask, q)
+            mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
         if padding is not None:
             padding = _added(padding, q).view(len(padding), 1, 1, keys)
-            found = padding if found is None else found + padding
-        return found
+            mask = padding if mask is None else mask + padding
+        return mask
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:

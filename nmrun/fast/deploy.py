@@ -80,13 +80,13 @@ def deploy(
     for name, parameter in model.named_parameters():
         if LIVE.get(id(parameter)) is parameter:
             raise ConfigError(f"{name} is in training: call finalize() on its handle, then deploy")
-    found, left = sites(model)
-    held = [site for its in found.values() for site in its]
+    by_module, reasons = sites(model)
+    all_sites = [site for module_sites in by_module.values() for site in module_sites]
     model.eval()
     choices, alike, notes = dict[str, Choice](), dict[Any, list[Site]](), dict[str, str]()
     with torch.no_grad():
-        watch(model, found, sample)
-        for site in held:
+        watch(model, by_module, sample)
+        for site in all_sites:
             reason, pattern = _try(site)
             notes[site.name] = ""
             if precision and site.seen is not None:
@@ -97,15 +97,15 @@ def deploy(
             if site.candidates:
                 alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
         for (*_, pattern, _), group in alike.items():
-            path, told = _fastest(group)
+            path, timing = _fastest(group)
             for site in group:
                 site.layer = None if path is None else site.candidates[path]
-                reason = f"{pattern or 'dense'}, {told}{notes[site.name]}"
+                reason = f"{pattern or 'dense'}, {timing}{notes[site.name]}"
                 choices[site.name] = Choice(site.name, path, reason)
-        for module, its in found.items():
-            if any(site.layer is not None for site in its):
-                install(model, module, its)
-    return [*choices.values(), *(Choice(name, None, reason) for name, reason in left.items())]
+        for module, module_sites in by_module.items():
+            if any(site.layer is not None for site in module_sites):
+                install(model, module, module_sites)
+    return [*choices.values(), *(Choice(name, None, reason) for name, reason in reasons.items())]
 
 
 def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
@@ -134,35 +134,35 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
     bias = None if site.bias is None else site.bias.float()
     ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if dense_int8.available() else {}
     ways |= {INT8: Int8Linear.of} if sparse else {}
-    near, said = dict[str, nn.Module](), []
+    near, notes = dict[str, nn.Module](), []
     for name, make in ways.items():
         try:
             layer = make(site.weight, site.bias)
             exact = site.product(site.seen.float(), site.weight.float(), bias)
             off = float((layer(site.seen).float() - exact).norm() / exact.norm())
         except (*measurement.ERRORS, MemoryError) as error:
-            said.append(f"{name}: {measurement.first_line(error)}")
+            notes.append(f"{name}: {measurement.first_line(error)}")
             continue
         if off <= tolerance:  # NaN is not
             near[name] = layer
-            said.append(f"{name} outputs {off:.2g} off")
+            notes.append(f"{name} outputs {off:.2g} off")
         else:
-            said.append(f"{name}: outputs {off:.2g} off, more than {tolerance:g}")
-    return near, "; ".join(said)
+            notes.append(f"{name}: outputs {off:.2g} off, more than {tolerance:g}")
+    return near, "; ".join(notes)
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
     """The sparsest N:M that a matrix (outputs, inputs) holds, of those the one with the smallest M;
     None for a dense one.
     """
-    found: Pattern | None = None
+    sparsest: Pattern | None = None
     filled = (weight != 0).to(torch.uint8)
     for m in (m for m in SIZES if m <= weight.shape[1]):
         groups = F.pad(filled, (0, -weight.shape[1] % m)).unflatten(1, (-1, m))
         n = max(int(groups.sum(2, dtype=torch.uint8).amax()), 1)
-        if n < m and (found is None or n * found.m < found.n * m):
-            found = Pattern(n, m)
-    return found
+        if n < m and (sparsest is None or n * sparsest.m < sparsest.n * m):
+            sparsest = Pattern(n, m)
+    return sparsest
 
 
 def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[str, Path]:
@@ -233,11 +233,11 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
             if isinstance(layer, SemiStructuredLinear):
                 (common, _), *_ = site.shapes.most_common(1)
                 layer.choose(_input(site, common), site.weight)
-            said = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
+            problem = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
         except (*measurement.ERRORS, MemoryError) as error:
-            said = measurement.first_line(error)
-        if said:
-            wrong.append(f"{name}: {said}")
+            problem = measurement.first_line(error)
+        if problem:
+            wrong.append(f"{name}: {problem}")
         else:
             site.candidates[name] = layer
     return "; ".join(wrong), pattern
@@ -254,14 +254,14 @@ def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
     """The path that does all that the sample brought in the least time, None for dense, and the
     times of the commonest call."""
     site = alike[0]
-    total, said = times(alike)
+    total, timing = times(alike)
     best = min(site.candidates, key=lambda name: total[name])
     # packed has to beat all that is dense, a dense candidate what torch calls, by more than noise
     candidate = best in (ONEDNN, DENSE_INT8)
     rivals = [name for name in total if name not in site.candidates]
     rivals += [] if candidate else [name for name in total if name in (ONEDNN, DENSE_INT8)]
     ratio = min(total[name] for name in rivals) / total[best]
-    return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{said} ({ratio:.2f}x)"
+    return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{timing} ({ratio:.2f}x)"
 
 
 def times(alike: Sequence[Site]) -> tuple[dict[str, float], str]:
@@ -269,20 +269,20 @@ def times(alike: Sequence[Site]) -> tuple[dict[str, float], str]:
     commonest call. Weights alike take turns, since in the model, too, others come in between and a
     weight may have left the caches.
     """
-    site, total, said = alike[0], defaultdict[str, float](float), ""
+    site, total, timing = alike[0], defaultdict[str, float](float), ""
     (common, _), *_ = site.shapes.most_common(1)
     for shape, count in site.shapes.items():
         ways = [s.ways(_input(s, shape)) for s in alike]
-        taken = milliseconds(
+        durations = milliseconds(
             {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device
         )
-        for name, ms in taken.items():
+        for name, ms in durations.items():
             total[name] += ms * count
         if shape == common:
             calls = "" if len(site.shapes) == 1 else f", one of {site.shapes.total()} calls"
-            listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
-            said = f"{site.about(common)}{calls}: {listed}"
-    return total, said
+            listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in durations.items())
+            timing = f"{site.about(common)}{calls}: {listed}"
+    return total, timing
 
 
 def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
@@ -296,10 +296,10 @@ def milliseconds(
     """The milliseconds of one call of each arm, all of them in a row; on a CPU arms take turns."""
     rows = {name: partial(_all, calls) for name, calls in arms.items()}
     if device.type == "cuda":
-        taken = [semi_structured.milliseconds(row) for row in rows.values()]
+        durations = [semi_structured.milliseconds(row) for row in rows.values()]
     else:
-        taken = on_cpu.side_by_side(*rows.values())
-    return {name: ms / len(arms[name]) for name, ms in zip(arms, taken, strict=True)}
+        durations = on_cpu.side_by_side(*rows.values())
+    return {name: ms / len(arms[name]) for name, ms in zip(arms, durations, strict=True)}
 
 
 def _all(calls: Sequence[Callable[[], object]]) -> None:

@@ -125,7 +125,7 @@ class ConvolutionSite(Site):
 Weights = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def _own(module: Any) -> Weights:
+def _weight_and_bias(module: Any) -> Weights:
     return {"weight": (module.weight, module.bias)}
 
 
@@ -138,14 +138,14 @@ def _attention(module: Any) -> Weights:
         return {}
     width, weight, bias = module.embed_dim, module.in_proj_weight, module.in_proj_bias
     parts = {QUERY: slice(0, width), KEY_VALUE: slice(width, None)}
-    found = {n: (weight[at], None if bias is None else bias[at]) for n, at in parts.items()}
-    return found | {OUT: (module.out_proj.weight, module.out_proj.bias)}
+    projections = {n: (weight[at], None if bias is None else bias[at]) for n, at in parts.items()}
+    return projections | {OUT: (module.out_proj.weight, module.out_proj.bias)}
 
 
 # the weights of a layer, by the class whose `forward` it has
 KINDS: dict[str, Callable[[Any], Weights]] = {
-    "torch.nn.modules.conv.Conv2d": _own,
-    "torch.nn.modules.linear.Linear": _own,
+    "torch.nn.modules.conv.Conv2d": _weight_and_bias,
+    "torch.nn.modules.linear.Linear": _weight_and_bias,
     "transformers.pytorch_utils.Conv1D": _conv1d,
     "torch.nn.modules.activation.MultiheadAttention": _attention,
 }
@@ -169,36 +169,36 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
     are none.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    found: dict[nn.Module, list[Site]] = {}
-    left: dict[str, str] = {}
+    by_module: dict[nn.Module, list[Site]] = {}
+    reasons: dict[str, str] = {}
     inside: set[nn.Module] = set()  # what an attention computes itself
     for path, module in model.named_modules():
         if module in inside:
             continue
-        held = weights(module)
+        layer_weights = weights(module)
         if isinstance(module, nn.MultiheadAttention):
             inside.add(module.out_proj)
         shared = any(uses[id(p)] > 1 for p in module.parameters() if p.dim() > 1)
-        for attribute, (weight, bias) in held.items():
+        for attribute, (weight, bias) in layer_weights.items():
             name = f"{path}.{attribute}".lstrip(".")
             if shared:
-                left[name] = "another module has the same weight"
+                reasons[name] = "another module has the same weight"
             elif module is model:
-                left[name] = "it is the whole model: wrap it in nn.Sequential"
+                reasons[name] = "it is the whole model: wrap it in nn.Sequential"
             else:
                 try:
                     site = _site(module, name, weight.detach(), bias)
                 except ValueError as error:
-                    left[name] = str(error)
+                    reasons[name] = str(error)
                 else:
-                    found.setdefault(module, []).append(site)
-        if not held and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    by_module.setdefault(module, []).append(site)
+        if not layer_weights and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 1:
-                    left[f"{path}.{attribute}".lstrip(".")] = (
+                    reasons[f"{path}.{attribute}".lstrip(".")] = (
                         f"no packed layer stands for this {type(module).__name__}"
                     )
-    return found, left
+    return by_module, reasons
 
 
 def _site(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> Site:
@@ -211,7 +211,7 @@ def _site(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> 
 # --- what they are given --------------------------------------------------------------------------
 
 
-def watch(model: nn.Module, found: Mapping[nn.Module, list[Site]], sample: Any) -> None:
+def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: Any) -> None:
     """Pass the sample, see :func:`nmrun.deploy`, and note what each site is given.
 
     Raises:
@@ -220,15 +220,15 @@ def watch(model: nn.Module, found: Mapping[nn.Module, list[Site]], sample: Any) 
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(module, nn.MultiheadAttention):
-            found[module][0].see(next(iter((*args, *kwargs.values()))))
+            by_module[module][0].see(next(iter((*args, *kwargs.values()))))
             return
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        query, key_value, out = found[module]
-        query.see(given["query"])
-        key_value.see(given["key"])
-        out.see(given["query"])
+        inputs = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query, key_value, out = by_module[module]
+        query.see(inputs["query"])
+        key_value.see(inputs["key"])
+        out.see(inputs["query"])
 
-    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in found]
+    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
     past_layers = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -254,12 +254,12 @@ def watch(model: nn.Module, found: Mapping[nn.Module, list[Site]], sample: Any) 
 # --- how the packed layers take their place -------------------------------------------------------
 
 
-def install(model: nn.Module, module: nn.Module, held: list[Site]) -> None:
+def install(model: nn.Module, module: nn.Module, parts: list[Site]) -> None:
     """Put the layers of one module's sites in its place."""
-    layers = [site.layer or _copied(site) for site in held]
-    new = PackedAttention(module, *layers) if len(layers) > 1 else layers[0]  # type: ignore[arg-type]
+    layers = [site.layer or _copied(site) for site in parts]
+    replacement = PackedAttention(module, *layers) if len(layers) > 1 else layers[0]  # type: ignore[arg-type]
     for parent, name in list(_places(model, module)):
-        parent._modules[name] = new.eval()
+        parent._modules[name] = replacement.eval()
         # torch's encoders read weights past the layers, unless told that they cannot
         if isinstance(parent, nn.TransformerEncoderLayer):
             parent.activation_relu_or_gelu = 0
@@ -278,8 +278,8 @@ def _copied(site: Site) -> nn.Linear:
     return layer
 
 
-def _places(model: nn.Module, wanted: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _places(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for parent in model.modules():
         for name, child in parent._modules.items():
-            if child is wanted:
+            if child is module:
                 yield parent, name
