@@ -62,9 +62,9 @@ def load_packed(path: Path | str, model: Model) -> Model:
                 f"the file is of int8: {why}; nmrun.fast.packed.load reads dense weights"
             )
         layers = _layers(model, tensors, lines)
-        taken = {_stored(name) for name in layers}
+        names = {_stored(name) for name in layers}
         for line in lines:
-            weight = None if line.name in taken else line.dense(tensors)
+            weight = None if line.name in names else line.dense(tensors)
             for part in packed.PARTS:
                 tensors.pop(f"{line.name}.{part}", None)
             if weight is not None:
@@ -73,28 +73,28 @@ def load_packed(path: Path | str, model: Model) -> Model:
         raise ConfigError(str(error)) from None
     on_meta = any(p.is_meta for p in model.parameters())
     model.load_state_dict(tensors, strict=False, assign=on_meta)
-    for module, held in sites(model)[0].items():
-        for site in held:
+    for module, module_sites in sites(model)[0].items():
+        for site in module_sites:
             if site.name in layers:
                 site.layer = layers[site.name](site.bias)
-        if any(site.layer is not None for site in held):
-            install(model, module, held)
+        if any(site.layer is not None for site in module_sites):
+            install(model, module, module_sites)
     model.eval()
     return model
 
 
 def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
     """Raise ValueError unless the file has the weights of this model."""
-    own = {name: list(t.shape) for name, t in model.state_dict().items()}
+    expected = {name: list(t.shape) for name, t in model.state_dict().items()}
     again: dict[int, str] = {}  # a parameter under a second name may be missing
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = again.setdefault(id(parameter), name)
         if name not in shapes and first in shapes and not parameter.is_meta:
-            own.pop(name, None)
-    if odd := sorted(own.keys() ^ shapes.keys()):
+            expected.pop(name, None)
+    if odd := sorted(expected.keys() ^ shapes.keys()):
         where = "this model" if odd[0] in shapes else "the file"
         raise ValueError(f"the file is of another model: {where} has no {odd[0]}")
-    for name, shape in own.items():
+    for name, shape in expected.items():
         if shapes[name] != shape:
             raise ValueError(
                 f"the file is of another model: {name} is {shapes[name]} there, {shape} here"
@@ -102,7 +102,7 @@ def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(f"{name} is on {tensor.device}: packed layers are for the CPU")
-        if tensor.is_meta and name not in own:
+        if tensor.is_meta and name not in expected:
             raise ValueError(
                 f"{name} is on meta, and the file does not have it: build the model on the CPU"
             )
@@ -113,18 +113,18 @@ def _layers(
 ) -> dict[str, Callable[[Tensor | None], nn.Module]]:
     """What makes the packed layers of the model from their biases, by the name of the site."""
     by_name = {line.name: line for line in lines}
-    found: dict[str, Callable[[Tensor | None], nn.Module]] = {}
-    for held in sites(model)[0].values():
-        for site in held:
+    builders: dict[str, Callable[[Tensor | None], nn.Module]] = {}
+    for module_sites in sites(model)[0].values():
+        for site in module_sites:
             line = by_name.get(_stored(site.name))
             if line is None:
                 continue
             if not isinstance(site, ConvolutionSite):
-                found[site.name] = _linear(site, line, tensors)
+                builders[site.name] = _linear(site, line, tensors)
             elif (weight := _convolution(site, line, tensors)).dtype == torch.float32:
                 matrix = packed_convolution.packed(weight)
-                found[site.name] = partial(PackedConvolution, matrix, site.window)
-    return found
+                builders[site.name] = partial(PackedConvolution, matrix, site.window)
+    return builders
 
 
 def _convolution(site: Site, line: Line, tensors: dict[str, Tensor]) -> Tensor:
@@ -153,12 +153,12 @@ def _linear(
     if bool((column >= columns).any()):
         raise ValueError(f"{line.name}: a value behind the last column")
     if scales is not None:
-        own = scales[first : first + rows]
+        row_scales = scales[first : first + rows]
         if line.layer == DENSE_INT8 and dense_int8.available():
             weight = torch.zeros(rows, columns, dtype=torch.int8)
             weight[row, column] = value
-            return partial(DenseInt8Linear, weight, own.clone())
-        return partial(Int8Linear, int8.pack(row, column, value, own, rows, columns))
+            return partial(DenseInt8Linear, weight, row_scales.clone())
+        return partial(Int8Linear, int8.pack(row, column, value, row_scales, rows, columns))
     value = value if site.weight.is_meta else value.to(site.weight.dtype)
     if value.dtype not in products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")

@@ -70,26 +70,28 @@ def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[
     """The times of ``paths`` for a shape on this machine, if a file of the cache has just those."""
     # a file of another version, or damaged
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        known = json.loads((cache_folder() / file).read_text())[machine][shape]
-        if set(paths) == set(known):
-            return {name: Times(**times) for name, times in known.items()}
+        record = json.loads((cache_folder() / file).read_text())[machine][shape]
+        if set(paths) == set(record):
+            return {name: Times(**times) for name, times in record.items()}
     return None
 
 
-def remember(file: str, machine: str, shape: str, found: Mapping[str, Times]) -> None:
+def remember(file: str, machine: str, shape: str, by_path: Mapping[str, Times]) -> None:
     """Keep times for :func:`recall`."""
-    path, known = cache_folder() / file, dict[str, Any]()
+    path, records = cache_folder() / file, dict[str, Any]()
     with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text())
-    known.setdefault(machine, {})[shape] = {name: asdict(times) for name, times in found.items()}
+        records = json.loads(path.read_text())
+    records.setdefault(machine, {})[shape] = {
+        name: asdict(times) for name, times in by_path.items()
+    }
     with contextlib.suppress(OSError):  # next time it is measured again
-        atomic.write(path, json.dumps(known, indent=1), shared=True)
+        atomic.write(path, json.dumps(records, indent=1), shared=True)
 
 
 def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Times by shape and path as plain data."""
     return {
-        shape: {path: asdict(taken) for path, taken in paths.items()}
+        shape: {path: asdict(entry) for path, entry in paths.items()}
         for shape, paths in times.items()
     }
 
@@ -97,7 +99,7 @@ def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dic
 def from_data(data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Times]]:
     """The inverse of :func:`as_data`."""
     return {
-        shape: {path: Times(**taken) for path, taken in paths.items()}
+        shape: {path: Times(**entry) for path, entry in paths.items()}
         for shape, paths in data.items()
     }
 
@@ -147,16 +149,16 @@ def fault(call: Callable[[], Tensor], expected: Tensor, fp8: bool = False) -> st
         return first_line(error)
 
 
-def _near(found: Tensor, expected: Tensor, dtype: torch.dtype, fp8: bool) -> bool:
+def _near(actual: Tensor, expected: Tensor, dtype: torch.dtype, fp8: bool) -> bool:
     spread = float(expected.std())
     if fp8:
         each, all_ = ALLOWED_FP8
-        error = (found - expected).abs_()
+        error = (actual - expected).abs_()
         return float(error.amax()) <= each * spread and float(error.norm()) <= all_ * spread * (
             error.numel() ** 0.5
         )
     bound = ALLOWED.get(dtype, 1e-4)
-    return torch.allclose(found, expected, rtol=bound, atol=bound * spread)
+    return torch.allclose(actual, expected, rtol=bound, atol=bound * spread)
 
 
 def first_line(error: Exception) -> str:

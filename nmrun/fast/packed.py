@@ -198,10 +198,10 @@ def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
             raise ValueError(f"a group does not hold {pattern.n} values")
         return mask.nonzero()[:, 1].view(count, pattern.n)
     weights = torch.from_numpy(1 << np.arange(_width(pattern)))
-    found = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
-    if count and int(found.max()) >= pattern.m:
-        raise ValueError(f"a position of {int(found.max())} in groups of {pattern.m}")
-    return found
+    indices = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
+    if count and int(indices.max()) >= pattern.m:
+        raise ValueError(f"a position of {int(indices.max())} in groups of {pattern.m}")
+    return indices
 
 
 def _width(pattern: Pattern) -> int:

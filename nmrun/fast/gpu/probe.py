@@ -53,13 +53,13 @@ def measured(shape: SemiStructuredShape, device: torch.device) -> dict[str, Time
     """
     machine = _machine(device)
     paths = {"dense", *semi_structured.candidates(shape.fp8)}
-    if (known := recall(FILE, machine, str(shape), paths)) is not None:
-        return known
+    if (record := recall(FILE, machine, str(shape), paths)) is not None:
+        return record
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        found = measure(shape, device)
-    if all(times.wrong != NO_MEMORY for times in found.values()):  # there may be more next time
-        remember(FILE, machine, str(shape), found)
-    return found
+        by_path = measure(shape, device)
+    if all(times.wrong != NO_MEMORY for times in by_path.values()):  # there may be more next time
+        remember(FILE, machine, str(shape), by_path)
+    return by_path
 
 
 def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times]:
@@ -70,10 +70,10 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
     x, dz, bias = (
         torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes
     )
-    kept = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[
+    mask = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[
         : shape.tokens, None
     ]
-    estimate = torch.where(kept, dz, 0.0)  # 2:4 along the tokens
+    estimate = torch.where(mask, dz, 0.0)  # 2:4 along the tokens
     time = semi_structured.milliseconds
     last = estimate if shape.mvue else dz
     dense = Times(
@@ -81,15 +81,15 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
         input_gradient=time(lambda: simulation.backward_product(dz, weight, shape.fp8)),
         weight_gradient=time(lambda: simulation.backward_product(last.t(), x, shape.fp8)),
     )
-    found = {"dense": dense}
+    by_path = {"dense": dense}
     for name, path in semi_structured.candidates(shape.fp8).items():
         try:
-            found[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
+            by_path[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
         except torch.OutOfMemoryError:
-            found[name] = Times(wrong=NO_MEMORY)
+            by_path[name] = Times(wrong=NO_MEMORY)
         except measurement.ERRORS as error:
-            found[name] = Times(wrong=measurement.first_line(error))
-    return found
+            by_path[name] = Times(wrong=measurement.first_line(error))
+    return by_path
 
 
 def _times(
@@ -209,11 +209,12 @@ def _both(weight: SparseWeight, recipe: Phase) -> bool:
 
 
 def packed(
-    own: layer.Layer, path: str, times: dict[str, Times], shape: SemiStructuredShape
+    sparse_layer: layer.Layer, path: str, times: dict[str, Times], shape: SemiStructuredShape
 ) -> SemiStructuredProducts:
     """What the products of a layer read by a path."""
-    weight = own.weight
-    other, matrix = own.matrix(own.input_weight), own.matrix(weight.weight)
+    weight = sparse_layer.weight
+    matrix = sparse_layer.matrix(weight.weight)
+    other = sparse_layer.matrix(sparse_layer.input_weight)
     weight_path = min(
         (name for name, t in times.items() if not t.wrong),
         key=lambda name: times[name].weight_gradient,

@@ -232,9 +232,9 @@ def fastest(
     Raises ValueError, which says what is wrong, where none is right.
     """
     times: dict[str, float] = {}
-    found, wrong = _with_algorithms(name, x, parts), ""
-    if len(found) > 1:
-        for each in found:
+    names, wrong = _with_algorithms(name, x, parts), ""
+    if len(names) > 1:
+        for each in names:
             path = named(each)
             try:
                 times[each] = milliseconds(lambda path=path: path.multiply(x, parts, bias), 5)  # type: ignore[misc]
@@ -242,8 +242,8 @@ def fastest(
                 raise
             except RuntimeError as error:
                 wrong = first_line(error)
-        found = sorted(times, key=lambda each: times[each])
-    for each in found:
+        names = sorted(times, key=lambda each: times[each])
+    for each in names:
         path = named(each)
         wrong = fault(lambda path=path: path.multiply(x, parts, bias), expected, fp8=path.fp8)  # type: ignore[misc]
         if not wrong:
@@ -276,13 +276,13 @@ def verdict(path: Path, device: torch.device | str = "cuda") -> str:
             warnings.simplefilter("ignore")  # that the format is a prototype
             parts, _ = path.pack(weight, weight)
             expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
-            found = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
+            problem = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
     except ERRORS as error:
         return first_line(error)
     return (
-        f"{found}: not to be used here"
-        if found.startswith(("WRONG", "results"))
-        else found or "right"
+        f"{problem}: not to be used here"
+        if problem.startswith(("WRONG", "results"))
+        else problem or "right"
     )
 
 

@@ -60,9 +60,9 @@ def write(weight: Tensor, out: Tensor) -> None:
     source = source.contiguous() if transposed else source
     cast = DTYPES[out.dtype] if weight.dtype == torch.float32 else None
     whole = torch.int16 if bits == 16 else torch.int8
-    flat, kept = out.view(-1), rows * columns // 2
-    values = flat[:kept].view(torch.int32 if bits == 16 else torch.int16)
-    meta = flat[kept:].view(torch.int8)
+    flat, count = out.view(-1), rows * columns // 2
+    values = flat[:count].view(torch.int32 if bits == 16 else torch.int16)
+    meta = flat[count:].view(torch.int8)
     meta = meta[: meta.numel() // 2 * 2].view(torch.int16)
     groups = triton_compression.GROUPS[bits]
     grid = triton.cdiv(rows, triton_compression.ROWS), triton.cdiv(columns // 4, groups)

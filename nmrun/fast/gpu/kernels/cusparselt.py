@@ -28,29 +28,29 @@ def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
     may say otherwise. None without one.
     """
     try:
-        found = re.search(r"/\S*libcusparseLt\S*", Path("/proc/self/maps").read_text())
-        if found is None:
+        match = re.search(r"/\S*libcusparseLt\S*", Path("/proc/self/maps").read_text())
+        if match is None:
             return None
-        asked = ctypes.CDLL(found[0])
+        cusparselt = ctypes.CDLL(match[0])
         numbers = []
         # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
         for which in range(3):
             number = ctypes.c_int()
-            if asked.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
+            if cusparselt.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
                 return None
             numbers.append(number.value)
     except (OSError, AttributeError):
         return None
-    return tuple(numbers), found[0]
+    return tuple(numbers), match[0]
 
 
 @cache
 def library() -> ctypes.CDLL:
     """Raises RuntimeError where there is none, or an old one."""
-    found = loaded_cusparselt()
-    if found is None:
+    installation = loaded_cusparselt()
+    if installation is None:
         raise RuntimeError("this torch has no cuSPARSELt")
-    version, path = found
+    version, path = installation
     if version < OLDEST:
         raise RuntimeError(
             f"cuSPARSELt {'.'.join(map(str, version))}: {'.'.join(map(str, OLDEST))} or later is needed"
@@ -64,8 +64,8 @@ def call(name: str, *arguments: Any) -> None:
     """Call a function of the library by its name without ``cusparseLt``. Raises RuntimeError, with the
     library's words, where it returns an error."""
     if status := getattr(library(), f"cusparseLt{name}")(*arguments):
-        said = library().cusparseLtGetErrorString(status)
-        raise RuntimeError(f"cuSPARSELt's {name}: {said.decode() if said else status}")
+        message = library().cusparseLtGetErrorString(status)
+        raise RuntimeError(f"cuSPARSELt's {name}: {message.decode() if message else status}")
 
 
 class Opaque(ctypes.c_void_p):
@@ -152,7 +152,7 @@ class _Plan:
         by_columns: bool, biased: bool, algorithm: int,
     ) -> None:  # fmt: skip
         self.handle, self.shape, self.out = handle, (tokens, rows), out
-        self.made: list[tuple[str, Opaque]] = []
+        self.structures: list[tuple[str, Opaque]] = []
         weight, x, z, self.product, self.selection, self.plan = (Opaque() for _ in range(6))
         size, number = ctypes.c_int64, ctypes.c_int
         alignment, kind = ctypes.c_uint32(ALIGNMENT), number(TYPES[dtype])
@@ -161,17 +161,17 @@ class _Plan:
             "StructuredDescriptorInit", handle, weight,
             *map(size, (rows, columns, columns)), alignment, kind, number(ROW_ORDER), number(HALF),
         )  # fmt: skip
-        self.made.append(("MatDescriptorDestroy", weight))
+        self.structures.append(("MatDescriptorDestroy", weight))
         call(
             "DenseDescriptorInit", handle, x,
             *map(size, (*stored, stored[1])), alignment, kind, number(ROW_ORDER),
         )  # fmt: skip
-        self.made.append(("MatDescriptorDestroy", x))
+        self.structures.append(("MatDescriptorDestroy", x))
         call(
             "DenseDescriptorInit", handle, z,
             *map(size, (rows, tokens, rows)), alignment, number(TYPES[out]), number(COLUMN_ORDER),
         )  # fmt: skip
-        self.made.append(("MatDescriptorDestroy", z))
+        self.structures.append(("MatDescriptorDestroy", z))
         turned = number(PLAIN if by_columns else TRANSPOSED)
         call(
             "MatmulDescriptorInit", handle, self.product,
@@ -192,7 +192,7 @@ class _Plan:
                 *(ctypes.byref(chosen), four),
             )
         call("MatmulPlanInit", handle, self.plan, self.product, self.selection)
-        self.made.append(("MatmulPlanDestroy", self.plan))
+        self.structures.append(("MatmulPlanDestroy", self.plan))
         needed = ctypes.c_size_t()
         call("MatmulGetWorkspace", handle, self.plan, ctypes.byref(needed))
         self.workspace = needed.value
@@ -220,7 +220,7 @@ class _Plan:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            for destroy, structure in reversed(self.made):
+            for destroy, structure in reversed(self.structures):
                 getattr(library(), f"cusparseLt{destroy}")(structure)
 
 

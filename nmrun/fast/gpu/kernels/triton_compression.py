@@ -52,9 +52,9 @@ def _group(
     last = tl.where(d != 0, 3, tl.where(c != 0, 2, 1))
     first = tl.where(a != 0, 0, tl.where(b != 0, 1, tl.where(c != 0, 2, 3)))
     first = tl.where(first < last, first, 0)  # fewer than two are not zero
-    one = tl.where(first == 0, a, tl.where(first == 1, b, c))
-    two = tl.where(last == 1, b, tl.where(last == 2, c, d))
-    return one, two, first | (last << 2)
+    first_value = tl.where(first == 0, a, tl.where(first == 1, b, c))
+    last_value = tl.where(last == 1, b, tl.where(last == 2, c, d))
+    return first_value, last_value, first | (last << 2)
 
 
 @triton.jit
@@ -69,10 +69,12 @@ def pack_one(
     Weights are read twice, the second time from the cache: in the order of the values, and in that
     of the places. Reordering places in registers, Triton 3.6 mixed values into them.
     """
-    above, left = tl.program_id(0) * ROWS, tl.program_id(1) * GROUPS
-    r, g = above + tl.arange(0, ROWS)[:, None], left + tl.arange(0, GROUPS)[None, :]
-    one, two, _ = _group(weight, r, g, rows, groups, ROWS, GROUPS, TRANSPOSED, CAST, BITS)
-    pair = (one & ((1 << BITS) - 1)) | (two << BITS)
+    first_row, first_group = tl.program_id(0) * ROWS, tl.program_id(1) * GROUPS
+    r, g = first_row + tl.arange(0, ROWS)[:, None], first_group + tl.arange(0, GROUPS)[None, :]
+    first_value, last_value, _ = _group(
+        weight, r, g, rows, groups, ROWS, GROUPS, TRANSPOSED, CAST, BITS
+    )
+    pair = (first_value & ((1 << BITS) - 1)) | (last_value << BITS)
     place = r.to(tl.int64) * groups + g
     tl.store(values + place, pair.to(values.dtype.element_ty), (r < rows) & (g < groups))
 
@@ -87,7 +89,7 @@ def pack_one(
             r = (word >> 6) * 16 + (k >> 1) * 8 + ((word >> 3) & 7)
             g = (word & 1) * 8 + ((word >> 1) & 3) * 2 + (k & 1)
         _, _, nibble = _group(
-            weight, above + r, left + g, rows, groups, words, 1, TRANSPOSED, CAST, BITS
+            weight, first_row + r, first_group + g, rows, groups, words, 1, TRANSPOSED, CAST, BITS
         )
         packed |= nibble << (4 * k)
     tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
