@@ -57,7 +57,7 @@ def library(
 def find_compiler() -> str | None:
     """The C compiler: ``$CC``, else the first of cc, gcc, clang on the path, else None."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def in_parts(

@@ -50,10 +50,10 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     from nmrun.kernels import triton_projection
 
     ones = torch.empty_like(weight)  # kernels write the weight's dtype
-    done = triton_projection.project(weight, ones, pattern, dim, "mask")
-    if done:
+    success = triton_projection.project(weight, ones, pattern, dim, "mask")
+    if success:
         out.copy_(ones)
-    return done
+    return success
 
 
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:
@@ -80,8 +80,8 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
     # with ties
     weight = torch.arange(64 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_().view(64, m)
     # stable: ties keep the lower index
-    kept = weight.abs().argsort(stable=True, dim=1, descending=True)[:, :n]
-    expected = torch.zeros_like(weight).scatter_(1, kept, weight.gather(1, kept))
+    indices = weight.abs().argsort(stable=True, dim=1, descending=True)[:, :n]
+    expected = torch.zeros_like(weight).scatter_(1, indices, weight.gather(1, indices))
     on_device = weight.to(device)
     out = torch.empty_like(on_device)
     try:

@@ -26,7 +26,7 @@ TILE = 1024  # weights a program has: five tensors of them have to fit into regi
 def adam_many(
     table, owner, scalars,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
-    DECAYED: tl.constexpr, SPARED: tl.constexpr, HELD: tl.constexpr, MODE: tl.constexpr, COUPLED: tl.constexpr, FROZEN: tl.constexpr,
+    DECAYED: tl.constexpr, SPARED: tl.constexpr, HAS_MASK: tl.constexpr, MODE: tl.constexpr, COUPLED: tl.constexpr, FROZEN: tl.constexpr,
     WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One step for all weights of a table; ``scalars`` are those of
@@ -58,17 +58,17 @@ def adam_many(
     m = tl.load(first + offset, exists, other=0.0).to(tl.float32)
     v = tl.load(second + offset, exists, other=0.0).to(tl.float32)
     before = w
-    if DECAYED or (SPARED and not HELD):
+    if DECAYED or (SPARED and not HAS_MASK):
         before = tl.load(out + offset, exists, other=0.0).to(tl.float32)
-    held = w
-    if HELD:
-        held = tl.load(mask + offset, exists, other=0).to(tl.float32)
+    mask_value = w
+    if HAS_MASK:
+        mask_value = tl.load(mask + offset, exists, other=0).to(tl.float32)
 
     if DECAYED:
         g = g + decay * (w - before)
     if SPARED:
-        if HELD:
-            g = tl.where(held != 0, g, g * spared)
+        if HAS_MASK:
+            g = tl.where(mask_value != 0, g, g * spared)
         else:
             g = tl.where(before == w, g, g * spared)
     if COUPLED:
@@ -85,13 +85,13 @@ def adam_many(
     tl.store(weight + offset, w, exists)
     tl.store(first + offset, m, exists)
 
-    if HELD:
-        value = w * held
+    if HAS_MASK:
+        value = w * mask_value
     else:
         if MODE == 1:
             amount = tl.load(scale).to(tl.float32)
-        kept, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
-        value = project_tile(w, kept, shift, amount, MODE, tl.float32)
+        largest, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
+        value = project_tile(w, largest, shift, amount, MODE, tl.float32)
     tl.store(out + offset, value.to(out.dtype.element_ty), exists)
 
 
@@ -100,9 +100,9 @@ class FusedAdam:
     launches as they allow. Raises ValueError where the kernels do not apply to a weight."""
 
     def __init__(self, members: Sequence[Operands]) -> None:
-        decayed, spared, held, soft, fading = members[0].update.rule.kind
+        decayed, spared, has_mask, soft, fading = members[0].update.rule.kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
-        self._constants = {"DECAYED": decayed, "SPARED": spared, "HELD": held, "MODE": mode}
+        self._constants = {"DECAYED": decayed, "SPARED": spared, "HELD": has_mask, "MODE": mode}
         weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
         patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
         self._launches = launches(weights, outs, patterns, dims, TILE)

@@ -54,17 +54,17 @@ def _select_any(w, j, N: tl.constexpr, M: tl.constexpr, AXIS: tl.constexpr):
         last = tl.max(key, AXIS, keep_dims=True)
         for _ in range(N - 1):
             last = tl.max(tl.where(key < last, key, -1000), AXIS, keep_dims=True)
-        kept = key >= last
+        mask = key >= last
     elif N < M:
         key = tl.where(j < M, key, 1 << 40)  # above that of an infinity
         last = tl.min(key, AXIS, keep_dims=True)
         for _ in range(M - N - 1):
             last = tl.min(tl.where(key > last, key, 1 << 40), AXIS, keep_dims=True)
-        kept = key > last
+        mask = key > last
     else:
-        kept = key == key
-    shift = tl.max(tl.where(kept, 0, size), AXIS, keep_dims=True)
-    return kept, shift.to(tl.float32, bitcast=True)
+        mask = key == key
+    shift = tl.max(tl.where(mask, 0, size), AXIS, keep_dims=True)
+    return mask, shift.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,14 +119,14 @@ def select(
     """(the mask, the group's largest magnitude that is not kept): what the reference's mask and
     soft threshold are made of."""
     if M == 4 and not STRIDED and not SHORT:
-        kept, shift = _select_four(w, N, COLUMNS)
+        mask, shift = _select_four(w, N, COLUMNS)
     else:
-        kept, shift = _select_any(w, j, N, M, 0 if STRIDED else 1)
-    return kept | (w != w), shift
+        mask, shift = _select_any(w, j, N, M, 0 if STRIDED else 1)
+    return mask | (w != w), shift
 
 
 @triton.jit
-def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr):
+def project_tile(w, mask, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """What is left of a tile: the kept weights, the soft threshold times ``amount``, or all weights
     with the pruned ones times ``amount``; or the mask, as ones and zeros."""
     if MODE == 1:
@@ -135,11 +135,11 @@ def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
         value = tl.where(w < 0, 0.0 - shrunk, shrunk)  # every zero is +0.0
         value = value.to(DTYPE).to(tl.float32) * amount  # the reference rounds twice
     elif MODE == 2:
-        value = tl.where(kept, w, amount * w) + 0.0
+        value = tl.where(mask, w, amount * w) + 0.0
     elif MODE == 3:
-        value = kept.to(tl.float32)
+        value = mask.to(tl.float32)
     else:
-        value = tl.where(kept, w, 0.0) + 0.0
+        value = tl.where(mask, w, 0.0) + 0.0
     return value
 
 

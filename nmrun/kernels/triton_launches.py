@@ -128,14 +128,14 @@ def launches(
         constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
         prepared.append((sizes, constants))
         kinds.setdefault((weight.device, *constants.values()), []).append(i)
-    made = []
+    result = []
     for members in kinds.values():
         constants = prepared[members[0]][1]
         table = LaunchTable(
             [prepared[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
         )
-        made.append(Launch(members, table, constants))
-    return made
+        result.append(Launch(members, table, constants))
+    return result
 
 
 def on(tensor: Tensor) -> Any:

@@ -45,15 +45,15 @@ def estimate_one(
     whole = tl.floor(tl.sum(p, 0) + 0.5)  # rounding must not cost or add a pick
     start = tl.rand(tl.load(seed), column)
     end, before = tl.zeros_like(start), tl.zeros_like(start)
-    kept = size < 0
+    mask = size < 0
     # systematic sampling: an entry is kept where a tick falls into its share
     for k in tl.static_range(M):
         end += tl.sum(tl.where(j == k, p, 0.0), 0)
         tick = tl.floor(tl.minimum(end, whole) + start if k < M - 1 else whole + start)
-        kept = kept | ((j == k) & (tick > before)[None, :])
+        mask = mask | ((j == k) & (tick > before)[None, :])
         before = tick
-    kept = kept & (p > 0)
-    estimate = tl.where(kept, tl.div_rn(value, tl.where(kept, p, 1.0)), 0.0)
+    mask = mask & (p > 0)
+    estimate = tl.where(mask, tl.div_rn(value, tl.where(mask, p, 1.0)), 0.0)
     broken = tl.max((~(size < float("inf"))).to(tl.int32), 0)[None, :] > 0
     estimate = tl.where(broken, float("nan"), estimate)
     tl.store(out + offset, estimate.to(out.dtype.element_ty), exists)

@@ -26,10 +26,10 @@ def _tile(
 ):  # fmt: skip
     offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT)
     w = tl.load(weight + offset, exists, other=0.0).to(tl.float32)
-    kept, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
+    mask, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
     if SCALED:
         amount = tl.load(scale).to(tl.float32)
-    value = project_tile(w, kept, shift, amount, MODE, weight.dtype.element_ty)
+    value = project_tile(w, mask, shift, amount, MODE, weight.dtype.element_ty)
     tl.store(out + offset, value.to(out.dtype.element_ty), exists)
 
 

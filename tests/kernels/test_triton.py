@@ -170,7 +170,7 @@ def test_the_step_of_adam() -> None:
     plainly = {
         "DECAYED": False,
         "SPARED": False,
-        "HELD": False,
+        "HAS_MASK": False,
         "MODE": 0,
         "COUPLED": False,
         "FROZEN": False,
@@ -185,7 +185,7 @@ def test_the_step_of_adam() -> None:
     assert not re.search(r"\bfma|\.ftz|\.approx", built.ptx)
     plain = many(adam_many, 90, tl.float32, 11, **plainly)
     assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
-    held = many(adam_many, 90, tl.float32, 11, **{**plainly, "HELD": True, "SPARED": True})
+    held = many(adam_many, 90, tl.float32, 11, **{**plainly, "HAS_MASK": True, "SPARED": True})
     assert held.loads["v4.b32"] == 4 * 4
     # the mask, four bytes at a time, and ``spared``
     assert held.loads["b32"] == 4 + 1 + plain.loads["b32"]
