@@ -149,18 +149,19 @@ def checks(kind: Any) -> dict[str, Check | None]:
         if key.init
     }
     return {
-        name: next((e for e in own if isinstance(e, Check)), None) for name, own in extras.items()
+        name: next((e for e in extra if isinstance(e, Check)), None)
+        for name, extra in extras.items()
     }
 
 
 def wrong_values(
-    ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str
+    ranges: Mapping[str, Check | None], values: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, str]]:
     """The values out of their ranges: a line for each, with the key after ``prefix``."""
     for key, allowed in ranges.items():
-        if allowed is not None and key in given and not allowed.holds(given[key]):
-            hint = did_you_mean(str(given[key]), allowed.options)
-            value = shown(given[key])
+        if allowed is not None and key in values and not allowed.holds(values[key]):
+            hint = did_you_mean(str(values[key]), allowed.options)
+            value = shown(values[key])
             yield f"{prefix}{key}={value}: it takes {allowed.allowed}{hint}", f"{prefix}{key}"
 
 

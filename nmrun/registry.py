@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
-    """Import the object that a name of ``known``, or a dotted path, stands for. ``kind``: the key
+def find(kind: str, name: str, paths: Mapping[str, str]) -> Any:
+    """Import the object that a name of ``paths``, or a dotted path, stands for. ``kind``: the key
     that has the name, such as ``model.name``. Raises ConfigError for an unknown name, with the
     nearest one, and for a path that cannot be imported."""
-    if name in known:
-        module, _, attribute = known[name].rpartition(".")
+    if name in paths:
+        module, _, attribute = paths[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
     if "." not in name:
-        hint = did_you_mean(name, known)
+        hint = did_you_mean(name, paths)
         what = kind.partition(".")[0]
-        raise ConfigError(f"{kind}={name}: no such {what}{hint} (there are {', '.join(known)})")
+        raise ConfigError(f"{kind}={name}: no such {what}{hint} (there are {', '.join(paths)})")
     try:
         return imported(name, f"{kind}={name}")
     except ValueError as error:

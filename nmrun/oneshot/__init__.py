@@ -36,15 +36,15 @@ def build(method: str, hyperparameters: Mapping[str, Any]) -> Method:
         hint = registry.did_you_mean(method, METHODS)
         raise ConfigError(f"method={method}: no such method{hint} (there are {', '.join(METHODS)})")
     kind: Any = registry.find("method", method, METHODS)
-    known = checks(kind)
-    has = ", ".join(known) or "none"
+    ranges = checks(kind)
+    has = ", ".join(ranges) or "none"
     problems = [
-        f"{method} has no hyperparameter {key}{registry.did_you_mean(key, known)} (it has {has})"
+        f"{method} has no hyperparameter {key}{registry.did_you_mean(key, ranges)} (it has {has})"
         for key in hyperparameters
-        if key not in known
+        if key not in ranges
     ]
-    problems += [line for line, _ in wrong_values(known, hyperparameters, f"{method}.")]
+    problems += [line for line, _ in wrong_values(ranges, hyperparameters, f"{method}.")]
     if problems:
         raise ConfigError(problems)
-    made: Method = kind(**hyperparameters)
-    return made
+    instance: Method = kind(**hyperparameters)
+    return instance

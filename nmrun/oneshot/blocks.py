@@ -31,8 +31,8 @@ def stages(
     them."""
 
     def through_all() -> None:
-        for one in passes:
-            one()
+        for run in passes:
+            run()
 
     order = _call_order(layers, passes[0])
     chains = _lists(model, layers)
@@ -45,22 +45,22 @@ def stages(
     together: dict[Any, list[LayerMatrix]] = {}
     for layer in order:
         together.setdefault(place.get(id(layer.module), layer.name), []).append(layer)
-    known: dict[int, Chain | None] = {}
+    chain_of: dict[int, Chain | None] = {}
     for key, stage in together.items():
         root, chain, index = model, None, 0
         if isinstance(key, tuple):
             number, index = key
             root = chains[number][index]
-            if number not in known:
-                known = {number: _chain(chains[number], passes)}  # the others are done
-            chain = known[number]
+            if number not in chain_of:
+                chain_of = {number: _chain(chains[number], passes)}  # the others are done
+            chain = chain_of[number]
         if chain is None or index < chain.at:
             yield root, stage, through_all
         else:
             yield root, stage, functools.partial(chain.through, index)
 
 
-def _call_order(layers: Sequence[LayerMatrix], one: Pass) -> list[LayerMatrix]:
+def _call_order(layers: Sequence[LayerMatrix], run: Pass) -> list[LayerMatrix]:
     """The layers in the order in which a pass calls them first; those that it does not call last."""
     order: dict[str, LayerMatrix] = {}
     with contextlib.ExitStack() as hooks:
@@ -70,20 +70,20 @@ def _call_order(layers: Sequence[LayerMatrix], one: Pass) -> list[LayerMatrix]:
                 order.setdefault(layer.name, layer)
 
             hooks.callback(layer.module.register_forward_pre_hook(note).remove)
-        one()
+        run()
     return [*order.values(), *(layer for layer in layers if layer.name not in order)]
 
 
 def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Module]]:
     """The outermost lists of modules of one class that have layers inside."""
-    wanted = {id(layer.module) for layer in layers}
+    ids = {id(layer.module) for layer in layers}
     lists: list[list[nn.Module]] = []
 
     def look(module: nn.Module) -> None:
         children = list(module.children())
         alike = len(children) > 1 and len({type(child) for child in children}) == 1
-        inside = any(id(part) in wanted for child in children for part in child.modules())
-        themselves = any(id(child) in wanted for child in children)
+        inside = any(id(part) in ids for child in children for part in child.modules())
+        themselves = any(id(child) in ids for child in children)
         if (
             isinstance(module, nn.ModuleList | nn.Sequential)
             and alike
@@ -115,8 +115,8 @@ class Chain:
         before = self.others[-1] if self.others else calls
         self.others.append(
             [
-                {key: _same(known.get(key), value) for key, value in call.items()}
-                for known, call in zip(before, calls, strict=True)
+                {key: _same(previous.get(key), value) for key, value in call.items()}
+                for previous, call in zip(before, calls, strict=True)
             ]
         )
 
@@ -131,20 +131,24 @@ class Chain:
 
     def _call(self, number: int) -> Tensor:
         # a copy, as blocks may add to it in place
-        given = {**self.others[number][self.at], self.slot: self.values[number].clone()}
-        args = [given[key] for key in sorted(key for key in given if isinstance(key, int))]
-        kwargs = {key: value for key, value in given.items() if isinstance(key, str)}
+        arguments = {**self.others[number][self.at], self.slot: self.values[number].clone()}
+        args = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
+        kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
         return _outputs(self.blocks[self.at](*args, **kwargs))[0]
 
 
-def _same(known: Any, value: Any) -> Any:
+def _same(previous: Any, value: Any) -> Any:
     """The argument of the batch before where this one is equal, as masks and positions are."""
-    if isinstance(value, tuple) and isinstance(known, tuple) and len(known) == len(value):
-        return tuple(_same(*pair) for pair in zip(known, value, strict=True))
-    if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
+    if isinstance(value, tuple) and isinstance(previous, tuple) and len(previous) == len(value):
+        return tuple(_same(*pair) for pair in zip(previous, value, strict=True))
+    if not (isinstance(value, Tensor) and isinstance(previous, Tensor)):
         return value
-    alike = (known.shape, known.dtype, known.device) == (value.shape, value.dtype, value.device)
-    return known if alike and torch.equal(known, value) else value
+    alike = (previous.shape, previous.dtype, previous.device) == (
+        value.shape,
+        value.dtype,
+        value.device,
+    )
+    return previous if alike and torch.equal(previous, value) else value
 
 
 class _Enough(Exception):
@@ -158,7 +162,7 @@ class _Record:
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.calls: list[Arguments] = []
-        self.given: list[list[weakref.ref[Tensor]]] = []
+        self.outputs: list[list[weakref.ref[Tensor]]] = []
         self.slots: set[int | str] = set()
         self.fits = True
         self.blocks = blocks
@@ -168,14 +172,14 @@ class _Record:
     ) -> None:
         """Note the call of a block; the last one is not needed any more."""
         call: Arguments = {**dict(enumerate(args)), **kwargs}
-        handed = self.given[-1][0]() if self.given and self.given[-1] else None
+        previous = self.outputs[-1][0]() if self.outputs and self.outputs[-1] else None
         if index:
-            mine = [k for k, v in call.items() if isinstance(v, Tensor) and v is handed]
-            call = {key: value for key, value in call.items() if key not in mine}
-            self.slots.update(mine)
+            slots = [k for k, v in call.items() if isinstance(v, Tensor) and v is previous]
+            call = {key: value for key, value in call.items() if key not in slots}
+            self.slots.update(slots)
             others = [value for value in call.values() if isinstance(value, Tensor)]
-            known = [ref() for given in self.given for ref in given]
-            self.fits &= len(mine) == 1 and not any(v is k for v in others for k in known)
+            tensors = [ref() for refs in self.outputs for ref in refs]
+            self.fits &= len(slots) == 1 and not any(v is k for v in others for k in tensors)
         else:  # the value that comes in, before the block adds to it in place
             call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
         self.fits &= len(self.calls) == index and len(self.slots) <= 1
@@ -185,9 +189,9 @@ class _Record:
 
     def after(self, module: nn.Module, args: Any, out: Any) -> None:
         tensors = [part for part in _outputs(out) if isinstance(part, Tensor)]
-        self.given.append([weakref.ref(part) for part in tensors])
+        self.outputs.append([weakref.ref(part) for part in tensors])
 
-    def of(self, one: Pass) -> bool:
+    def is_chain(self, run: Pass) -> bool:
         """Let a batch pass; whether the blocks are a chain."""
         with contextlib.ExitStack() as hooks:
             for index, block in enumerate(self.blocks):
@@ -196,7 +200,7 @@ class _Record:
                 hooks.callback(handle.remove)
                 hooks.callback(block.register_forward_hook(self.after).remove)
             with contextlib.suppress(_Enough):
-                one()
+                run()
         whole = self.fits and len(self.calls) == len(self.blocks)
         return whole and all(isinstance(self.calls[0].get(slot), Tensor) for slot in self.slots)
 
@@ -204,9 +208,9 @@ class _Record:
 def _chain(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
     """The chain of these blocks with all batches, or None where they are none."""
     chain: Chain | None = None
-    for one in passes:
+    for run in passes:
         record = _Record(blocks)
-        if not record.of(one):
+        if not record.is_chain(run):
             return None
         (slot,) = record.slots
         chain = chain or Chain(blocks, slot)

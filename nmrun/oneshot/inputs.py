@@ -100,9 +100,9 @@ def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
 
     def watch(layer: LayerMatrix) -> Any:
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else next(iter(kwargs.values()))
-            with torch.autocast(given.device.type, enabled=False):
-                x = layer.columns(given.detach())
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            with torch.autocast(inputs.device.type, enabled=False):
+                x = layer.columns(inputs.detach())
                 if len(x):
                     gram = grams.setdefault(layer.name, x.new_zeros(x.shape[1], x.shape[1]))
                     gram.addmm_(x.T, x)

@@ -162,8 +162,8 @@ def inverse_factor(gram: Tensor, damping: float) -> Tensor:
             "the Hessian of its inputs has no inverse: more samples or a larger damping"
         )
     upper = lower.flip(0, 1)
-    one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve_triangular(upper, one, upper=True)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve_triangular(upper, identity, upper=True)
 
 
 def _blocks(columns: int, pattern: Pattern) -> list[list[range]]:

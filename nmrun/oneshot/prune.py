@@ -108,7 +108,7 @@ def prune(
         raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
-    done: dict[str, dict[str, Any]] = {}
+    reports: dict[str, dict[str, Any]] = {}
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
     with _evaluation(model):
         for root, stage, through in stages(model, layers, passes):
@@ -118,16 +118,16 @@ def prune(
                 permute(stage, grams, chosen, free_channels(root, model))
             for layer in stage:
                 if layer.name in grams:
-                    done[layer.name] = _prune_layer(layer, chosen, grams.pop(layer.name))
+                    reports[layer.name] = _prune_layer(layer, chosen, grams.pop(layer.name))
                     if tell is not None:
-                        count = f"[{len(done):{digits}}/{len(layers)}]"
-                        (told,) = oneshot.lines([done[layer.name]], width)
-                        tell(f"{count} {told}")
-    missed = [layer for layer in layers if layer.name not in done]
+                        count = f"[{len(reports):{digits}}/{len(layers)}]"
+                        (line,) = oneshot.lines([reports[layer.name]], width)
+                        tell(f"{count} {line}")
+    missed = [layer for layer in layers if layer.name not in reports]
     left_dense += [LeftDense(x.name, tuple(x.weight.shape), NOT_REACHED) for x in missed]
-    if not done:
+    if not reports:
         raise ConfigError(f"no layer of this model was reached: {NOT_REACHED} ({missed[0].name})")
-    in_order = [done[layer.name] for layer in layers if layer.name in done]
+    in_order = [reports[layer.name] for layer in layers if layer.name in reports]
     return Pruned(chosen.name, pattern, in_order, left_dense)
 
 
@@ -165,8 +165,12 @@ def _prune_layer(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, 
         raise RunError(f"{layer.name}: its weight or calibration inputs are not finite")
     with torch.autocast(matrix.device.type, enabled=False):
         try:
-            one = functools.partial(method.prune, pattern=layer.pattern)
-            pruned = for_each(one, matrix, gram) if layer.stacked else one(matrix, gram)
+            prune_matrix = functools.partial(method.prune, pattern=layer.pattern)
+            pruned = (
+                for_each(prune_matrix, matrix, gram)
+                if layer.stacked
+                else prune_matrix(matrix, gram)
+            )
         except ValueError as problem:
             raise RunError(f"{layer.name}: {problem}") from None
         error = output_error(matrix, pruned, gram)

@@ -72,15 +72,15 @@ class Adam(EagerOptimizer, torch.optim.Adam):
         """
         if eps_mode not in EPS_MODES:
             raise ValueError(f"eps_mode={eps_mode!r}: allowed are {', '.join(EPS_MODES)}")
-        wanted = {id(p): p for p in params}
-        groups = self.groups_of(wanted.values())
+        by_id = {id(p): p for p in params}
+        groups = self.groups_of(by_id.values())
         if any(group["capturable"] or group["differentiable"] for group in groups):
             raise ValueError(
                 "a frozen second moment works with neither capturable=True nor differentiable=True"
             )
         for group in groups:
             for p in group["params"]:
-                if id(p) not in wanted or "frozen_denominator" in self.state[p]:
+                if id(p) not in by_id or "frozen_denominator" in self.state[p]:
                     continue
                 state = self._adam_state(group, p)
                 v = state.pop("exp_avg_sq")
@@ -108,10 +108,8 @@ class Adam(EagerOptimizer, torch.optim.Adam):
 
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
         """The parameter groups that have any of some parameters."""
-        wanted = {id(p) for p in params}
-        return [
-            group for group in self.param_groups if wanted.intersection(map(id, group["params"]))
-        ]
+        ids = {id(p) for p in params}
+        return [group for group in self.param_groups if ids.intersection(map(id, group["params"]))]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,7 +120,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        done: list[tuple[Tensor, Tensor]] = []
+        grads: list[tuple[Tensor, Tensor]] = []
         if self._one_pass is not None:
             self._one_pass.begin()
         for group in self.param_groups:
@@ -137,13 +135,13 @@ class Adam(EagerOptimizer, torch.optim.Adam):
             ]
             if frozen:
                 self._frozen_step(group, frozen)
-            done += [(p, p.grad) for p in one_pass + frozen]
-        for p, _ in done:
+            grads += [(p, p.grad) for p in one_pass + frozen]
+        for p, _ in grads:
             p.grad = None  # the stock step passes over parameters without a gradient
         try:
             stock_step(self, torch.optim.Adam)
         finally:
-            for p, grad in done:
+            for p, grad in grads:
                 p.grad = grad
         return loss
 
@@ -220,13 +218,13 @@ def second_moment_change(
     ``sum |dv|``; ``sum log |dv|`` and the number of coordinates, both where dv is
     not 0; the number of all with a gradient. With ``logs=False``, which saves most of the time, the
     second and third are 0. The first three are 0-dimensional float64 tensors on the device."""
-    wanted = {id(p) for p in params}
+    ids = {id(p) for p in params}
     sizes: list[Tensor] = []
     log_sum: list[Tensor] = []
     nonzero: list[Tensor] = []
     count = 0
     for group in adam.param_groups:
-        chosen = [p for p in group["params"] if id(p) in wanted and p.grad is not None]
+        chosen = [p for p in group["params"] if id(p) in ids and p.grad is not None]
         if not chosen:
             continue
         rest = 1 - group["betas"][1]
@@ -249,9 +247,9 @@ def second_moment_change(
 def second_moment_sum(adam: Adam, params: Iterable[Tensor]) -> Tensor:
     """The sum of the second moment as the next step would leave it: 0-dimensional, float64, on the
     device. Parameters without a gradient keep theirs."""
-    wanted, sums = {id(p) for p in params}, []
+    ids, sums = {id(p) for p in params}, []
     for group in adam.param_groups:
-        chosen = [p for p in group["params"] if id(p) in wanted]
+        chosen = [p for p in group["params"] if id(p) in ids]
         beta2 = group["betas"][1]
         stepped = [p for p in chosen if p.grad is not None]
         for p in chosen:

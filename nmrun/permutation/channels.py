@@ -82,8 +82,8 @@ def name_of(node: fx.Node) -> str:
     if node.target is getattr:
         return str(node.args[1])
     if node.op == "call_function":
-        known = getattr(node.target, "__module__", "") in HOMES
-        return str(getattr(node.target, "__name__", "")).strip("_") if known else ""
+        has_name = getattr(node.target, "__module__", "") in HOMES
+        return str(getattr(node.target, "__name__", "")).strip("_") if has_name else ""
     return str(node.target).strip("_") if node.op == "call_method" else str(node.target)
 
 
@@ -358,11 +358,11 @@ class _Ties:
 
     def _together(self, flows: Sequence[ChannelFlow | None]) -> ChannelFlow | None:
         """Join the channels of values that meet entry by entry; None if one is not known."""
-        known = [flow for flow in flows if flow is not None]
-        if not known or len(known) < len(flows) or len({flow.spatial for flow in known}) > 1:
+        sources = [flow for flow in flows if flow is not None]
+        if not sources or len(sources) < len(flows) or len({flow.spatial for flow in sources}) > 1:
             return None
-        self._join(known)
-        return known[0]._replace(flat=any(flow.flat for flow in known))
+        self._join(sources)
+        return sources[0]._replace(flat=any(flow.flat for flow in sources))
 
     def _enter(
         self, key: Key, entries: int, flow: ChannelFlow | None, source: str

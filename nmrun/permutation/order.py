@@ -73,8 +73,8 @@ def _partitions(channels: list[int], m: int) -> Iterator[list[int]]:
         return
     first, *rest = channels
     for others in itertools.combinations(rest, m - 1):
-        left = [c for c in rest if c not in others]
-        for order in _partitions(left, m):
+        remainder = [c for c in rest if c not in others]
+        for order in _partitions(remainder, m):
             yield [first, *others, *order]
 
 
@@ -200,13 +200,13 @@ def assigned_order(layers: Sequence[Columns]) -> Tensor:
 
 def _deal(sums: Tensor, block: int) -> Tensor:
     """Deal channels to blocks by their sums, forwards and backwards in turn; returns the order."""
-    cards, given = sums.argsort(descending=True, stable=True), 0
+    cards, first = sums.argsort(descending=True, stable=True), 0
     order = torch.empty_like(cards)
     for place in range(block):
         places = torch.arange(place, len(order), block)
-        hand = cards[given : given + len(places)]
+        hand = cards[first : first + len(places)]
         order[places] = hand.flip(0) if place % 2 else hand
-        given += len(places)
+        first += len(places)
     return order
 
 
@@ -224,5 +224,5 @@ def _assign(by_channel: Sequence[Columns], order: Tensor, places: Tensor) -> Non
         values = columns[order[others.clamp_max(len(order) - 1)]] * real
         t = values.topk(pattern.n, 1).values[:, -1]
         gains = gains + torch.cdist(t, columns[order[places]], p=1.0).cpu()
-    _, given = linear_sum_assignment(gains.numpy(), maximize=True)
-    order[places] = order[places[torch.as_tensor(given)]]
+    _, assignment = linear_sum_assignment(gains.numpy(), maximize=True)
+    order[places] = order[places[torch.as_tensor(assignment)]]

@@ -27,23 +27,23 @@ def find_channels(model: nn.Module, events: list[str]) -> dict[str, Channels]:
 @torch.no_grad()
 def permute_inputs(
     weights: Sequence[SparseWeight],
-    known: Mapping[str, Channels],
+    by_module: Mapping[str, Channels],
     optimizer: torch.optim.Optimizer,
     reordered: list[tuple[str, int, Tensor]],
 ) -> list[str]:
     """Reorder input channels of sparse weights, so that magnitude masks keep more; returns
     sentences for a log. All tensors with these channels are reordered in place: parameters,
     gradients, buffers and the optimizer's state. The network computes the same function, up to
-    rounding, and its next update is the same one, reordered. ``known``: of
-    :func:`find_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
+    rounding, and its next update is the same one, reordered. ``by_module``:
+    of :func:`find_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
     ``tensor.index_select(dim, index)``."""
     moved: list[str] = []
-    left: dict[str, list[str]] = {}  # names by reason
+    by_reason: dict[str, list[str]] = {}  # names by reason
     total = before = after = 0.0
-    for channels, readers in _by_channels(weights, known) if known else ():
+    for channels, readers in _by_channels(weights, by_module) if by_module else ():
         names = [weight.name for weight in readers]
         if reason := channels.fixed or _obstacle(channels, readers, optimizer):
-            left.setdefault(reason, []).extend(names)
+            by_reason.setdefault(reason, []).extend(names)
             continue
         layers = [
             (w.dense.movedim(1, -1).flatten(0, -2), w.pattern)
@@ -60,15 +60,15 @@ def permute_inputs(
             reordered += [reorder(site, order, optimizer) for site in channels.sites]
     sentences = []
     if total:
-        kept = (
+        effect = (
             f"{after / total:.2%} of their magnitude is kept, {before / total:.2%} without"
             if moved
             else "no order keeps more"
         )
-        sentences.append(f"input channels permuted of {', '.join(moved) or 'no layer'}: {kept}")
+        sentences.append(f"input channels permuted of {', '.join(moved) or 'no layer'}: {effect}")
     sentences += [
         f"input channels not permuted of {_listed(names)}: {reason}"
-        for reason, names in left.items()
+        for reason, names in by_reason.items()
     ]
     rest = sentences[MOST_SENTENCES:]  # a network may have a reason for each layer
     return sentences[:MOST_SENTENCES] + (
@@ -81,13 +81,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _by_channels(
-    weights: Sequence[SparseWeight], known: Mapping[str, Channels]
+    weights: Sequence[SparseWeight], by_module: Mapping[str, Channels]
 ) -> list[tuple[Channels, list[SparseWeight]]]:
     unknown = Channels(0, "it is not known where they come from")
     readers: dict[int, tuple[Channels, list[SparseWeight]]] = {}
     for weight in weights:
         channels = (
-            known.get(weight.module_name, unknown) if weight.attribute == "weight" else unknown
+            by_module.get(weight.module_name, unknown) if weight.attribute == "weight" else unknown
         )
         readers.setdefault(id(channels), (channels, []))[1].append(weight)
     return list(readers.values())

@@ -179,14 +179,14 @@ class _Convolution(torch.autograd.Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = dw = db = None
         if needs_x:
-            wanted = [True, False, False]
+            output_mask = [True, False, False]
             dx = torch.ops.aten.convolution_backward(
-                dz, x, input_weight, None, *ctx.geometry, wanted
+                dz, x, input_weight, None, *ctx.geometry, output_mask
             )[0]
         if needs_w or needs_b:
-            wanted = [False, needs_w, needs_b]
+            output_mask = [False, needs_w, needs_b]
             _, dw, db = torch.ops.aten.convolution_backward(
-                dz, x, weight, [dz.shape[1]], *ctx.geometry, wanted
+                dz, x, weight, [dz.shape[1]], *ctx.geometry, output_mask
             )
         return dx, dw, db, None, None, None, None, None
 

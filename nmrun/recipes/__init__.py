@@ -81,17 +81,17 @@ def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
 
     if isinstance(recipe, Recipe):
         if hyperparameters:
-            given = ", ".join(hyperparameters)
-            raise TypeError(f"{recipe.name} is made already: give {given} to its constructor")
-        made = copy.copy(recipe)  # one object can serve several models
-        made.events = []
+            names = ", ".join(hyperparameters)
+            raise TypeError(f"{recipe.name} is made already: give {names} to its constructor")
+        instance = copy.copy(recipe)  # one object can serve several models
+        instance.events = []
     else:
         kind = find(recipe)
-        known = list(checks(kind))
+        fields = list(checks(kind))
         for key in hyperparameters:
-            if key not in known:
-                hint, has = registry.did_you_mean(key, known), ", ".join(known) or "none"
+            if key not in fields:
+                hint, has = registry.did_you_mean(key, fields), ", ".join(fields) or "none"
                 raise TypeError(f"{recipe} has no hyperparameter {key}{hint} (it has {has})")
-        made = kind(**hyperparameters)
-    check_hyperparameters(made)
-    return made
+        instance = kind(**hyperparameters)
+    check_hyperparameters(instance)
+    return instance

@@ -247,8 +247,8 @@ def check_hyperparameters(recipe: Recipe) -> None:
     problems = []
     for key, check in checks(type(recipe)).items():
         value = getattr(recipe, key)
-        given = list(value) if isinstance(value, tuple) else value
-        if check is not None and not check.holds(given):
+        plain = list(value) if isinstance(value, tuple) else value
+        if check is not None and not check.holds(plain):
             hint = did_you_mean(str(value), check.options)
             problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
     if problems:

@@ -56,7 +56,7 @@ class LBC(MaskScores):
         self.ends = min(total_steps - 1, max(1, round(self.t_f * total_steps)))
         self.dense_steps = self.ends
 
-    def left(self, pattern: Pattern) -> int:
+    def count(self, pattern: Pattern) -> int:
         """How many candidates a group has at this step."""
         time_left = (self.ends - self.step) / max(1, self.ends - self.begins)
         dropped_last = math.comb(pattern.m, pattern.n) - 1
@@ -108,13 +108,13 @@ class LBC(MaskScores):
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
-            alive, left = weight["alive"], self.left(weight.pattern)
-            if left < int(alive[(0,) * (alive.dim() - 1)].sum()):
-                best = self.best(weight)[..., :left]
+            alive, count = weight["alive"], self.count(weight.pattern)
+            if count < int(alive[(0,) * (alive.dim() - 1)].sum()):
+                best = self.best(weight)[..., :count]
                 alive.zero_().scatter_(-1, best, True)
                 keep_mask(weight, self.choose(weight))
         if self.step == self.ends:
             self.say("LBC has one candidate left in every group; the mask is fixed from here on")
 
     def metrics(self) -> dict[str, float]:
-        return {"lbc/candidates": float(self.left(self.pattern))}
+        return {"lbc/candidates": float(self.count(self.pattern))}

@@ -119,9 +119,11 @@ def _common_keys(optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any
     return common
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     plain = (bool, int, float, str, tuple, type(None))
-    return one is other or (isinstance(one, plain) and type(one) is type(other) and one == other)
+    return value is other or (
+        isinstance(value, plain) and type(value) is type(other) and value == other
+    )
 
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
@@ -131,8 +133,8 @@ MOST = 256
 @cache
 def _rows(pattern: Pattern) -> Tensor:
     rows = torch.zeros(math.comb(pattern.m, pattern.n), pattern.m)
-    for row, kept in zip(rows, itertools.combinations(range(pattern.m), pattern.n), strict=True):
-        row[list(kept)] = 1.0
+    for row, members in zip(rows, itertools.combinations(range(pattern.m), pattern.n), strict=True):
+        row[list(members)] = 1.0
     return rows
 
 
@@ -168,12 +170,12 @@ class MaskScores(AddedParameters):
     ) -> None:
         """Give every weight its scores, ``first(weight, shape)``; else as :meth:`add`."""
 
-        def made(weight: SparseWeight) -> dict[str, Tensor]:
+        def scores_of(weight: SparseWeight) -> dict[str, Tensor]:
             groups = by_group(weight.dense, weight.pattern, weight.dim).shape[:-1]
             count = len(candidates(weight.pattern, weight.dense))
             return {"scores": first(weight, (*groups, count))}
 
-        self.add(weights, optimizer, made, **options)
+        self.add(weights, optimizer, scores_of, **options)
 
     def scores(self, weight: SparseWeight) -> nn.Parameter:
         return self.parameter(weight, "scores")

@@ -128,8 +128,8 @@ def _descend(magnitudes: Tensor, k: int, n: int, strength: float) -> Tensor:
     """The k largest magnitudes (M, groups), each moved to its minimiser given the others, in turn,
     until none of its group moves; the others 0."""
     minimiser = torch.zeros_like(magnitudes)
-    left = torch.arange(magnitudes.shape[1], device=magnitudes.device)  # groups that still move
-    wanted, now = magnitudes[:k], minimiser[:k]
+    active = torch.arange(magnitudes.shape[1], device=magnitudes.device)  # groups that still move
+    targets, now = magnitudes[:k], minimiser[:k]
     for _ in range(SWEEPS):
         before, now = now, now.clone()
         # the products of the members in front of i, as they were, and of those behind, as they are
@@ -139,12 +139,12 @@ def _descend(magnitudes: Tensor, k: int, n: int, strength: float) -> Tensor:
         behind = _none(now, n)
         for i in reversed(range(k)):
             others = (front[i] * behind.flip(0)).sum(0)
-            now[i] = (wanted[i] - strength * others).clamp_min(0)
+            now[i] = (targets[i] - strength * others).clamp_min(0)
             behind = _with(behind, now[i])
         moves = ((now - before).abs() > 1e-6 * before).any(0)
-        minimiser[:k, left] = now
-        left, wanted, now = left[moves], wanted[:, moves], now[:, moves]
-        if not len(left):
+        minimiser[:k, active] = now
+        active, targets, now = active[moves], targets[:, moves], now[:, moves]
+        if not len(active):
             break
     return minimiser
 

@@ -49,7 +49,7 @@ class SQFT(AddedParameters):
             keep_mask(weight, self.choose(weight))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
             weight["base"] = weight.dense.clone()
-        self._left: dict[str, tuple[Tensor, int]] = {}
+        self._versions: dict[str, tuple[Tensor, int]] = {}  # as the last step wrote them
         seed, place = drawn_seed(), {w.name: number for number, w in enumerate(weights)}
 
         def first(weight: SparseWeight) -> dict[str, Tensor]:
@@ -75,9 +75,9 @@ class SQFT(AddedParameters):
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
         for weight in weights:
-            left = self._left.get(weight.name)
+            tensor, version = self._versions.get(weight.name, (None, 0))
             # another tensor was loaded or taken over, or this one was written
-            if left is None or left[0] is not weight.dense or left[1] != left[0]._version:
+            if tensor is not weight.dense or version != weight.dense._version:
                 product = self._product(weight)
                 if not torch.equal(weight.dense, weight["base"] + product):
                     weight["base"].copy_(weight.dense * weight["mask"] - product)
@@ -91,7 +91,7 @@ class SQFT(AddedParameters):
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
             dense = torch.add(weight["base"], self._product(weight), out=weight.dense)
-            self._left[weight.name] = dense, dense._version
+            self._versions[weight.name] = dense, dense._version
 
 
 def _matrix(weight: SparseWeight, tensor: Tensor) -> Tensor:

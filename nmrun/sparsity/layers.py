@@ -77,17 +77,17 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
     named the input dimension."""
     parameter = module._parameters[attribute]
     assert parameter is not None
-    known = axes(module)
-    computed = any(name not in module._parameters for name in known)
+    weight_axes = axes(module)
+    computed = any(name not in module._parameters for name in weight_axes)
     if isinstance(parameter, UninitializedParameter):
         return "not initialised yet (run the model once first)"
     if is_embedding(module):
         return EMBEDDING
-    if isinstance(module, ParametrizationList) or (attribute not in known and computed):
+    if isinstance(module, ParametrizationList) or (attribute not in weight_axes and computed):
         return COMPUTED
     if kind := _foreign_kind(parameter):
         return f"quantised or of another kind ({kind})"
-    if named or attribute in known:
+    if named or attribute in weight_axes:
         return ""
     if attribute.endswith("bias") or attribute in ("bias_k", "bias_v"):
         return "a bias"
@@ -237,11 +237,11 @@ def with_axes(
     named, or None. Names of one parameter that differ in their axes, or of which one has an
     obstacle, are obstacles to each other."""
     prefixes = _adapters(model)
-    known = [_complete(each, named_dim(each), prefixes) for each in parameters]
+    entries = [_complete(each, named_dim(each), prefixes) for each in parameters]
     same: dict[int, list[Candidate]] = {}
-    for each in known:
+    for each in entries:
         same.setdefault(id(each.parameter), []).append(each)
-    return [replace(p, obstacle=p.obstacle or _tie(p, same[id(p.parameter)])) for p in known]
+    return [replace(p, obstacle=p.obstacle or _tie(p, same[id(p.parameter)])) for p in entries]
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -126,8 +126,8 @@ def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -
         return None
     stored, order = _memory_order(weight)
     out = torch.empty_like(stored)
-    done = projection.project(stored, out, pattern, order.index(dim), soft)
-    return out.permute(_inverse(order)) if done else None
+    success = projection.project(stored, out, pattern, order.index(dim), soft)
+    return out.permute(_inverse(order)) if success else None
 
 
 def _memory_order(weight: Tensor) -> tuple[Tensor, list[int]]:

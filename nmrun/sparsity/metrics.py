@@ -98,15 +98,15 @@ class MaskMetrics:
             ``sparsity/gradient_noise_kept`` and ``..._pruned``, means of :func:`gradient_variance`.
         """
         sums = global_sum(self.weights, self.sums(optimizer)).tolist()
-        flips, moved, count, kept, pruned, *noise = sums
+        flips, moved, count, kept_energy, pruned_energy, *noise = sums
         numel = sum(w.shape.numel() for w in self.weights)
         measured = {
             "sparsity/flip_rate": flips / numel,
             "sparsity/flip_interval": 1.0,
             "sparsity/sad": flips,
             "sparsity/sad_since_first": moved / numel,
-            "sparsity/kept_energy": _ratio(kept, kept + pruned),
-            "sparsity/pruned_norm": math.sqrt(pruned),
+            "sparsity/kept_energy": _ratio(kept_energy, kept_energy + pruned_energy),
+            "sparsity/pruned_norm": math.sqrt(pruned_energy),
         }
         if noise:
             measured["sparsity/gradient_noise_kept"] = _ratio(noise[0], count)
@@ -118,14 +118,14 @@ class MaskMetrics:
         parts. Entries that flipped, that differ from the first masks, that are kept. Squares of
         kept and of pruned weights. With Adam, variances of kept and of pruned gradients."""
         variances = gradient_variance([w.parameter for w in self.weights], optimizer)
-        left, rows = iter(variances or ()), []
+        iterator, rows = iter(variances or ()), []
         for number, group in enumerate(_groups(self.weights)):
             mask = self._masks(group)
             entries = (mask ^ self._before[number], mask ^ self._firsts(group), mask)
             row = [torch.count_nonzero(each).double() for each in entries]
             row += energies(_joined([weight.dense for weight in group]), mask)
             if variances:
-                row += _split(_joined([next(left) for _ in group]), mask)
+                row += _split(_joined([next(iterator) for _ in group]), mask)
             rows.append(torch.stack(row))
         self._before = []
         return torch.stack(rows).sum(0)
@@ -183,9 +183,11 @@ def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, f
         rows.append(torch.stack([nonzeros, *energies(weight.dense, mask_of(weight, recipe))]))
     sums = global_sum(weights, torch.stack(rows)).tolist() if rows else []
     measured = {}
-    for weight, (nonzeros, kept, pruned) in zip(weights, sums, strict=True):
+    for weight, (nonzeros, kept_energy, pruned_energy) in zip(weights, sums, strict=True):
         measured[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
-        measured[f"layer/{weight.name}/kept_energy"] = _ratio(kept, kept + pruned)
+        measured[f"layer/{weight.name}/kept_energy"] = _ratio(
+            kept_energy, kept_energy + pruned_energy
+        )
     return measured
 
 
@@ -259,9 +261,9 @@ def _split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
     piece, share = values.new_empty((2, size), dtype=torch.float32)
     total = values.new_zeros(2, dtype=torch.float64)
     flat, bits = values.flatten(), mask.flatten().view(torch.uint8)
-    for some, kept in zip(flat.split(max(1, size)), bits.split(max(1, size)), strict=True):
-        numbers, parts = piece[: len(some)], share[: len(some)].copy_(kept)
-        torch.mul(some, some, out=numbers) if squares else numbers.copy_(some)
+    for chunk, chunk_mask in zip(flat.split(max(1, size)), bits.split(max(1, size)), strict=True):
+        numbers, parts = piece[: len(chunk)], share[: len(chunk)].copy_(chunk_mask)
+        torch.mul(chunk, chunk, out=numbers) if squares else numbers.copy_(chunk)
         total[0] += torch.dot(numbers, parts)
         total[1] += torch.dot(numbers, torch.sub(1, parts, out=parts))
     return list(total)

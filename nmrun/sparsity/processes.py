@@ -112,7 +112,7 @@ def _placements(weight: SparseWeight) -> Sequence[Any]:
 
 
 def _alike(weight: SparseWeight, other: SparseWeight) -> bool:
-    one: Any = weight.parameter
-    another: Any = other.parameter
+    first: Any = weight.parameter
+    second: Any = other.parameter
     kinds = [[p.is_shard() for p in _placements(each)] for each in (weight, other)]
-    return bool(one.device_mesh == another.device_mesh and kinds[0] == kinds[1])
+    return bool(first.device_mesh == second.device_mesh and kinds[0] == kinds[1])

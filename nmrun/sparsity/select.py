@@ -30,16 +30,16 @@ class LeftDense:
     reason: str
 
 
-def by_reason(left: Sequence[LeftDense]) -> str:
+def by_reason(parameters: Sequence[LeftDense]) -> str:
     """The first parameter for each reason, and how many more there are; eight at most."""
     groups: dict[str, list[LeftDense]] = {}
-    for each in left:
+    for each in parameters:
         groups.setdefault(each.reason, []).append(each)
     return "; ".join(
-        f"{some[0].name} {list(some[0].shape)}"
-        + (f" and {len(some) - 1} more" if len(some) > 1 else "")
+        f"{members[0].name} {list(members[0].shape)}"
+        + (f" and {len(members) - 1} more" if len(members) > 1 else "")
         + f": {reason}"
-        for reason, some in list(groups.items())[:8]
+        for reason, members in list(groups.items())[:8]
     )
 
 
@@ -187,12 +187,12 @@ class Options:
     def reason(self, parameter: Candidate) -> str:
         """Why a parameter stays dense by the options, or cannot be sparse; or an empty string."""
         modules, problem = parameter.module_names, parameter.obstacle
-        wanted = self._include is not None and _match(self._include, modules)
-        if parameter.adapter and not wanted:
+        is_included = self._include is not None and _match(self._include, modules)
+        if parameter.adapter and not is_included:
             return "an adapter (LoRA); include names it if it is meant"
         if parameter.axes is None:
             return problem
-        if self._include is not None and not wanted:
+        if self._include is not None and not is_included:
             return "not in include"
         if any(_match([expression], modules) for expression, _ in self._overrides):
             return problem if _first(self._overrides, modules) else "dense by overrides"
@@ -212,7 +212,7 @@ class Options:
             compiled.append(expression)
             if not _match([expression], every):
                 layers = [each.module_name for each in self.parameters if each.may_be_sparse]
-                there = _some(name or "(the model itself)" for name in layers)
+                there = _listing(name or "(the model itself)" for name in layers)
                 self._problems.append(
                     f"{option}: {text!r} matches no layer's whole name; there are {there}"
                 )
@@ -240,7 +240,7 @@ class Options:
             if not matches:
                 self._problems.append(
                     f"dims: {text!r} matches no parameter of two dimensions or more; "
-                    f"there are {_some(each.name for each in parameters)}"
+                    f"there are {_listing(each.name for each in parameters)}"
                 )
             wrong = [p for p in matches if p.shape and dim not in range(len(p.shape))]
             for first in wrong[:1]:
@@ -272,7 +272,7 @@ def _several(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
 
 
-def _some(names: Iterable[str]) -> str:
+def _listing(names: Iterable[str]) -> str:
     every = list(dict.fromkeys(names))
     return ", ".join(every[:12]) + (", ..." if len(every) > 12 else "")
 
@@ -304,9 +304,9 @@ def first_layer(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if is_embedding(module):
             return None
-        known = axes(module)
-        present = [a for a in known if module._parameters.get(a) is not None]
-        if known:
+        weight_axes = axes(module)
+        present = [a for a in weight_axes if module._parameters.get(a) is not None]
+        if weight_axes:
             return f"{name}.{present[0]}".lstrip(".") if present else None
     return None
 
@@ -353,7 +353,7 @@ def _declared(model: nn.Module) -> list[nn.Module]:
         except (AttributeError, NotImplementedError, TypeError):
             continue
     several = [a if isinstance(a, list | tuple | nn.ModuleList) else [a] for a in answers]
-    return [m for some in several for m in some if isinstance(m, nn.Module)]
+    return [m for group in several for m in group if isinstance(m, nn.Module)]
 
 
 def _named(model: nn.Module) -> Iterator[str]:

@@ -93,12 +93,12 @@ class SparseActivations:
             ``activation_kept``, the share of their energy (the sum of squares) that the pattern
             keeps. Without a pattern the first alone, without activations nothing.
         """
-        number, zeros, energy, kept = sums.tolist()
+        number, zeros, energy, kept_energy = sums.tolist()
         if not number:
             return {}
         shares = {"activation_zeros": zeros / number}
         if self.pattern is not None:
-            shares["activation_kept"] = kept / energy if energy else 1.0
+            shares["activation_kept"] = kept_energy / energy if energy else 1.0
         return shares
 
     def remove(self) -> None:
@@ -124,10 +124,10 @@ class SparseActivations:
         return pruned if self.sparse else activations
 
 
-def _sums(activations: Tensor, kept: Tensor) -> Tensor:
+def _sums(activations: Tensor, pruned: Tensor) -> Tensor:
     number = activations.new_full((), activations.numel(), dtype=torch.float64)
     zeros = (activations == 0).sum()
-    squares = (each.double().square().sum() for each in (activations, kept))
+    squares = (each.double().square().sum() for each in (activations, pruned))
     return torch.stack([number, zeros.double(), *squares])
 
 
@@ -216,16 +216,16 @@ def keep_largest(activations: Tensor, pattern: Pattern) -> Tensor:
     Ties keep the lower index, and a NaN is kept. ``activations``: (..., features). The gradient
     passes where the result is not 0; torch.compile sees a single operator. Raises ValueError
     where M does not divide the features."""
-    kept: Tensor = torch.ops.nmrun.keep_largest(activations, pattern.n, pattern.m, pattern.v)
-    return kept
+    sparse: Tensor = torch.ops.nmrun.keep_largest(activations, pattern.n, pattern.m, pattern.v)
+    return sparse
 
 
 @torch.library.custom_op("nmrun::keep_largest", mutates_args=())
 def _keep_largest(activations: Tensor, n: int, m: int, v: int) -> Tensor:
     tokens = activations.reshape(-1, activations.shape[-1])
     filled = functional.pad(tokens, (0, 0, 0, -len(tokens) % v))
-    kept = hard_threshold(filled, Pattern(n, m, v=v))
-    return kept[: len(tokens)].reshape(activations.shape)
+    sparse = hard_threshold(filled, Pattern(n, m, v=v))
+    return sparse[: len(tokens)].reshape(activations.shape)
 
 
 @_keep_largest.register_fake
@@ -237,9 +237,9 @@ def _remember(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(output)  # the next layer keeps it anyway
 
 
-def _pass_kept(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    (kept,) = ctx.saved_tensors
-    return torch.where(kept != 0, gradient, 0.0), None, None, None
+def _pass_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (output,) = ctx.saved_tensors
+    return torch.where(output != 0, gradient, 0.0), None, None, None
 
 
-_keep_largest.register_autograd(_pass_kept, setup_context=_remember)
+_keep_largest.register_autograd(_pass_gradient, setup_context=_remember)

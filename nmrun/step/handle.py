@@ -181,11 +181,11 @@ class Handle:
 
     def _title(self) -> str:
         recipe, number = self.recipe, len(self.sparse or self.finished)
-        of = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
+        total = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
         phase = "finished" if self.finished else f"{self.phase} phase"
         return (
             f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {phase}, "
-            f"step {recipe.step}{of}; {number} sparse weight{'' if number == 1 else 's'}, "
+            f"step {recipe.step}{total}; {number} sparse weight{'' if number == 1 else 's'}, "
             f"{len(self.left_dense)} left dense"
         )
 
@@ -297,8 +297,8 @@ class Handle:
         """
         with torch.no_grad():
             pairs = [
-                (parameter, parameter.detach().clone(), new)
-                for parameter, new in self._projections(model)
+                (parameter, parameter.detach().clone(), projection)
+                for parameter, projection in self._projections(model)
             ]
             for parameter, _, projection in pairs:
                 parameter.copy_(projection)

@@ -63,16 +63,16 @@ class Resume:
     def _fill_room(self) -> None:
         """Make the optimizer's state of each weight have just the keys that will be loaded."""
         for weight in self.weights:
-            wanted = self._room.get(weight.name, {})
+            saved_tensors = self._room.get(weight.name, {})
             state = self.optimizer.state[weight.parameter]
-            for key in [key for key in state if wanted and key not in wanted]:
+            for key in [key for key in state if saved_tensors and key not in saved_tensors]:
                 del state[key]
-            for key, saved in wanted.items():
-                kind, like = saved.properties.dtype, weight.parameter.detach()
-                if key not in state and saved.size == like.shape:
+            for key, metadata in saved_tensors.items():
+                kind, like = metadata.properties.dtype, weight.parameter.detach()
+                if key not in state and metadata.size == like.shape:
                     state[key] = torch.zeros_like(like, dtype=kind)
                 elif key not in state:
-                    state[key] = torch.zeros(saved.size, dtype=kind, device=like.device)
+                    state[key] = torch.zeros(metadata.size, dtype=kind, device=like.device)
 
     def hooks(self) -> list[Any]:
         """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``; returns what
@@ -175,14 +175,14 @@ class Resume:
         parameters = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         names = {id(w.parameter): w.name for w in self.weights}
-        left = dict(state_dict["state"])
+        states = dict(state_dict["state"])
         for parameter, number in zip(
             parameters, numbers, strict=False
         ):  # torch compares their lengths
-            state = left.get(number)
+            state = states.get(number)
             if parameter in names and state and all(k.startswith(PREFIX) for k in state):
-                self._apart[names[parameter]] = left.pop(number)
-        return {**state_dict, "state": left}
+                self._apart[names[parameter]] = states.pop(number)
+        return {**state_dict, "state": states}
 
     def _after_loading(self) -> None:
         self._room = {}
@@ -220,11 +220,11 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     if type(optimizer).state_dict in (torch.optim.Optimizer.state_dict, EagerOptimizer.state_dict):
         return
     saved = optimizer.state_dict()
-    wanted = any(weight.saved() for weight in weights)
+    needs_tensors = any(weight.saved() for weight in weights)
     has_tensors = any(
         str(key).startswith(PREFIX) for state in saved.get("state", {}).values() for key in state
     )
-    if not saved_settings(saved.get("param_groups") or ()) or (wanted and not has_tensors):
+    if not saved_settings(saved.get("param_groups") or ()) or (needs_tensors and not has_tensors):
         raise ConfigError(
             f"{type(optimizer).__name__} leaves the dense weights out of its state dict, and a "
             "resume would lose them: use its base optimizer alone"

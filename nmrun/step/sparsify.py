@@ -115,8 +115,8 @@ def sparsify(
     _refuse_masked(model)
     if recipe.name == "dense":
         weights = candidates(model, dims)
-        left = [LeftDense(c.name, c.shape, "recipe dense") for c in weights]
-        return Handle(optimizer, recipe, [], left, model)
+        left_dense = [LeftDense(c.name, c.shape, "recipe dense") for c in weights]
+        return Handle(optimizer, recipe, [], left_dense, model)
     if input_gradient == "transposable":
         recipe.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -273,18 +273,18 @@ def _install_products(
                 f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
             )
     if grad in ("double_prune", "mvue"):
-        asked = f"input_gradient={grad}"
+        option = f"input_gradient={grad}"
         if recipe.transposable or any(weight.dependents for weight in sparse):
             raise ConfigError(
-                f"{recipe.name} makes the input gradient N:M by itself: {asked} is for other recipes"
+                f"{recipe.name} makes the input gradient N:M by itself: {option} is for other recipes"
             )
         make = layer.prune_again if grad == "double_prune" else layer.estimate_again
         exact = make(sparse)
         if len(exact) == len(sparse):
-            raise ConfigError(f"{asked} needs a layer whose outputs are a multiple of M")
+            raise ConfigError(f"{option} needs a layer whose outputs are a multiple of M")
         if exact:
             recipe.events.append(
-                f"{asked} does not apply to {', '.join(exact)}: their input gradient is exact"
+                f"{option} does not apply to {', '.join(exact)}: their input gradient is exact"
             )
 
 

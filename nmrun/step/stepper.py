@@ -69,7 +69,7 @@ class Stepper:
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
         self._written = 0  # steps in a row before which others wrote the weights
         self._has_warned = False  # of weights that others wrote
-        self._told = 0  # how many of the recipe's events were logged
+        self._logged_events = 0  # how many of the recipe's events were logged
         # the weights that the present step projects, by id: the mask or scale, and its version
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
         self._batch = WeightBatch()
@@ -114,9 +114,9 @@ class Stepper:
         self.recipe.before_step(self.sparse, optimizer)
         if not self.recipe.dense_forward:
             self._in_one_pass = self._plan(optimizer)
-            left = [weight for weight in self.sparse if id(weight) not in self._in_one_pass]
-            self.recipe.edit_gradients([weight for weight in left if weight.grad is not None])
-            for weight in left:
+            rest = [weight for weight in self.sparse if id(weight) not in self._in_one_pass]
+            self.recipe.edit_gradients([weight for weight in rest if weight.grad is not None])
+            for weight in rest:
                 weight.show_dense()
         return answer
 
@@ -174,13 +174,13 @@ class Stepper:
         self._log_events()
 
     def pop_events(self) -> list[str]:
-        events, self.recipe.events[:], self._told = list(self.recipe.events), [], 0
+        events, self.recipe.events[:], self._logged_events = list(self.recipe.events), [], 0
         return events
 
     def _log_events(self) -> None:
-        for event in self.recipe.events[self._told :]:
+        for event in self.recipe.events[self._logged_events :]:
             logging.getLogger("nmrun").info(event)
-        self._told = len(self.recipe.events)
+        self._logged_events = len(self.recipe.events)
 
     def warn(self, sentence: str) -> None:
         """Note an event that nobody plans, and warn of it."""
@@ -196,7 +196,7 @@ class Stepper:
                 if weight.layer is not None:
                     weight.layer.active = weight.layer.uses_packed = False
         else:
-            left = []
+            rest = []
             for weight in self.sparse:
                 if not weight.has_dense:
                     weight.begin_sparse()
@@ -206,8 +206,8 @@ class Stepper:
                 if id(weight) not in self._in_one_pass or (
                     by is not None and by._version != version
                 ):
-                    left.append(weight)
-            self._project(left)
+                    rest.append(weight)
+            self._project(rest)
             for weight in self.sparse:
                 if weight.layer is not None:
                     weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
