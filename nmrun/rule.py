@@ -1,7 +1,7 @@
 """What one optimizer step does to one sparse weight, as data.
 
-With ``w`` the dense weight, ``m`` its mask (1 = kept) and ``g`` the gradient at the projected
-weight, nearly every paper does this around an optimizer step::
+Let ``w`` be the dense weight, ``m`` its mask (1 = kept) and ``g`` the gradient at the projected
+weight. Nearly every paper does this around an optimizer step::
 
     gradient   g * (m + (1 - m) * pruned_gradient_factor) + pruned_gradient_decay * (1 - m) * w
     forward    w * (m + (1 - m) * pruned_weight_factor)    or    scale * soft_threshold(w)

@@ -2,7 +2,7 @@
 by measurement.
 
 Masks alone make nothing faster. Here every sparse linear layer that the device can take is tested
-and timed, at the size that it has in this run, and gets the fastest path that is right, if one is
+and timed, at the size that it has in this run. It gets the fastest path that is right, if one is
 faster than the dense layer. On a GPU these are 2:4 products (``gpu/``), on a CPU products with
 any N:M (``cpu/``). What is dense on a CPU, the whole layer or a phase of it, is computed by
 oneDNN where that beats torch's default (``cpu/onednn.py``). What was found is printed.
@@ -53,9 +53,9 @@ def accelerate(
     known: Mapping[str, Mapping[str, Times]] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Choice]:
-    """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M
-    products where that is right and faster, and on a CPU all dense linear layers through oneDNN's
-    where those are.
+    """Let the sparse linear layers of ``handle`` train through N:M products where that is right and
+    faster, and on a CPU its convolutions. There all dense linear layers train through oneDNN's
+    products where those are faster.
 
     The parameters stay what they are, so optimizers, checkpoints and recipes see no difference.
     Acts in training mode, while the weights are N:M. Results differ from the masked dense layer by

@@ -1,5 +1,6 @@
 """``nmrun.deploy``: the N:M weights of a trained model packed in place, each by the fastest right
-way on the machine at hand, and its dense layers by oneDNN where that is faster than torch's default.
+way on the machine at hand. Its dense layers are computed by oneDNN where that is faster than torch's
+default.
 
 A path is a layer that computes the same with a packed weight. It is tested before it is timed, on
 the weight that it gets and at the sizes that the sample brings; where the dense layer is faster,
@@ -122,8 +123,8 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
 
 
 def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, nn.Module], str]:
-    """The int8 layers of a linear site whose outputs for the tokens seen there are near enough, by
-    their path, and how far off they are.
+    """The int8 layers of a linear site by their path, and how far off they are: those whose outputs
+    for the tokens seen there are near enough.
 
     Args:
         site: one that has seen an input.

@@ -30,7 +30,7 @@ def load_packed(path: Path | str, model: Model) -> Model:
     the CPU.
 
     Linear layers whose weights the file holds packed become packed layers, without a dense weight
-    in between, and convolutions in float32, one dense weight at a time; other weights of the file
+    in between. So do convolutions in float32, one dense weight at a time. Other weights of the file
     are unpacked. Nothing is measured: it is :func:`nmrun.deploy` of a plain model that keeps layers
     dense where those are faster, as convolutions of a few images are.
 

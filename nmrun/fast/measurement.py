@@ -26,7 +26,7 @@ REPEATS = 10  # products that must have the same bits
 ALLOWED = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # twice the rounding of one number
 # Tensor cores sum products of FP8 numbers in fewer bits than float32 has. In standard deviations of
 # the result, of one number and of all: an H100 is off by up to 0.054 and 0.0026 where 16384 are
-# summed, as torch's dense product with fast accumulation is, and rounding to FP8 itself by 0.037.
+# summed, as torch's dense product with fast accumulation is. Rounding to FP8 itself is off by 0.037.
 ALLOWED_FP8 = 2**-3, 2**-7
 # what a path raises that cannot be used here; NotImplementedError is a RuntimeError, and so is
 # torch.OutOfMemoryError, which says nothing of the path

@@ -1,13 +1,13 @@
 """Packed weights: of every group of M the N that may be non-zero, and where they stand. Loads on
 any machine, bit for bit.
 
-One .safetensors file. A sparse weight ``w`` is two tensors: ``w.values``, (groups, N) in the
-weight's dtype, in ascending position, and ``w.places``, bytes filled from the lowest bit on, with
-either N positions of ceil(log2 M) bits a group, or a mask of M bits where that is less (3:4, 4:8).
-The groups are those of the weight with its dimension ``dim`` moved to the end and filled up with
-zeros to a multiple of M. A weight of int8 has ``w.values`` of int8 and a third tensor,
-``w.scales``, (rows,), float32, that its rows (of the weight so moved) are multiplied with; such a
-file has version 2, others have version 1. Its line in the header has ``layer``: whether ``int8``, the kept weights
+One .safetensors file. A sparse weight ``w`` is two tensors. ``w.values`` is (groups, N) in the
+weight's dtype, in ascending position. ``w.places`` is bytes filled from the lowest bit on. A group
+has N positions of ceil(log2 M) bits there, or a mask of M bits where that is less (3:4, 4:8). The
+groups are those of the weight with its dimension ``dim`` moved to the end and filled up with zeros
+to a multiple of M. A weight of int8 has ``w.values`` of int8 and a third tensor, ``w.scales``,
+(rows,), float32. The rows of the weight so moved are multiplied with it. Such a file has version
+2, others have version 1. Its line in the header has ``layer``: whether ``int8``, the kept weights
 alone, or ``dense int8`` was the faster where it was written. All other tensors stay as they are. The file's metadata has ``packed``,
 JSON with the layers and the SHA-256 of every stored tensor, and ``sha256``, that of this JSON.
 """

@@ -1,5 +1,5 @@
-"""Where a model multiplies with a weight that a packed layer could hold, what it is given there,
-and how the packed layer takes its place.
+"""Where a model multiplies with a weight that a packed layer could hold, and with which inputs. How
+the packed layer takes its place.
 """
 
 from __future__ import annotations

@@ -34,15 +34,17 @@ IMPORTED_IN = os.getpid()  # libgomp's threads do not survive a fork, and it wou
 
 
 def library(
-    name: str, sources: Sequence[str], flags: Sequence[str] = (), room: str = "nmrun.kernels"
+    name: str, sources: Sequence[str], flags: Sequence[str] = (), package: str = "nmrun.kernels"
 ) -> ctypes.CDLL | None:
     """The shared library of C sources, built if needed; None where no C compiler works.
-    ``sources``: names of files of the package ``room``, without ``.c``; they become one
+    ``sources``: names of files of ``package``, without ``.c``; they become one
     translation unit."""
     compiler = find_compiler()
     if compiler is None:
         return None
-    code = "".join(resources.files(room).joinpath(f"{source}.c").read_text() for source in sources)
+    code = "".join(
+        resources.files(package).joinpath(f"{source}.c").read_text() for source in sources
+    )
     ingredients = [code, *FLAGS, *flags, compiler, _processor()]
     key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:16]
     try:

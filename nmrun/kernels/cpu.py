@@ -1,4 +1,4 @@
-"""Projections, Adam's step with a rule, and sums over masks on the CPU: the C files of this room, built
+"""Projections, Adam's step with a rule, and sums over masks on the CPU: the C files of this package, built
 for one N:M (:mod:`nmrun.kernels.compiler`) and called through ctypes.
 
 Building takes about 0.5 s, with the step of Adam 1.8 s, and happens once a pattern and machine.

@@ -1,9 +1,9 @@
 """Which channels of a model can be reordered, and everything that has to follow.
 
 A layer's outputs have one order wherever they go (Pool & Yu, "Channel permutations for N:M
-sparsity", NeurIPS 2021). It is that of its rows and bias, of norm layers, of what they are added
-to, and of the columns of every layer that reads them. ``torch.fx`` shows where they go. Channels
-that go into anything unknown keep their order, with the reason.
+sparsity", NeurIPS 2021). It is that of its rows and bias, of norm layers, and of what they are
+added to. The columns of every layer that reads them have it too. ``torch.fx`` shows where they go.
+Channels that go into anything unknown keep their order, with the reason.
 """
 
 from __future__ import annotations

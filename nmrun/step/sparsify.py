@@ -94,9 +94,9 @@ def sparsify(
 
     Raises:
         ConfigError: (a ValueError) for an unknown recipe, pattern or value. It is also for a model
-            whose weights cannot be sparse or are sparse already, for an optimizer that the recipe
-            cannot work with, and for the state of another training.
-            Model and optimizer are unchanged then.
+            whose weights cannot be sparse or are sparse already. So it is for an optimizer that the
+            recipe cannot work with, and for the state of another training. Model and optimizer are
+            unchanged then.
         TypeError: for an unknown hyperparameter.
     """
     pattern = Pattern.parse(pattern)

@@ -20,8 +20,8 @@ SHAPES = (128, 256), (64, 192)
 
 def compressed(weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Compress a weight (rows, columns) on a CUDA device, 2:4 along its columns, stored by rows or by
-    columns, in float32 or in ``dtype``, which is 16-bit, or e4m3fn with a weight of that dtype; into
-    ``out``, if given: what this function returned for a weight of the same shape.
+    columns. It is in float32 or in ``dtype``, which is 16-bit, or e4m3fn with a weight of that dtype.
+    The result goes into ``out``, if given: what this function returned for a weight of the same shape.
 
     Returns (rows, some), as ``torch._cslt_compress`` does.
     """

@@ -1,8 +1,8 @@
 """Products with a compressed 2:4 weight by cuSPARSELt's C interface, with plans that are kept.
 
 ``torch._cslt_sparse_mm`` makes a plan in every call, some 0.4 ms of the host, and takes the
-library's default algorithm, which on an H100 is slower than the dense product where another is 1.4
-to 1.6 times as fast.
+library's default algorithm. On an H100 that is slower than the dense product where another is 1.4 to
+1.6 times as fast.
 """
 
 from __future__ import annotations
