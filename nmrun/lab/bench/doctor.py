@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.fast.gpu import semi_structured
     from nmrun.kernels.compiler import find_compiler
     from nmrun.kernels.cpu import load
+    from nmrun.lab.bench.harness import amount
     from nmrun.lab.train.track import logged_in
     from nmrun.patterns import Pattern
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         ("python", platform.python_version()),
         (
             "torch",
-            f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}",
+            f"{torch.__version__}, {amount(torch.get_num_threads(), 'thread')}, CUDA {torch.version.cuda or 'not built in'}",
         ),
         *gpus(),
         ("cuSPARSELt", cusparselt()),

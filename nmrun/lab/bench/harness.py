@@ -101,11 +101,17 @@ def _asked_of_driver(gpu: Any) -> Machine:
     return dict(zip(ON_GPU, (value.strip() for value in said.split(",")), strict=False))
 
 
+def amount(number: int, noun: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def machine_line(machine: Machine) -> str:
     if "gpu" in machine:
         more = ", ".join(str(machine[key]) for key in ("power", "clock") if key in machine)
         return f"{machine['gpu']} ({more}), torch {machine['torch']}, CUDA {machine['cuda']}, cuSPARSELt {machine['cusparselt']}"
-    return f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}"
+    cores, threads = amount(machine["cores"], "core"), amount(machine["threads"], "thread")
+    return f"{machine['cpu']}, {cores}, {threads}, load {machine['load']}, torch {machine['torch']}"
 
 
 # --- time -----------------------------------------------------------------------------------------

@@ -334,9 +334,11 @@ def page(rows: list[Row], count: int) -> str:
                 for base in ("torch", *PRECISIONS)
                 if f"over_{base}" in row
             ]
+    threads = torch.get_num_threads()
     parts = [
-        f"Forward passes: milliseconds, median of paired rounds, n = {count}; {'CPU time' if torch.get_num_threads() == 1 else 'wall time'},"
-        f" {torch.get_num_threads()} threads. Packed: layers that are, bytes of the model over dense float32, and how far off the outputs are.",
+        f"Forward passes: milliseconds, median of paired rounds, n = {count}; {'CPU time' if threads == 1 else 'wall time'},"
+        f" {harness.amount(threads, 'thread')}. Packed: layers that are, bytes of the model over dense float32,"
+        " and how far off the outputs are.",
         harness.grid(shown, "network", "precision", _cell),
     ]
     if over:
