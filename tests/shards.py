@@ -191,7 +191,7 @@ def check_odd() -> None:
         (whole.final_state_dict(), final),
     ):
         assert list(parts) == list(expected)
-        gathered = held.gathered(parts)
+        gathered = held.gather(parts)
         assert list(gathered) == (list(expected) if ranks.leads() else [])
         for name, tensor in gathered.items():
             torch.testing.assert_close(tensor, expected[name], msg=name)

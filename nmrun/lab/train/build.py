@@ -73,24 +73,24 @@ def prepare(config: Config) -> tuple[torch.device, str]:
     return device, _precision(trainer.precision, device)
 
 
-def device_of(asked: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The device of ``auto``, ``cpu``, ``cuda`` or ``free``, which is torch's current one from then
     on."""
-    if asked in ("cuda", "free") and not torch.cuda.is_available():
+    if name in ("cuda", "free") and not torch.cuda.is_available():
         raise ConfigError(
-            f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is"
+            f"trainer.device={name}: torch sees no CUDA device here; auto takes what there is"
         )
-    if asked == "cpu" or not torch.cuda.is_available():
+    if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    number = free_gpu(torch.cuda.device_count()) if asked == "free" else ranks.local_rank()
+    number = free_gpu(torch.cuda.device_count()) if name == "free" else ranks.local_rank()
     # clocks, and libraries that take the current device for the right one
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 
-def _precision(asked: str, device: torch.device) -> str:
-    if asked != "auto":
-        return asked
+def _precision(name: str, device: torch.device) -> str:
+    if name != "auto":
+        return name
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if native else "fp32"
 
@@ -131,7 +131,7 @@ def build(
     if recipe == "maskllm" and config.recipe.options.get("masks") is not None:
         weights.check_masks(config.recipe.options["masks"])
 
-    def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
         return sparsify(
             model,
             optimizer,
@@ -148,7 +148,7 @@ def build(
             **config.recipe.options,
         )
 
-    def pruned(model: nn.Module, total_steps: int) -> SparseActivations:
+    def sparse_activations(model: nn.Module, total_steps: int) -> SparseActivations:
         return SparseActivations(
             model,
             trainer.activations,
@@ -163,11 +163,13 @@ def build(
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 twin = copy.deepcopy(whole)
                 again = optimizer_of(config.optimizer, twin)
-                trial = made_sparse(twin, again, total_steps)
+                trial = attach(twin, again, total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
                 str(trainer.budget),
-                flops.count(twin, task, trial.sparse, taught, pruned(twin, total_steps)),
+                flops.count(
+                    twin, task, trial.sparse, taught, sparse_activations(twin, total_steps)
+                ),
                 trial.recipe,
                 total_steps,
                 items,
@@ -178,9 +180,9 @@ def build(
                     f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"
                 )
         began = time.perf_counter()
-        handle = made_sparse(model, optimizer, total_steps)
+        handle = attach(model, optimizer, total_steps)
         attached_in = time.perf_counter() - began
-        activations = pruned(model, total_steps)
+        activations = sparse_activations(model, total_steps)
         if in_shards:
             from nmrun.lab.train import fsdp  # half a second that others need not wait for
 
@@ -190,7 +192,7 @@ def build(
     if not in_shards:
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse, taught, activations)
-    accelerated = _accelerated(
+    accelerated = _accelerate(
         trainer, model, task, handle, activations, device, precision, times or {}
     )
     return Parts(
@@ -246,24 +248,24 @@ def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
     networks on a CPU are left alone.
     """
     faster = device.type == "cpu" or precision != "fp32"
-    if faster and not _left_alone(model.parameters(), device):
+    if faster and not _is_small_on_cpu(model.parameters(), device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Let one kernel do the whole step: torch's, and for sparse weights nmrun's own where it can.
     It rounds differently, so small networks on a CPU are left alone."""
-    if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
+    if _is_small_on_cpu((p for group in optimizer.param_groups for p in group["params"]), device):
         return
     for group in optimizer.param_groups:
         group["fused"] = True
 
 
-def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+def _is_small_on_cpu(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
     return device.type == "cpu" and sum(p.numel() for p in parameters) < LARGE
 
 
-def _accelerated(
+def _accelerate(
     trainer: Trainer,
     model: nn.Module,
     task: Task,
@@ -279,7 +281,7 @@ def _accelerated(
     why_not = (
         "with trainer.distributed=fsdp weights are in shards" if in_shards and not on_cpu else ""
     )
-    if trainer.acceleration == "auto" and on_cpu and _left_alone(model.parameters(), device):
+    if trainer.acceleration == "auto" and on_cpu and _is_small_on_cpu(model.parameters(), device):
         why_not = "small networks are left alone"
 
     def pass_once() -> None:
@@ -288,13 +290,13 @@ def _accelerated(
         model.train()
 
     mode, clips = trainer.acceleration, trainer.clip is not None
-    known = from_data(times)
-    made = accelerate(
-        *(handle, pass_once, mode, trainer.accumulate, why_not, clips, known),
+    timings = from_data(times)
+    choices = accelerate(
+        *(handle, pass_once, mode, trainer.accumulate, why_not, clips, timings),
         tell=verbs.waiting,
     )
     if device.type == "cpu" and not why_not:
-        made += pack_activations(
-            model, activations, pass_once, made, handle.sparse, mode, trainer.accumulate, known
+        choices += pack_activations(
+            model, activations, pass_once, choices, handle.sparse, mode, trainer.accumulate, timings
         )
-    return made
+    return choices

@@ -69,8 +69,8 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
     free = SHARDS[0]
     if ranks.leads():
         _keep(folder / CHECKPOINT, folder / PREVIOUS)
-        taken = remove_unnamed(folder)
-        free = next(name for name in SHARDS if name not in taken)
+        in_use = remove_unnamed(folder)
+        free = next(name for name in SHARDS if name not in in_use)
     state, parts = _split(state)
     if parts:
         from nmrun.lab.train import fsdp  # half a second that others need not wait for
@@ -106,7 +106,7 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
     the disk until they are looked at.
     """
-    several, said = ranks.world() > 1, list[str]()
+    several, messages = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
         state, problem = None, ""
         if ranks.leads():
@@ -122,16 +122,16 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
             problem = fsdp.damaged_shards(folder, record)
         if problem:
-            said.append(f"{name} is damaged ({problem})")
+            messages.append(f"{name} is damaged ({problem})")
         elif there:
-            if said:
-                said.append(f"going on from {name}, the one before it")
+            if messages:
+                messages.append(f"going on from {name}, the one before it")
             if ranks.leads() and name == PREVIOUS:
                 # or else the next save would keep the damaged one in its place
                 os.replace(folder / PREVIOUS, folder / CHECKPOINT)
             ranks.from_leader(None)
-            return state if ranks.leads() else _read(folder / CHECKPOINT, mapped=True), said
-    return None, [*said, "starting over"] if said else []
+            return state if ranks.leads() else _read(folder / CHECKPOINT, mapped=True), messages
+    return None, [*messages, "starting over"] if messages else []
 
 
 def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:

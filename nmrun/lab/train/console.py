@@ -42,7 +42,7 @@ class Status:
     phase: str
     facts: Sequence[Fact]
     elapsed: float
-    left: float | None
+    remaining: float | None
 
 
 class Console:
@@ -154,8 +154,8 @@ def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = N
     from rich.table import Column, Table
     from rich.text import Text
 
-    def bar(left: str, done: int, total: int, right: str) -> Table:
-        drawn = ProgressBar(max(total, 1), done)
+    def bar(left: str, completed: int, total: int, right: str) -> Table:
+        drawn = ProgressBar(max(total, 1), completed)
         if width - len(left) - len(right) < 14:  # no place for a bar between them
             line = Table.grid(Column(ratio=1), expand=True)
             line.add_row(Text.assemble((left, "bold cyan"), f"  {right}"))
@@ -165,10 +165,9 @@ def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = N
             line.add_row(Text(left, "bold cyan"), drawn, right)
         return line
 
-    left = "" if now.left is None else f" < {_clock(now.left)}"
-    right = (
-        f"{now.step / max(now.total, 1):4.0%}  {now.step}/{now.total}  {_clock(now.elapsed)}{left}"
-    )
+    remaining = "" if now.remaining is None else f" < {_clock(now.remaining)}"
+    position = f"{now.step / max(now.total, 1):4.0%}  {now.step}/{now.total}"
+    right = f"{position}  {_clock(now.elapsed)}{remaining}"
     figures = [
         Text.assemble((f"{what} " if what else "", "dim"), (figure, "bold"))
         for what, figure in now.facts
@@ -208,10 +207,10 @@ class RunProgress:
 
     def status(self) -> Status:
         steps, elapsed = self.steps, time.perf_counter() - self._began
-        done, total = steps.step - self._begun, steps.total_steps
-        left = elapsed / done * (total - steps.step) if done else None
+        completed, total = steps.step - self._begun, steps.total_steps
+        remaining = elapsed / completed * (total - steps.step) if completed else None
         shown = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
-        return Status(steps.step, total, self._epoch(), self._phase(), shown, elapsed, left)
+        return Status(steps.step, total, self._epoch(), self._phase(), shown, elapsed, remaining)
 
     def epoch(self, best: bool = False) -> str:
         """The line of an evaluation, with the mean loss since the one before. Columns keep their
@@ -220,13 +219,13 @@ class RunProgress:
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
         self._sum, self._count = 0.0, 0
-        kept = ("train/loss", f"eval/{self.steps.task.metric}", "steps_per_second")
+        keys = ("train/loss", f"eval/{self.steps.task.metric}", "steps_per_second")
         cells = [f"epoch {self._epoch()}"]
         if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
             total = str(self.steps.total_steps)
             cells.append(f"step {self.steps.step:{len(total)}}/{total}")
         cells += [f"{self._phase():6}"] if self.steps.handle.sparse else []
-        shown = facts({key: row[key] for key in kept if key in row}, self.steps.task.metric)
+        shown = facts({key: row[key] for key in keys if key in row}, self.steps.task.metric)
         for what, figure in shown:
             width = self._widths[what] = max(self._widths.get(what, 0), len(figure))
             cells.append(f"{what} {figure:>{width}}" if what else f"{figure:>{width}}")
@@ -249,14 +248,14 @@ def facts(row: Mapping[str, float], metric: str) -> list[Fact]:
         ("val loss", "eval/loss", ".4f"),
         ("lr", "lr", ".2e"),
     ]
-    found: dict[str, str] = {
+    figures: dict[str, str] = {
         word: f"{row[key]:{form}}" for word, key, form in shown if row.get(key) is not None
     }
     speed = row.get("steps_per_second")
     rates = [] if not speed else [("", _speed(speed))]
     if items := row.get("items_per_second"):
         rates.append(("", f"{_short(items)} items/s"))
-    return [*found.items(), *rates]
+    return [*figures.items(), *rates]
 
 
 def _speed(steps: float) -> str:
@@ -294,20 +293,20 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
     and FLOPs."""
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
-    many = "1 epoch" if epochs == 1 else f"{epochs:.4g} epochs"
+    duration = "1 epoch" if epochs == 1 else f"{epochs:.4g} epochs"
     budget = "" if trainer.budget is None else f" (trainer.budget={trainer.budget})"
-    said = [
-        f"  {many} of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
+    lines = [
+        f"  {duration} of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
     if (trainer.threads or 0) > (cores := os.cpu_count() or 1):
-        said.append(
+        lines.append(
             f"  trainer.threads={trainer.threads} on {cores} cores: more threads are slower"
         )
     if parts.task.about:
-        said.append(f"  {parts.task.about}")
+        lines.append(f"  {parts.task.about}")
     if trainer.distill is not None:
-        said.append(
+        lines.append(
             f"  taught by {trainer.distill}: {trainer.distill_weight:g} of the loss, "
             f"temperature {trainer.distill_temperature:g}"
         )
@@ -316,34 +315,34 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         for weight in handle.sparse
     ]
     if not config.is_dense:
-        rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
-    said += [f"  {line}" for line in layer_lines(rows)]
+        rows += [("dense", layer.name, layer.shape, layer.reason) for layer in handle.left_dense]
+    lines += [f"  {line}" for line in layer_lines(rows)]
 
     if (activations := parts.activations).pattern is not None:
-        steps_of = activations.sparse_steps
-        steps_of = range(parts.total_steps) if steps_of is None else steps_of
-        said.append(
+        sparse_steps = activations.sparse_steps
+        sparse_steps = range(parts.total_steps) if sparse_steps is None else sparse_steps
+        lines.append(
             f"  activations {activations.pattern} of {len(activations.modules)} squared ReLUs, "
-            f"steps {steps_of.start + 1} to {steps_of.stop}"
+            f"steps {sparse_steps.start + 1} to {sparse_steps.stop}"
         )
     total = sum(parameter.numel() for parameter in parts.model.parameters())
-    kept = total - sum(
+    nonzeros = total - sum(
         weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
     )
     cost = parts.cost
     if handle.sparse or activations.pattern is not None:
-        said.append(f"  density {kept / total:.1%} of {total:,} parameters")
-        of_item = (cost.forward, cost.forward_sparse, cost.forward_hardware)
-        for what, flops in (("an inference", of_item), ("the training", planned_flops(parts))):
+        lines.append(f"  density {nonzeros / total:.1%} of {total:,} parameters")
+        item_flops = (cost.forward, cost.forward_sparse, cost.forward_hardware)
+        for what, flops in (("an inference", item_flops), ("the training", planned_flops(parts))):
             dense, arithmetic, hardware = map(_short, flops)
-            said.append(
+            lines.append(
                 f"  FLOPs of {what}: {dense} dense, {arithmetic} sparse, {hardware} on 2:4 tensor cores"
             )
     else:
-        said.append(f"  {total:,} parameters")
+        lines.append(f"  {total:,} parameters")
         inference, whole = _short(cost.forward), _short(planned_flops(parts)[0])
-        said.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
-    return said + [f"  {line}" for line in acceleration.lines(parts.accelerated)]
+        lines.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
+    return lines + [f"  {line}" for line in acceleration.lines(parts.accelerated)]
 
 
 def planned_flops(parts: Parts) -> tuple[float, float, float]:
@@ -392,9 +391,9 @@ def _joined(names: Sequence[str]) -> str:
 
 def _pattern_text(weight: SparseWeight) -> str:
     pattern, rest = weight.pattern, weight.shape[weight.dim] % weight.pattern.m
-    said = str(pattern)
+    text = str(pattern)
     if pattern.v > 1:
-        said += f": {pattern.n}:{pattern.m}, the columns shared by {pattern.v} rows"
+        text += f": {pattern.n}:{pattern.m}, the columns shared by {pattern.v} rows"
     if pattern.n == pattern.m:
-        said += ", which prunes nothing"
-    return said + (f", the last group of {rest}" if rest else "")
+        text += ", which prunes nothing"
+    return text + (f", the last group of {rest}" if rest else "")

@@ -66,7 +66,7 @@ class Diagnostics:
                 buffer,
             ) in self.twin.named_buffers():
                 buffer.copy_(self.model.get_buffer(name))
-        with self._random_state_kept():
+        with self._fork_rng():
             loss = self._loss(self._used, batch)
             start, trained = (
                 loss.detach(),
@@ -79,16 +79,16 @@ class Diagnostics:
                 if slope is not None
             }
             end = self._loss(used, batch).detach()
-            held = self._loss(dense | fixed, batch).detach()
-        found = {
+            end_fixed = self._loss(dense | fixed, batch).detach()
+        metrics = {
             "diagnose/loss_change": end - start,
-            "diagnose/loss_change_fixed_mask": held - start,
+            "diagnose/loss_change_fixed_mask": end_fixed - start,
             "diagnose/descent_actual": start - end,
             "diagnose/descent_predicted_projected": _product(gradient, self._used, used),
             "diagnose/descent_predicted_dense": _product(gradient, self._dense, dense),
         }
         self._dense, self._used = {}, {}
-        return {key: float(value) for key, value in found.items()} | self._count_flips()
+        return {key: float(value) for key, value in metrics.items()} | self._count_flips()
 
     def state_dict(self) -> dict[str, Any]:
         return {"masks": list(self.masks), "flips": list(self.flips), "step": self.step}
@@ -104,7 +104,7 @@ class Diagnostics:
                 "step": self.handle.recipe.step,
             }
         self.masks, self.flips = (
-            [kept.to(w.dense.device) for kept, w in zip(state[key], weights, strict=True)]
+            [tensor.to(w.dense.device) for tensor, w in zip(state[key], weights, strict=True)]
             for key in ("masks", "flips")
         )
         self.step = int(state["step"])
@@ -156,7 +156,7 @@ class Diagnostics:
             "diagnose/flip_interval": float(interval),
         }
 
-    def _random_state_kept(self) -> AbstractContextManager[None]:
+    def _fork_rng(self) -> AbstractContextManager[None]:
         device = next(self.model.parameters()).device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 

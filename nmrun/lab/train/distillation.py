@@ -41,19 +41,19 @@ class Distilled:
     def __call__(self, model: Any, batch: Batch) -> Tensor:
         logits = self.task.logits(model, batch)
         with torch.no_grad():
-            taught = self.task.logits(self.teacher, batch)
-        term = divergence(logits, taught, self.temperature)
+            teacher_logits = self.task.logits(self.teacher, batch)
+        term = divergence(logits, teacher_logits, self.temperature)
         return (1 - self.weight) * self.task.loss_of(logits, batch) + self.weight * term
 
 
-def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """``T^2 * KL(softmax(taught / T) || softmax(logits / T))`` in float32, of logits (...,
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """``T^2 * KL(softmax(teacher / T) || softmax(student / T))`` in float32, of logits (...,
     classes)."""
-    ours, theirs = (
+    log_student, log_teacher = (
         functional.log_softmax(each.flatten(0, -2).float() / temperature, -1)
-        for each in (logits, taught)
+        for each in (student, teacher)
     )
-    term = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+    term = functional.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
     return temperature**2 * term
 
 
@@ -65,18 +65,18 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Distilled:
     """
     trainer = config.trainer
     assert trainer.distill is not None
-    asked = f"trainer.distill={trainer.distill}"
+    setting = f"trainer.distill={trainer.distill}"
     if trainer.distributed == "fsdp":
         raise ConfigError(
-            f"{asked} keeps a whole teacher in every process, and trainer.distributed=fsdp keeps "
+            f"{setting} keeps a whole teacher in every process, and trainer.distributed=fsdp keeps "
             "shards: use trainer.distributed=ddp"
         )
     if not isinstance(task, Categorical) or task.inputs.get("classes") == 1:
         raise ConfigError(
-            f"{asked} compares distributions over classes or tokens, and the task of "
+            f"{setting} compares distributions over classes or tokens, and the task of "
             f"dataset={config.dataset.name} has none"
         )
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if trainer.distill != START:
-        weights.load(teacher, trainer.distill, asked)
+        weights.load(teacher, trainer.distill, setting)
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

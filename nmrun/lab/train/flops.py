@@ -110,9 +110,9 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
     """
     share = hardware_density(pattern) if hardware else pattern.density
     others = 1.0 if hardware else share
-    found = [Densities(1.0, share, others)] if feeds else []
-    found += [Densities(share, others, others)] if reads else []
-    return both(*found, hardware=hardware)
+    shares = [Densities(1.0, share, others)] if feeds else []
+    shares += [Densities(share, others, others)] if reads else []
+    return both(*shares, hardware=hardware)
 
 
 def both(*shares: Densities, hardware: bool) -> Densities:
@@ -196,14 +196,16 @@ class Flops:
 
     def _inference(self, hardware: bool) -> float:
         pruned = self.activations is not None and self.activations.ends_sparse
-        left = self.forward
+        total = self.forward
         for part in self.sparse:
-            own = Densities()
+            shares = Densities()
             if part.weight is not None:
                 pattern = part.weight.pattern
-                own = Densities(weight_density(pattern) if hardware else pattern.density)
-            left -= part.products.forward * (1.0 - self._left(part, own, pruned, hardware).forward)
-        return left
+                shares = Densities(weight_density(pattern) if hardware else pattern.density)
+            total -= part.products.forward * (
+                1.0 - self._shares(part, shares, pruned, hardware).forward
+            )
+        return total
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
         """Forward and backward pass of one item, and a teacher's forward pass, at a planned step or
@@ -213,19 +215,22 @@ class Flops:
         )
         saved = 0.0
         for part in self.sparse:
-            own = Densities()
+            shares = Densities()
             if part.weight is not None:
-                own = densities(recipe, part.weight, step, hardware)
-            saved += part.products.saved(self._left(part, own, pruned, hardware))
+                shares = densities(recipe, part.weight, step, hardware)
+            saved += part.products.saved(self._shares(part, shares, pruned, hardware))
         return self.dense + self.teacher - saved
 
-    def _left(self, part: LayerFlops, own: Densities, pruned: bool, hardware: bool) -> Densities:
+    def _shares(
+        self, part: LayerFlops, shares: Densities, pruned: bool, hardware: bool
+    ) -> Densities:
+        """What a layer costs by its weight (``shares``) and by ``pruned`` activations."""
         if not pruned or not (part.feeds or part.reads):
-            return own
+            return shares
         assert self.activations is not None
         assert self.activations.pattern is not None
         pattern = self.activations.pattern
-        return both(own, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware)
+        return both(shares, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware)
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
         """The mean of :meth:`training` over a run as planned. A switch that is found on the way
@@ -249,8 +254,8 @@ def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: 
     The phases of the recipe, which is that for ``total_steps``, are taken as fractions of the run.
     """
     target = budget.removeprefix("flops:")
-    wanted = cost.dense * total_steps if target == "dense" else float(target) / items
-    return round(wanted / cost.planned(recipe, total_steps))
+    per_item = cost.dense * total_steps if target == "dense" else float(target) / items
+    return round(per_item / cost.planned(recipe, total_steps))
 
 
 def count(
@@ -295,9 +300,9 @@ def count(
             weight is not None and weight.layer is not None and weight.layer.other_input_gradient
         )
         kind = (weight and weight.pattern, other, *roles)
-        found = (flops, backward.by_weight.get(where, 0), flops)
+        products = (flops, backward.by_weight.get(where, 0), flops)
         part = parts.get(kind, LayerFlops(weight, *roles, Products(0, 0, 0)))
-        summed = (a + b for a, b in zip(part.products, found, strict=True))
+        summed = (a + b for a, b in zip(part.products, products, strict=True))
         parts[kind] = part._replace(products=Products(*summed))
     per_item = [
         part._replace(products=Products(*(flops / items for flops in part.products)))
@@ -331,10 +336,10 @@ class _Counter(TorchDispatchMode):
         if func._overloadpacket is torch.ops.aten.convolution_backward:
             # Two products in one call, of the same size. The formula for the weight's gradient is
             # too large for grouped convolutions.
-            *others, wanted = args
+            *others, output_mask = args
             flops = formula(*others, [True, False, False], out_val=(args[1], None, None))
-            self.total += flops * sum(wanted[:2])
-            flops *= wanted[0]
+            self.total += flops * sum(output_mask[:2])
+            flops *= output_mask[0]
         else:
             flops = formula(*args, **kwargs, out_val=out)
             self.total += flops

@@ -43,23 +43,25 @@ HINT = "use trainer.distributed=ddp"
 
 def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     """Refuse what cannot be trained on shards; ConfigError says what to use instead."""
-    trainer, found = config.trainer, ""
+    trainer, reason = config.trainer, ""
     if wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
-        found = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
+        reason = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
     elif recipe.looks_across_rows:
         permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
-        found = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
+        reason = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
     elif recipe.pattern.v > 1:
-        found = f"a {recipe.pattern} mask looks across the rows of a weight"
+        reason = f"a {recipe.pattern} mask looks across the rows of a weight"
     elif precision == "fp16":
-        found = "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
+        reason = (
+            "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
+        )
     elif task.counted_with_values:
-        found = "the network's shapes depend on values, which a process has in parts only"
+        reason = "the network's shapes depend on values, which a process has in parts only"
     elif task.metric == "bleu":
-        found = "beam search calls parts of the model"
-    if found:
+        reason = "beam search calls parts of the model"
+    if reason:
         raise ConfigError(
-            f"trainer.distributed=fsdp keeps shards of each weight, and {found}: {HINT}"
+            f"trainer.distributed=fsdp keeps shards of each weight, and {reason}: {HINT}"
         )
 
 
@@ -137,41 +139,41 @@ class Sharded(Replicated):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, in parts or whole; every rank has to have it, if only
         mapped."""
-        self.model.load_state_dict(self.handed_out(state["model"]))
+        self.model.load_state_dict(self.distribute(state["model"]))
         saved = state["optimizer"]
-        own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        if len(numbers) != len(own):
-            raise ValueError(f"{len(numbers)} parameters for an optimizer of {len(own)}")
-        likes = dict(zip(numbers, own, strict=True))
+        if len(numbers) != len(parameters):
+            raise ValueError(f"{len(numbers)} parameters for an optimizer of {len(parameters)}")
+        likes = dict(zip(numbers, parameters, strict=True))
         parts = {
             number: {key: part_like(value, likes[number]) for key, value in entries.items()}
             for number, entries in saved["state"].items()
         }
         self.optimizer.load_state_dict({**saved, "state": parts})
 
-    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def distribute(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This process's parts of tensors by name; what is in parts already stays as it is."""
-        own = self.model.state_dict()
-        return {name: part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
+        state = self.model.state_dict()
+        return {name: part_like(tensor, state.get(name)) for name, tensor in tensors.items()}
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`handed_out`: the leader gets whole tensors on the CPU, the others
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`distribute`: the leader gets whole tensors on the CPU, the others
         none."""
-        found = {}
+        state = {}
         for name, tensor in tensors.items():
             whole: Any = tensor
             if isinstance(tensor, DTensor):  # on the device: one at a time
                 whole = whole.to(tensor.device_mesh.device_type).full_tensor()
             if ranks.leads():
-                found[name] = whole.detach().to("cpu", copy=True).contiguous()
-        return found
+                state[name] = whole.detach().to("cpu", copy=True).contiguous()
+        return state
 
     def final_state_dict(self) -> dict[str, Tensor]:
-        own = {w.name: w for w in self.handle.sparse}
+        sparse = {w.name: w for w in self.handle.sparse}
         final: dict[str, Tensor] = {}
         for name, tensor in sorted(self.model.state_dict().items()):
-            if (weight := own.get(name)) is not None:
+            if (weight := sparse.get(name)) is not None:
                 tensor = weight.as_shard(self.handle.final_weight(weight))
             final[name] = tensor.detach().to("cpu", copy=True)
         return final
@@ -190,19 +192,19 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     users: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), []).append(name)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     outer: list[str] = []
     for name, module in model.named_modules():
         inner = any(name.startswith(f"{other}.") for other in outer)
         if isinstance(module, nn.ModuleList | nn.Sequential) and name and not inner:
             outer.append(name)
             for part, child in module.named_children():
-                own = list(child.parameters())
-                if own and all(
-                    user.startswith(f"{name}.{part}.") for p in own for user in users[id(p)]
+                parameters = list(child.parameters())
+                if parameters and all(
+                    user.startswith(f"{name}.{part}.") for p in parameters for user in users[id(p)]
                 ):
-                    found.append(child)
-    return found
+                    blocks.append(child)
+    return blocks
 
 
 # --- on the disk ----------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def save_shards(folder: Path, parts: Tensors) -> dict[str, Any]:
     named = {_key(path): part for path, part in parts.items()}
     try:
         writer = filesystem.FileSystemWriter(folder)
-        _plainly(lambda: state_dict_saver.save(named, storage_writer=writer))
+        _with_plain_errors(lambda: state_dict_saver.save(named, storage_writer=writer))
     except RunError:
         if ranks.leads():
             shutil.rmtree(folder, ignore_errors=True)
@@ -231,7 +233,7 @@ def save_shards(folder: Path, parts: Tensors) -> dict[str, Any]:
         sync_folder(folder)
     return {
         "folder": folder.name,
-        "files": _prints(folder, ranks.from_leader(names)),
+        "files": _checksums(folder, ranks.from_leader(names)),
         "tensors": {
             path: (part.shape, part.dtype, part.placements[0].dim) for path, part in parts.items()
         },
@@ -242,8 +244,8 @@ def damaged_shards(folder: Path, record: dict[str, Any]) -> str:
     """What is wrong with the files of a folder; empty if they are as written, bit for bit. All
     ranks call; each reads some of the files."""
     place = folder / record["folder"]
-    found = _prints(place, sorted(record["files"]))
-    wrong = [name for name, own in record["files"].items() if found[name] != own]
+    checksums = _checksums(place, sorted(record["files"]))
+    wrong = [name for name, checksum in record["files"].items() if checksums[name] != checksum]
     return f"the checksum of {record['folder']}/{wrong[0]} is wrong" if wrong else ""
 
 
@@ -262,7 +264,7 @@ def load_shards(
             tensors[path] = empty(shape, dtype=dtype, device_mesh=meshes[0], placements=placed)
     named: dict[str, Any] = {_key(path): tensor for path, tensor in tensors.items()}
     reader = filesystem.FileSystemReader(folder / record["folder"])
-    _plainly(lambda: state_dict_loader.load(named, storage_reader=reader))
+    _with_plain_errors(lambda: state_dict_loader.load(named, storage_reader=reader))
     return tensors
 
 
@@ -278,7 +280,7 @@ def _key(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
 
 
-def _plainly(work: Callable[[], object]) -> None:
+def _with_plain_errors(work: Callable[[], object]) -> None:
     """Torch's exception is none of ``Exception``, and tells a traceback of each rank."""
     try:
         with warnings.catch_warnings():
@@ -289,14 +291,14 @@ def _plainly(work: Callable[[], object]) -> None:
         raise RunError(f"the shards of rank {rank}: {type(reason).__name__}: {reason}") from error
 
 
-def _prints(folder: Path, names: list[str]) -> dict[str, str]:
+def _checksums(folder: Path, names: list[str]) -> dict[str, str]:
     """Checksums by the names of files, empty for what cannot be read. Every rank reads its
     share."""
-    own = {}
+    checksums = {}
     for name in names[ranks.rank() :: ranks.world()]:
         try:
             with (folder / name).open("rb") as file:
-                own[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
-            own[name] = ""
-    return {name: digest for part in ranks.gathered(own) for name, digest in part.items()}
+            checksums[name] = ""
+    return {name: checksum for part in ranks.gathered(checksums) for name, checksum in part.items()}

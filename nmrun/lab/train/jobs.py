@@ -49,32 +49,32 @@ composition.register()
 def main(argv: list[str]) -> int:
     """Run what a command line without a verb asks for; returns the exit status. ConfigError with
     all that is wrong."""
-    asked = command_line.options(argv)
-    flags = [word for word in argv if word not in asked.overrides]
-    if asked.help or asked.hydra_help or asked.shell_completion:
-        _hydra(flags, asked.overrides)
+    options = command_line.options(argv)
+    flags = [word for word in argv if word not in options.overrides]
+    if options.help or options.hydra_help or options.shell_completion:
+        _hydra(flags, options.overrides)
         return 0
-    sweeps, looks = checked(asked.overrides, asked.multirun, asked.config_dir)
-    if asked.cfg or asked.info:
+    sweeps, looks = checked(options.overrides, options.multirun, options.config_dir)
+    if options.cfg or options.info:
         _hydra(flags, sweeps[0])
         return 0
-    hydras = precheck.by_hydra(sweeps, asked.config_dir)
-    if not asked.multirun and hydras:
+    hydras = precheck.by_hydra(sweeps, options.config_dir)
+    if not options.multirun and hydras:
         _hydra(flags, sweeps[0])
         return _exit_status(_outcomes[-1])
-    jobs = jobs_of(sweeps, asked.config_dir, looks[0].composed)
-    if not asked.multirun:
+    jobs = jobs_of(sweeps, options.config_dir, looks[0].composed)
+    if not options.multirun:
         ((overrides, job),) = jobs
-        command = command_line.of_job(overrides, asked.config_dir)
-        return _exit_status(_outcomes_of(job, None, command))
-    counts = [found.jobs for found in looks]
+        command = command_line.of_job(overrides, options.config_dir)
+        return _exit_status(_job_outcome(job, None, command))
+    counts = [findings.jobs for findings in looks]
     together = sweeps if _one_launch(sweeps) else []
     with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
-        others = {found.launcher for found in looks} - {"basic"}
+        others = {findings.launcher for findings in looks} - {"basic"}
         if not hydras:
-            status = _in_order(folder, jobs, asked.config_dir)
+            status = _in_order(folder, jobs, options.config_dir)
         elif others:
             status = _launch_beside(folder, others, flags, launches)
         else:
@@ -95,7 +95,9 @@ def checked(
     sweeps = [command_line.own_recipe(words) for words in experiment.expand(overrides, multirun)]
     composed: Done = {}
     looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
-    if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
+    if problems := list(
+        dict.fromkeys(problem for findings in looks for problem in findings.problems)
+    ):
         raise ConfigError(problems)
     tell([] if multirun else command_line.without_effect(overrides))
     verbs.no_longer_waiting()  # a launcher's processes would write behind it
@@ -182,10 +184,10 @@ def _job(composed: DictConfig) -> None:
         if folder:
             number = int(os.environ[BEFORE]) + job.job.num + 1
             command = command_line.of_hydra(job, overrides)
-            of = of_sweep if sweep.is_own(folder) else _beside
-            outcome = of(folder, number, composed, overrides, command)
+            run_job = of_sweep if sweep.is_own(folder) else _beside
+            outcome = run_job(folder, number, composed, overrides, command)
         else:
-            outcome = _outcomes_of(composed, None, command_line.of_hydra(job, overrides))
+            outcome = _job_outcome(composed, None, command_line.of_hydra(job, overrides))
     _outcomes.append(outcome)
     workers.end_with_sweep()
     if folder and leads() and outcome["status"] == "interrupted":
@@ -239,13 +241,13 @@ def of_sweep(
         verbs.waiting(head)  # a list of all follows at the end
     else:
         print(head, flush=True)
-    outcome = _outcomes_of(composed, folder.name, command, begins)
+    outcome = _job_outcome(composed, folder.name, command, begins)
     if leads():
         sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
     return outcome
 
 
-def _outcomes_of(
+def _job_outcome(
     composed: DictConfig,
     sweep: str | None,
     command: str = "",
@@ -253,16 +255,16 @@ def _outcomes_of(
 ) -> dict[str, Any]:
     """A job is one run, or one for each of ``seeds``: the outcome that matters most."""
     seeds = composed.get("seeds")
-    found = []
+    outcomes = []
     for seed in [composed.seed] if seeds is None else seeds:
         composed.seed = seed
-        found.append(_outcome(composed, sweep, command, begins))
-        if found[-1]["status"] == "interrupted":
+        outcomes.append(_run_outcome(composed, sweep, command, begins))
+        if outcomes[-1]["status"] == "interrupted":
             break
-    return max(found, key=lambda one: MATTERS.index(one["status"]))
+    return max(outcomes, key=lambda outcome: MATTERS.index(outcome["status"]))
 
 
-def _outcome(
+def _run_outcome(
     composed: DictConfig, sweep: str | None, command: str, begins: Callable[[Path], None]
 ) -> dict[str, Any]:
     try:
@@ -304,8 +306,8 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         final = result["metrics"]["final"].items()
         metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
         how = "" if there.is_sealed else f"\n  {OF_EARLIER}"
-        told = f"finished already: {metrics}\n  {folder} (force=true runs it again){how}"
-        print(told, flush=True)
+        message = f"finished already: {metrics}\n  {folder} (force=true runs it again){how}"
+        print(message, flush=True)
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing

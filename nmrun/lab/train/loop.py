@@ -40,7 +40,7 @@ from nmrun.lab.words.identity import identity
 from nmrun.sparsity.metrics import layer_metrics
 
 # what a checkpoint keeps of a loop's attributes
-KEPT = ("row", "events", "seconds", "training_seconds")
+FIELDS = ("row", "events", "seconds", "training_seconds")
 
 
 class Due(NamedTuple):
@@ -70,7 +70,7 @@ class Evaluation:
     def __init__(self, steps: TrainingSteps, console: Console) -> None:
         self.steps, self.console = steps, console
         self.task, self.model, self.handle = steps.task, steps.model, steps.handle
-        self.trainer, self.held = steps.trainer, steps.held
+        self.trainer, self.strategy = steps.trainer, steps.strategy
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
         self.candidates = 0
@@ -113,7 +113,7 @@ class Evaluation:
             if self.improved:
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
                 self.best = {**scores, "epoch": epoch, "step": self.steps.step}
-                self.best_weights = self.held.final_state_dict()
+                self.best_weights = self.strategy.final_state_dict()
         return row
 
     def _is_best(self, row: dict[str, float]) -> bool:
@@ -159,14 +159,18 @@ class Evaluation:
         return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"best": self.best, "best_weights": self.best_weights}
-        return {**kept, "candidates": self.candidates, "last": self.last}
+        return {
+            "best": self.best,
+            "best_weights": self.best_weights,
+            "candidates": self.candidates,
+            "last": self.last,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
         self.best, self.candidates = state["best"], state["candidates"]
         self.last = state.get("last", {})  # checkpoints of earlier versions have none
-        best = self.held.handed_out(state["best_weights"])
+        best = self.strategy.distribute(state["best_weights"])
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
 
 
@@ -184,7 +188,7 @@ class Loop:
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
         self.steps = steps = TrainingSteps(config, parts)
         self.trainer, self.task, self.model = steps.trainer, steps.task, steps.model
-        self.handle, self.held = steps.handle, steps.held
+        self.handle, self.strategy = steps.handle, steps.strategy
         self.console = console
         self.id = identity(config)
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
@@ -278,7 +282,7 @@ class Loop:
         first = self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
         self.progress.step(self.steps.losses[-1])
         if due.epoch_ends:
-            self.average.add(left=self.epochs - due.epoch - 1)
+            self.average.add(remaining=self.epochs - due.epoch - 1)
         for event in self.handle.pop_events():
             self.events.append(event)
             self.console.say(f"  {event}")
@@ -347,7 +351,7 @@ class Loop:
 
         RunError on all ranks, if one is not finite.
         """
-        weights = self.held.final_state_dict()
+        weights = self.strategy.final_state_dict()
         wrong = [name for name, part in weights.items() if not is_finite(local(part))]
         if wrong := sorted({name for names in ranks.gathered(wrong) for name in names}):
             what = "the last update broke the weights"
@@ -360,7 +364,7 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to end with the same bits."""
         state = self.steps.state_dict()
-        state["loop"] |= {name: getattr(self, name) for name in KEPT}
+        state["loop"] |= {name: getattr(self, name) for name in FIELDS}
         state["loop"] |= {"checkpoint_seconds": self.clock.spent, **self.evaluation.state_dict()}
         return {
             **state,
@@ -374,11 +378,11 @@ class Loop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps.load_state_dict(state)
-        self.average.load_state_dict(state["average"], self.held.handed_out)
+        self.average.load_state_dict(state["average"], self.strategy.distribute)
         # more ranks than before: the new ones draw from where they are
         if ranks.rank() < len(state["random"]):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
-        for name in KEPT:
+        for name in FIELDS:
             setattr(self, name, state["loop"][name])
         # checkpoints of earlier versions have none
         self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)

@@ -24,8 +24,8 @@ def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     arguments = {k: v for k, v in options.values().items() if k not in ("head_lr", "decay")}
     groups: Any = [
         {"params": [parameter for _, parameter in named], **rate, **decay}
-        for of_rate, rate in _by_rate(options, model)
-        for named, decay in _by_decay(options, of_rate)
+        for parameters, rate in _by_rate(options, model)
+        for named, decay in _by_decay(options, parameters)
         if named
     ]
     if options.name == "sgd":
@@ -58,9 +58,9 @@ def _by_rate(
         raise ConfigError(
             f"optimizer.head_lr={options.head_lr}: this model has no layer named head"
         )
-    own = {id(parameter) for parameter in head.parameters()}
-    yield [(name, p) for name, p in every if id(p) not in own], {}
-    yield [(name, p) for name, p in every if id(p) in own], {"lr": options.head_lr}
+    head_ids = {id(parameter) for parameter in head.parameters()}
+    yield [(name, p) for name, p in every if id(p) not in head_ids], {}
+    yield [(name, p) for name, p in every if id(p) in head_ids], {"lr": options.head_lr}
 
 
 def _by_decay(
@@ -88,10 +88,10 @@ def schedule_factor(
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
         if name == "constant":
             return 1.0
-        shape = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        shape = 1.0 - progress if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return final + (1.0 - final) * shape
 
     return factor
@@ -119,11 +119,11 @@ def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[
     cycles = options["cycles"]
     begins = [round(cycle * total_steps / cycles) for cycle in range(cycles + 1)]
 
-    def of_cycle(steps: int) -> Callable[[int], float]:
+    def cycle_factor(steps: int) -> Callable[[int], float]:
         warmup_steps = round(options["warmup"] * steps)
         return schedule_factor(options["name"], warmup_steps, steps, options["final"])
 
-    factors = [of_cycle(end - begin) for begin, end in pairwise(begins)]
+    factors = [cycle_factor(end - begin) for begin, end in pairwise(begins)]
 
     def factor(step: int) -> float:
         cycle = min(bisect_right(begins, step), cycles) - 1

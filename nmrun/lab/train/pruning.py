@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
     folder = run_folder(config)
     print(title(config), flush=True)
     there = RunFolder(folder)
-    done = None if config.force else there.finished()
+    result = None if config.force else there.finished()
     if there.is_of_another and not config.force:
         raise RunError(f"{folder}: {there.problem}; move it away, or force=true prunes again")
-    if done is None:
+    if result is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             with locks.hold(folder) as ours:
                 if not ours:
                     raise RunError(f"{locks.holder(folder)} is at work on {folder}")
-                done = run(config, folder, shlex.join(["nmrun", "prune", *argv]))
+                result = run(config, folder, shlex.join(["nmrun", "prune", *argv]))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.removedirs(folder)  # the empty folders only
@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         how = "" if there.is_sealed else f"; {OF_EARLIER}"
         print(f"  finished already (force=true prunes again){how}")
-        print("\n".join(f"  {line}" for line in oneshot.lines(done["sparsity"]["layers"])))
-    final, metric = done["metrics"]["final"], done["metric"]
+        print("\n".join(f"  {line}" for line in oneshot.lines(result["sparsity"]["layers"])))
+    final, metric = result["metrics"]["final"], result["metric"]
     for split, word in (("eval", "validation"), ("test", "test")):
         if f"{split}/{metric}" in final:
             before, after = final[f"{split}/dense/{metric}"], final[f"{split}/{metric}"]
@@ -130,32 +130,32 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         "sparsity": pruned.report(),
         "seconds": round(time.perf_counter() - began, 3),
     }
-    done = results.write(outcome, config, command, None, folder)
-    if done["status"] != "finished":
-        raise RunError(done["error"])
-    return done
+    result = results.write(outcome, config, command, None, folder)
+    if result["status"] != "finished":
+        raise RunError(result["error"])
+    return result
 
 
 def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
     """The first samples that a training with this seed would see, in micro-batches of which the
     last may be cut. ConfigError where an epoch has fewer."""
-    found = 0
+    total = 0
     for index in range(task.batches_per_epoch):
         for batch in task.micro_batches(0, index, accumulate):
-            left, count = samples - found, len(batch[0])
-            yield batch if count <= left else tuple(part[:left] for part in batch)
-            found += min(count, left)
-            if found == samples:
+            remaining, count = samples - total, len(batch[0])
+            yield batch if count <= remaining else tuple(part[:remaining] for part in batch)
+            total += min(count, remaining)
+            if total == samples:
                 return
-    raise ConfigError(f"samples={samples}: an epoch of the training split has {found}")
+    raise ConfigError(f"samples={samples}: an epoch of the training split has {total}")
 
 
 def _metrics(task: Task, model: nn.Module, beside: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for split, name in (("val", "eval"), *((("test", "test"),) if task.has_test else ())):
-        metrics = task.evaluate(model, split)
-        found |= {f"{name}/{beside}{key}": value for key, value in metrics.items()}
-        if not math.isfinite(metrics[task.metric]):
+        scores = task.evaluate(model, split)
+        metrics |= {f"{name}/{beside}{key}": value for key, value in scores.items()}
+        if not math.isfinite(scores[task.metric]):
             what = "before it is pruned" if beside else "once it is pruned"
             raise RunError(f"the network's {task.metric} is not finite {what}")
-    return found
+    return metrics

@@ -47,13 +47,13 @@ class Proposal:
     """A ratio for every layer, by module name; N = M means dense.
 
     Attributes:
-        kept: the share of squared weights that each layer keeps.
+        shares: the share of squared weights that each layer keeps.
         used: the cost over all, as a share of what the layers cost dense.
         density: the kept weights over all, as a share of all weights of these layers.
     """
 
     ratios: dict[str, Pattern]
-    kept: dict[str, float]
+    shares: dict[str, float]
     used: float
     density: float
 
@@ -73,31 +73,34 @@ def search_ratios(
     name and N, N = ``m`` included; others stay dense. None: the number of weights that are kept.
     ConfigError for a budget that no choice holds, with the least that can be had.
     """
-    kept = kept_shares(model, m, include, exclude)
-    if not kept:
+    layers = layer_shares(model, m, include, exclude)
+    if not layers:
         raise ConfigError(f"no layer of this model can hold groups of {m}")
     if costs is None:
-        costs = {name: {n: float(n * own.groups) for n in own.shares} for name, own in kept.items()}
-    names = [name for name in kept if name in costs]
-    options = [list(kept[name].shares) for name in names]
-    prices = [[costs[name][n] for n in own] for name, own in zip(names, options, strict=True)]
-    gains = [[kept[name].shares[n] for n in own] for name, own in zip(names, options, strict=True)]
+        costs = {
+            name: {n: float(n * layer.groups) for n in layer.shares}
+            for name, layer in layers.items()
+        }
+    names = [name for name in layers if name in costs]
+    options = [list(layers[name].shares) for name in names]
+    prices = [[costs[name][n] for n in ns] for name, ns in zip(names, options, strict=True)]
+    gains = [[layers[name].shares[n] for n in ns] for name, ns in zip(names, options, strict=True)]
     dense = sum(costs[name][m] for name in names)
     least = sum(map(min, prices)) / dense if dense else 1.0
     if least >= 1:
         raise ConfigError(f"no ratio with M = {m} costs less than dense")
     if not least * (1 - 1e-9) <= budget < 1:
-        told = math.ceil(1e4 * least) / 1e4
-        raise ConfigError(f"budget {budget:g}: with M = {m} it is from {told:g} to below 1")
+        minimum = math.ceil(1e4 * least) / 1e4
+        raise ConfigError(f"budget {budget:g}: with M = {m} it is from {minimum:g} to below 1")
     chosen = best_choice(prices, gains, budget * dense * (1 + 1e-9))
-    n = dict.fromkeys(kept, m)
-    n |= {name: own[at] for name, own, at in zip(names, options, chosen, strict=True)}
+    n = dict.fromkeys(layers, m)
+    n |= {name: ns[at] for name, ns, at in zip(names, options, chosen, strict=True)}
     return Proposal(
         {name: Pattern(count, m) for name, count in n.items()},
-        {name: kept[name].shares[count] for name, count in n.items()},
+        {name: layers[name].shares[count] for name, count in n.items()},
         sum(costs[name][n[name]] for name in names) / dense,
-        sum(own.groups * n[name] for name, own in kept.items())
-        / sum(own.groups * m for own in kept.values()),
+        sum(layer.groups * n[name] for name, layer in layers.items())
+        / sum(layer.groups * m for layer in layers.values()),
     )
 
 
@@ -130,7 +133,7 @@ def best_choice(
 
 
 @dataclass(frozen=True)
-class Kept:
+class LayerShares:
     """The number of a layer's groups, and by N the share of its squared weights that it keeps."""
 
     groups: int
@@ -138,25 +141,25 @@ class Kept:
 
 
 @torch.no_grad()
-def kept_shares(
+def layer_shares(
     model: nn.Module,
     m: int,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
-) -> dict[str, Kept]:
-    layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
+) -> dict[str, LayerShares]:
+    weights: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
-        layers.setdefault(c.module_name, []).append(
+        weights.setdefault(c.module_name, []).append(
             by_group(c.parameter, Pattern(1, m), c.dim).reshape(-1, m)
         )
-    found = {}
-    for name, weights in layers.items():
-        groups = torch.cat(weights).double().square()
+    layers = {}
+    for name, tensors in weights.items():
+        groups = torch.cat(tensors).double().square()
         # of the n largest of every group
         sums = groups.sort(dim=1, descending=True).values.sum(0).cumsum(0)
         shares = (sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()
-        found[name] = Kept(len(groups), {n: shares[n - 1] for n in halved(m)})
-    return found
+        layers[name] = LayerShares(len(groups), {n: shares[n - 1] for n in halved(m)})
+    return layers
 
 
 def halved(m: int) -> list[int]:
@@ -171,27 +174,28 @@ Costs = dict[str, dict[int, float]]  # by module name and N; N = M is dense
 
 def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -> Costs:
     every = Pattern(1, 1)
-    found: Costs = {}
+    costs: Costs = {}
     for name in names:
-        own = (c for c in candidates(model) if c.module_name == name)
         weights = [
-            SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs) for c in own
+            SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs)
+            for c in candidates(model)
+            if c.module_name == name
         ]
         dense = sum(part.products.forward for part in flops.count(model, task, weights).sparse)
-        found[name] = {n: dense * n / m for n in halved(m)}
-    return found
+        costs[name] = {n: dense * n / m for n in halved(m)}
+    return costs
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Milliseconds of one micro-batch, dense's where a ratio is slower; in ``left``, by module
-    name, why a layer was not measured."""
+class LayerTimes:
+    """Milliseconds of one micro-batch, dense's where a ratio is slower; in ``reasons``, by
+    module name, why a layer was not measured."""
 
     costs: Costs
-    left: dict[str, str]
+    reasons: dict[str, str]
 
 
-def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> Timed:
+def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> LayerTimes:
     """Measure the three products of layers in training, at every ratio, as a run would compute them
     here (:mod:`nmrun.fast.acceleration`), and the packing of their weights.
 
@@ -201,7 +205,7 @@ def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> Timed:
     dense: dict[str, list[float]] = defaultdict(list)  # by weight; measured beside each ratio
     sparse: dict[str, dict[int, float]] = defaultdict(dict)
     module: dict[str, str] = {}
-    left: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for n in halved(m)[1:]:
         config = config_of(Pattern(n, m))
         parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)
@@ -210,23 +214,24 @@ def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> Timed:
             choice = choices.get(weight.name)
             module[weight.name] = weight.module_name
             if choice is None or not choice.times:
-                left.setdefault(
+                reasons.setdefault(
                     weight.name, choice.reason if choice else "trainer.acceleration=off"
                 )
                 continue
-            found = _milliseconds(choice, config, parts, weight)
-            dense[weight.name].append(found[0])
-            sparse[weight.name][n] = found[1]
+            dense_time, sparse[weight.name][n] = _milliseconds(choice, config, parts, weight)
+            dense[weight.name].append(dense_time)
     costs: Costs = {}
-    for name, taken in dense.items():
-        own = costs.setdefault(module[name], dict.fromkeys(halved(m), 0.0))
-        whole = statistics.median(taken)
-        for n in own:
-            own[n] += min(whole, sparse[name].get(n, whole))
-    left = {module[name]: why for name, why in left.items() if module[name] not in costs}
+    for name, milliseconds in dense.items():
+        totals = costs.setdefault(module[name], dict.fromkeys(halved(m), 0.0))
+        whole = statistics.median(milliseconds)
+        for n in totals:
+            totals[n] += min(whole, sparse[name].get(n, whole))
+    reasons = {module[name]: why for name, why in reasons.items() if module[name] not in costs}
     if not costs:
-        raise ConfigError(f"no layer's time is measured: {'; '.join(dict.fromkeys(left.values()))}")
-    return Timed(costs, left)
+        raise ConfigError(
+            f"no layer's time is measured: {'; '.join(dict.fromkeys(reasons.values()))}"
+        )
+    return LayerTimes(costs, reasons)
 
 
 def _milliseconds(
@@ -237,11 +242,11 @@ def _milliseconds(
     without = times[ONEDNN if onednn.is_faster(times) else "dense"].dense
     if not choice.is_sparse:
         return without, without
-    own = times[str(choice.path)]
+    timing = times[str(choice.path)]
     gradient = times[onednn.best_gradient(times)].weight_gradient
     recipe = parts.handle.recipe
     with recipe.at(parts.total_steps - 1):  # its sparse phase
         masked = recipe.masks_gradient(weight) and trainer.clip is None
     if masked or trainer.mvue is not None:
-        gradient = min(gradient, own.weight_gradient)
-    return without, own.step(trainer.accumulate) + gradient
+        gradient = min(gradient, timing.weight_gradient)
+    return without, timing.step(trainer.accumulate) + gradient

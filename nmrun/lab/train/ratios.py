@@ -21,7 +21,7 @@ from nmrun.patterns import Pattern
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.train.ratio_search import Costs, Proposal, Timed
+    from nmrun.lab.train.ratio_search import Costs, LayerTimes, Proposal
 
 GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
 
@@ -64,14 +64,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.run}: {why}")
     verbs.demand_consent(options.run, there.result["config"], options.yes, ("recipe", *verbs.BUILT))
     try:
-        lines = _proposed(options.run, options.budget, options.m, options.cost)
+        lines = _proposal_lines(options.run, options.budget, options.m, options.cost)
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     print("\n".join(lines))
     return 0
 
 
-def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
+def _proposal_lines(run: Path, budget: float, m: int, cost: str) -> list[str]:
     import torch
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
@@ -97,47 +97,49 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
     }
     words = _settings(config)
     costs: Costs | None = None  # None: weights
-    timed: Timed | None = None
+    timed: LayerTimes | None = None
     if cost == "flops":
         names = [c.module_name for c in select(model, Pattern(1, m), **limits)[0]]
         costs = ratio_search.flops_by_layer(model, names, task, m)
     if cost == "time":
         plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
-        timed = ratio_search.times_by_layer(lambda ratio: config_of([*plain, _of(ratio)]), m)
+        timed = ratio_search.times_by_layer(
+            lambda ratio: config_of([*plain, _sparsity_word(ratio)]), m
+        )
         costs = timed.costs
-    found = ratio_search.search_ratios(model, budget, m, costs, **limits)
-    base = Pattern(min(max(1, round(found.density * m)), m - 1), m)
+    proposal = ratio_search.search_ratios(model, budget, m, costs, **limits)
+    base = Pattern(min(max(1, round(proposal.density * m)), m - 1), m)
     ratios = ", ".join(
-        f"{name}: {'dense' if r.n == r.m else r}" for name, r in found.ratios.items()
+        f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items()
     )
-    words += [_of(base), f"sparsity.overrides={{{ratios}}}"]
-    used = f"  {cost} {found.used:.3f} of dense, budget {budget:g}"
+    words += [_sparsity_word(base), f"sparsity.overrides={{{ratios}}}"]
+    used = f"  {cost} {proposal.used:.3f} of dense, budget {budget:g}"
     if timed is not None:
-        total = sum(own[m] for own in timed.costs.values())
-        used += f" ({found.used * total:.3g} of {total:.3g} ms for a micro-batch)"
-    return [*_table(found, timed), used, f"  nmrun {' '.join(map(shlex.quote, words))}"]
+        total = sum(layer_costs[m] for layer_costs in timed.costs.values())
+        used += f" ({proposal.used * total:.3g} of {total:.3g} ms for a micro-batch)"
+    return [*_table(proposal, timed), used, f"  nmrun {' '.join(map(shlex.quote, words))}"]
 
 
-def _table(found: Proposal, timed: Timed | None) -> list[str]:
-    width = max(map(len, found.ratios))
+def _table(proposal: Proposal, timed: LayerTimes | None) -> list[str]:
+    width = max(map(len, proposal.ratios))
     lines = []
     if timed is not None:
         lines.append(f"  {'layer':<{width}}  {'ratio':>7}  {'dense':>11}  {'sparse':>11}")
-    for name, ratio in found.ratios.items():
+    for name, ratio in proposal.ratios.items():
         line = f"  {name:<{width}}  {ratio!s:>7}  "
         if timed is not None and name not in timed.costs:
             lines.append(
-                f"{line}stays dense, not measured: {timed.left.get(name, 'the recipe leaves it')}"
+                f"{line}stays dense, not measured: {timed.reasons.get(name, 'the recipe leaves it')}"
             )
             continue
         if timed is not None:
-            own = timed.costs[name]
-            line += f"{own[ratio.m]:8.3f} ms  {own[ratio.n]:8.3f} ms  "
-        lines.append(f"{line}keeps {found.kept[name]:.1%} of the squared weights")
+            layer_costs = timed.costs[name]
+            line += f"{layer_costs[ratio.m]:8.3f} ms  {layer_costs[ratio.n]:8.3f} ms  "
+        lines.append(f"{line}keeps {proposal.shares[name]:.1%} of the squared weights")
     return lines
 
 
-def _of(ratio: Pattern) -> str:
+def _sparsity_word(ratio: Pattern) -> str:
     return f"sparsity={ratio}"
 
 

@@ -71,12 +71,12 @@ def write(
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """What loggers show of a run that has ended, without nesting: metrics, those of the best
     weights under ``best/``, FLOPs under ``flops/``, and how it ended."""
-    metrics, told = result["metrics"], ("status", "error", "metric", "seconds", "training_seconds")
+    metrics, keys = result["metrics"], ("status", "error", "metric", "seconds", "training_seconds")
     return {
         **metrics["final"],
         **{f"best/{key}": value for key, value in metrics["best"].items()},
         **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
-        **{key: result[key] for key in told if key in result},
+        **{key: result[key] for key in keys if key in result},
         "commit": result["environment"].get("commit"),
     }
 
@@ -87,16 +87,16 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
         at = f" at step {loop.steps.step} of {loop.steps.total_steps}" if loop else ""
-        told = f"  interrupted{at}; the same command goes on from the last checkpoint"
-        console.say(f"{told}\n  {folder}", style="yellow")
+        message = f"  interrupted{at}; the same command goes on from the last checkpoint"
+        console.say(f"{message}\n  {folder}", style="yellow")
     else:
         final, best = result["metrics"]["final"], result["metrics"]["best"]
         metric, sparsity = result["metric"], result["sparsity"]
         layers = sparsity["layers"]
-        held = sum(layer["holds"] for layer in layers)
-        pattern = f"; {sparsity['pattern']} holds in {held} of {len(layers)} layers"
-        told = f"{by_split(final, metric)}{pattern if layers else ''}"
-        console.say(f"  {metric}: {told}; {result['seconds']:.1f} s", style="bold green")
+        count = sum(layer["holds"] for layer in layers)
+        pattern = f"; {sparsity['pattern']} holds in {count} of {len(layers)} layers"
+        scores = f"{by_split(final, metric)}{pattern if layers else ''}"
+        console.say(f"  {metric}: {scores}; {result['seconds']:.1f} s", style="bold green")
         if best:
             word = "epoch" if isinstance(result["config"]["trainer"]["eval_every"], int) else "step"
             console.detail(f"  best {word} by validation, {best[word]}: {by_split(best, metric)}")
@@ -115,22 +115,22 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     evaluation, report = loop.evaluation, loop.handle.report()
     began, metric = time.perf_counter(), f"eval/{loop.task.metric}"
     last = evaluation.last if evaluation.last.get("step") == loop.steps.step else {}
-    known = {key: value for key, value in last.items() if key.startswith("eval/")}
+    validation = {key: value for key, value in last.items() if key.startswith("eval/")}
     if loop.average.last > 1:
-        known = {}
-    of_dense = evaluation.evaluate_dense("test")
-    if not known:
-        of_dense |= evaluation.evaluate_dense("val")
-    if not math.isfinite(known.get(metric, 0.0)):
+        validation = {}
+    dense = evaluation.evaluate_dense("test")
+    if not validation:
+        dense |= evaluation.evaluate_dense("val")
+    if not math.isfinite(validation.get(metric, 0.0)):
         raise RunError(f"the final {metric} is not finite")
     if evaluation.trainer.evaluate != "sparse" and loop.handle.sparse:
-        save_weights(folder / DENSE, loop.held.gathered(loop.held.dense_state_dict()))
+        save_weights(folder / DENSE, loop.strategy.gather(loop.strategy.dense_state_dict()))
     weights = loop.finalize()  # from here on, what is evaluated is what is saved
-    save_weights(folder / FINAL, loop.held.gathered(weights))
+    save_weights(folder / FINAL, loop.strategy.gather(weights))
     best: dict[str, float] = dict(evaluation.best)
     if best:
-        save_weights(folder / BEST, loop.held.gathered(evaluation.best_weights))
-    final = (known or evaluation.evaluate("val")) | evaluation.evaluate("test") | of_dense
+        save_weights(folder / BEST, loop.strategy.gather(evaluation.best_weights))
+    final = (validation or evaluation.evaluate("val")) | evaluation.evaluate("test") | dense
     if not math.isfinite(final[metric]):
         raise RunError(f"the final {metric} is not finite")
     if best:
@@ -139,8 +139,8 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
             for key, value in final.items()
             if key.startswith("test/") and "/dense/" not in key
         }
-        if not known or best.get("step") != loop.steps.step:  # earlier versions kept no step
-            loop.held.load_final_state_dict(evaluation.best_weights)
+        if not validation or best.get("step") != loop.steps.step:  # earlier versions kept no step
+            loop.strategy.load_final_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
         best |= {"candidates": evaluation.candidates, **tested}
     loop.seconds += time.perf_counter() - began

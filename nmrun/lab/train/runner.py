@@ -59,8 +59,9 @@ def run(
     ranks.begin(config.trainer.device)
     try:
         with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
-            known = _without_training(config, folder, ours) if ranks.leads() else None
-            outcome = ranks.from_leader(known)
+            outcome = ranks.from_leader(
+                _without_training(config, folder, ours) if ranks.leads() else None
+            )
             outcome = outcome or _Run(config, folder, sweep, command).result()
     except ConfigError:
         with contextlib.suppress(OSError):
@@ -81,8 +82,8 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
     if config.force:
         return None
     there = RunFolder(folder)
-    if (done := there.finished()) is not None:
-        return {**done, "status": "skipped"}
+    if (result := there.finished()) is not None:
+        return {**result, "status": "skipped"}
     wrong = there.broken()
     error = ""
     if there.is_of_another:  # its checkpoint is not this run's either
@@ -141,11 +142,11 @@ class _Run:
             if self.signals.caught is not None:
                 return self._interrupted(signal.SIGTERM)
             line = (str(error).strip().splitlines() or [""])[0]
-            told = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
+            message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
             if isinstance(error, OSError) and error.errno in atomic.FULL:
-                told = f"{error.filename}: {error.strerror}"
+                message = f"{error.filename}: {error.strerror}"
             of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
-            return {"status": "failed", "error": told, "of_machine": of_machine}
+            return {"status": "failed", "error": message, "of_machine": of_machine}
 
     def _interrupted(self, otherwise: signal.Signals) -> dict[str, Any]:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
@@ -176,15 +177,15 @@ class _Run:
                 else:
                     accumulate, fresh = 2 * self.loop.steps.accumulate, False
                     where = f"step {self.loop.steps.step + 1}"
-                told = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
+                message = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
                 if trainer.on_oom != "halve" or accumulate > trainer.batch_size or several:
                     raise RunError(
-                        f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
+                        f"{message}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
                     ) from error
             # out of the handler, so that nothing holds on to the tensors of the failed step
             if outcome is None:
                 self._free()
-                self.console.say(f"  {told}; on with trainer.accumulate={accumulate}")
+                self.console.say(f"  {message}; on with trainer.accumulate={accumulate}")
         return outcome
 
     def _free(self) -> None:
@@ -201,13 +202,13 @@ class _Run:
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         if state is None and not (fresh or complaints) and (folder / CONFIG).exists():
             complaints = ["begins anew: it ended before its first checkpoint"]
-        self._refuse_another_run_s(state)
+        self._refuse_other_run(state)
         there = RunFolder(folder)
-        said = "finished before, but " if there.is_finished else ""
-        complaints += [f"{said}{name}: {what}" for name, what in there.broken().items()]
+        prefix = "finished before, but " if there.is_finished else ""
+        complaints += [f"{prefix}{name}: {what}" for name, what in there.broken().items()]
         rows = (state or {}).get("rows")
         accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
-        parts, planned, found = trials.parts(config, state, accumulate)
+        parts, planned, decay_search = trials.parts(config, state, accumulate)
         if ranks.leads():
             self._begin_files(anew=state is None)
         self.console.note(title(config))
@@ -217,9 +218,9 @@ class _Run:
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)
         if state is None:
-            if found:
-                loop.count_beforehand(found.seconds, found.flops)
-                loop.events.insert(0, found.said)
+            if decay_search:
+                loop.count_beforehand(decay_search.seconds, decay_search.flops)
+                loop.events.insert(0, decay_search.event)
             if planned:
                 loop.events.insert(0, planned)
             for event in loop.events:
@@ -253,12 +254,12 @@ class _Run:
         with self.signals.set("act" if alone else "wait"):
             return results.finish(folder, loop)
 
-    def _refuse_another_run_s(self, state: dict[str, Any] | None) -> None:
-        own = identity(self.config)
-        there = (state or {}).get("id", own)  # checkpoints of earlier versions have none
-        if there != own:
+    def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
+        run_id = identity(self.config)
+        saved = (state or {}).get("id", run_id)  # checkpoints of earlier versions have none
+        if saved != run_id:
             raise RunError(
-                f"checkpoint.pt is of run {there}, this is run {own}: put this run's own checkpoint back, "
+                f"checkpoint.pt is of run {saved}, this is run {run_id}: put this run's own checkpoint back, "
                 "or start over with force=true"
             )
 
@@ -293,5 +294,5 @@ def _forced_before(folder: Path) -> bool:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or "DefaultCPUAllocator" in str(error)
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return out_of_memory or "DefaultCPUAllocator" in str(error)

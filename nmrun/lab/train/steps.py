@@ -51,14 +51,14 @@ class TrainingSteps:
         forward: Any = self.model
         if how := self.trainer.compile:
             forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
-        self.held = Replicated(self.model, self.optimizer, self.handle)
+        self.strategy = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
         if self.in_step:
             from nmrun.lab.train.fsdp import Sharded  # half a second that others need not wait for
 
-            self.held = Sharded(self.model, self.optimizer, self.handle)
-        self.forward: Any = self.held.forward(forward)
+            self.strategy = Sharded(self.model, self.optimizer, self.handle)
+        self.forward: Any = self.strategy.forward(forward)
         if ranks.world() > 1:
             # dropout differs between ranks, the weights do not
             torch.manual_seed(config.seed + 1_000_003 * ranks.rank())
@@ -135,10 +135,10 @@ class TrainingSteps:
         """What a checkpoint has of model, optimizer and scaler; and under ``loop`` of the counts."""
         counts = {name: getattr(self, name) for name in COUNTS}
         counts |= {"losses": list(self.losses), "flops": dict(self.flops)}
-        return {**self.held.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
+        return {**self.strategy.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held.load_state_dict(state)
+        self.strategy.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         for name in COUNTS:
             setattr(self, name, state["loop"][name])
@@ -263,10 +263,10 @@ def broken(model: nn.Module) -> list[str]:
     return [name for name, tensor in _named_tensors(model) if not is_finite(tensor)]
 
 
-def _recorder(name: str, found: list[str]) -> Any:
+def _recorder(name: str, outputs: list[str]) -> Any:
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if not all(is_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
-            found.append(f"{name} ({type(module).__name__})")
+            outputs.append(f"{name} ({type(module).__name__})")
 
     return record
 

@@ -142,16 +142,16 @@ def _step(row: dict[str, Any]) -> float:
     return step if type(step) is int else math.inf
 
 
-def _lost(found: list[int], mark: list[int] | None, damaged: list[int]) -> list[str]:
+def _lost(actual: list[int], expected: list[int] | None, damaged: list[int]) -> list[str]:
     """What is to be said of rows that a checkpoint counts on and that are not there."""
-    if found == mark or not (mark or damaged):
+    if actual == expected or not (expected or damaged):
         return []
     where = f" (damaged: line {', '.join(map(str, damaged))})" if damaged else ""
-    if mark is None:  # an earlier version's checkpoint
+    if expected is None:  # an earlier version's checkpoint
         return [f"metrics.jsonl: rows may be lost{where}"]
-    if found[0] < mark[0]:
-        return [f"metrics.jsonl: {mark[0] - found[0]} of {mark[0]} rows are lost{where}"]
-    return [f"metrics.jsonl: not the {mark[0]} rows that were logged; it was changed{where}"]
+    if actual[0] < expected[0]:
+        return [f"metrics.jsonl: {expected[0] - actual[0]} of {expected[0]} rows are lost{where}"]
+    return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed{where}"]
 
 
 MLFLOW_ID = "nmrun.id"  # the tag by which a resumed run finds its own
@@ -228,8 +228,8 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     mode = os.environ.get("WANDB_MODE") or track["mode"]
     if mode == "disabled":
         return None
-    known = logged_in()
-    online = mode in ("online", "auto") and known
+    has_key = logged_in()
+    online = mode in ("online", "auto") and has_key
     if mode == "online" and not online:
         run.say("W&B: not logged in (wandb login), tracking offline")
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -259,19 +259,19 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     for old in (run.folder / "wandb").glob("*run-*"):
         shutil.rmtree(old, ignore_errors=True)
     # by default all who have no login track offline, and need not be told
-    say = None if mode == "auto" and not known else run.say
-    begun = WandBLogger(wandb.init(mode="offline", **arguments), say)
+    say = None if mode == "auto" and not has_key else run.say
+    logger = WandBLogger(wandb.init(mode="offline", **arguments), say)
     for row in run.history:
-        begun.log(row)
+        logger.log(row)
     import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
 
-    return begun
+    return logger
 
 
 def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
     """What is logged here is sent; the state of git, the console and statistics of the machine if
     they are asked for, source code never."""
-    wanted: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "silent": True,
         "console": "wrap" if track["console"] else "off",
         "init_timeout": INIT_TIMEOUT,
@@ -283,8 +283,8 @@ def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
         "x_disable_machine_info": not track["system"],
         "x_save_requirements": False,
     }
-    known = wandb.Settings.model_fields  # these differ between versions
-    return wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
+    fields = wandb.Settings.model_fields  # these differ between versions
+    return wandb.Settings(**{key: value for key, value in settings.items() if key in fields})
 
 
 def logged_in() -> bool:
@@ -321,11 +321,11 @@ def begin_tensorboard(run: TrackedRun) -> TensorBoardLogger:
 
     folder = run.folder / "tensorboard"
     shutil.rmtree(folder, ignore_errors=True)
-    begun = TensorBoardLogger(SummaryWriter(str(folder)))
-    begun._writer.add_text("config", _block(run.config))
+    logger = TensorBoardLogger(SummaryWriter(str(folder)))
+    logger._writer.add_text("config", _block(run.config))
     for row in run.history:
-        begun.log(row)
-    return begun
+        logger.log(row)
+    return logger
 
 
 def _block(plain: dict[str, Any]) -> str:
@@ -370,20 +370,20 @@ def begin_mlflow(run: TrackedRun) -> MLflowLogger:
     place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
     client = MlflowClient(place)
     project = track.get("project", "nmrun")
-    found = client.get_experiment_by_name(project)
-    experiment = found.experiment_id if found else client.create_experiment(project)
+    experiment = client.get_experiment_by_name(project)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
     if run.history:
         for old in client.search_runs(
-            [experiment], f"tags.`{MLFLOW_ID}` = '{run.id}'", max_results=1
+            [experiment_id], f"tags.`{MLFLOW_ID}` = '{run.id}'", max_results=1
         ):
             client.update_run(old.info.run_id, "RUNNING")
             return MLflowLogger(client, old.info.run_id)
     tags = {MLFLOW_ID: run.id, **({"sweep": run.sweep} if run.sweep else {})}
     tags |= dict.fromkeys(track["tags"], "")
-    begun = client.create_run(experiment, tags=tags, run_name=run.name)
+    created = client.create_run(experiment_id, tags=tags, run_name=run.name)
     for key, value in flatten(run.config).items():
-        client.log_param(begun.info.run_id, key, str(value)[:MLFLOW_LONGEST])
-    return MLflowLogger(client, begun.info.run_id)
+        client.log_param(created.info.run_id, key, str(value)[:MLFLOW_LONGEST])
+    return MLflowLogger(client, created.info.run_id)
 
 
 LOGGERS: dict[str, tuple[str, Callable[[TrackedRun], Logger | None]]] = {

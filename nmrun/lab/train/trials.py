@@ -28,23 +28,23 @@ from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 def parts(
     config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
-) -> tuple[Parts, str, FoundDecay | None]:
+) -> tuple[Parts, str, DecaySearch | None]:
     """Build the parts of a run, with what was found out for it, which its checkpoint ``state`` has,
     if there is one.
 
     Without ``search`` the decay of ``recipe.decay=auto`` is 0. Returns the parts; where a budget of
     seconds was planned now, a sentence on its steps; and what a search found now.
     """
-    steps, said, found = None, "", None
+    steps, event, decay_search = None, "", None
     trainer = {**config.plain["trainer"], "accumulate": accumulate}
     config = Config({**config.plain, "trainer": trainer}, config.pattern)
     if (config.trainer.budget or "").startswith("seconds:"):
-        steps, said = (state["total_steps"], "") if state else steps_of_budget(config)
+        steps, event = (state["total_steps"], "") if state else steps_of_budget(config)
     if config.recipe.options.get("decay") == "auto":
-        found = find_decay(config, steps) if search and state is None else None
-        recipe = {**config.plain["recipe"], "decay": found.decay if found else 0.0}
+        decay_search = find_decay(config, steps) if search and state is None else None
+        recipe = {**config.plain["recipe"], "decay": decay_search.decay if decay_search else 0.0}
         config = Config({**config.plain, "recipe": recipe}, config.pattern)
-    return build(config, steps, (state or {}).get("acceleration")), said, found
+    return build(config, steps, (state or {}).get("acceleration")), event, decay_search
 
 
 FIRST_LOOK = 6  # steps that say how long the trial can be
@@ -93,35 +93,35 @@ def _trial(
     parts = build(config, total_steps)
     trial = TrainingSteps(config, parts)
     parts.model.train()
-    taken: list[tuple[str, float]] = []
+    durations: list[tuple[str, float]] = []
     for step in range(min(steps, parts.total_steps)):
         began = time.perf_counter()
         measure = (step + 1) % log_every == 0
         trial.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=measure)
         synchronize(parts.device)
-        taken.append((parts.handle.phase, time.perf_counter() - began))
+        durations.append((parts.handle.phase, time.perf_counter() - began))
     epoch = parts.task.batches_per_epoch
     del trial, parts
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return ranks.from_leader(mean_by_phase(taken)), epoch
+    return ranks.from_leader(mean_by_phase(durations)), epoch
 
 
-def mean_by_phase(taken: list[tuple[str, float]]) -> float:
+def mean_by_phase(durations: list[tuple[str, float]]) -> float:
     """Compute the mean seconds of a step.
 
     Each phase counts by its number of steps, with the mean over all but its first ones (three, or
     half where there are few).
 
     Args:
-        taken: the phase and the seconds of each step, in order.
+        durations: the phase and the seconds of each step, in order.
     """
     total = 0.0
-    for _, steps in groupby(taken, key=lambda step: step[0]):
+    for _, steps in groupby(durations, key=lambda step: step[0]):
         seconds = [second for _, second in steps]
         counted = seconds[min(WARM_UP, len(seconds) // 2) :]
         total += len(seconds) * sum(counted) / len(counted)
-    return total / len(taken)
+    return total / len(durations)
 
 
 LOW, HIGH = 0.60, 0.95
@@ -129,12 +129,12 @@ GRID = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
 PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
 
 
-class FoundDecay(NamedTuple):
+class DecaySearch(NamedTuple):
     """What a search found; ``flops`` are by the names of ``TrainingSteps.flops``, without
     ``training_dense``."""
 
     decay: float
-    said: str
+    event: str
     seconds: float
     flops: Counter[str]
 
@@ -146,11 +146,11 @@ class Probe(NamedTuple):
     flops: dict[str, int]
 
 
-def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
+def find_decay(config: Config, total_steps: int | None = None) -> DecaySearch:
     """Search up or down from 2e-4, by half powers of ten, for the first decay whose mu is in range.
 
     Every probe trains from the initial weights for a tenth of the run. If no value is in range, it
-    is the one nearest to it in the direction of the search, which ``said`` tells.
+    is the one nearest to it in the direction of the search, which ``event`` tells.
     """
     began, flops = time.perf_counter(), Counter[str]()
 
@@ -161,8 +161,8 @@ def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
 
     dense = rate(0.0, dense=True)
     if dense == 0:
-        said = "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
-        return FoundDecay(2e-4, said, time.perf_counter() - began, flops)
+        event = "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
+        return DecaySearch(2e-4, event, time.perf_counter() - began, flops)
     tried: dict[int, float] = {}
     at = GRID.index(2e-4)
     while 0 <= at < len(GRID) and at not in tried:
@@ -175,10 +175,10 @@ def find_decay(config: Config, total_steps: int | None = None) -> FoundDecay:
     verdict = (
         "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
     )
-    said = (
+    event = (
         f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"
     )
-    return FoundDecay(GRID[best], said, time.perf_counter() - began, flops)
+    return DecaySearch(GRID[best], event, time.perf_counter() - began, flops)
 
 
 def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = None) -> Probe:

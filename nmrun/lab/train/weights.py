@@ -48,7 +48,7 @@ def check_masks(place: str) -> None:
 def load(
     model: nn.Module,
     place: str,
-    asked: str,
+    setting: str,
     heads: Collection[str] = (),
     part: Collection[str] = (),
 ) -> None:
@@ -57,37 +57,37 @@ def load(
 
     ``heads`` are modules that may be another task's: they stay where the run has none of the same
     shape. ``part`` is the module that may be another task's whole network: where the run has
-    nothing of that name, the module gets its weights. ``asked`` is the key and value for errors.
+    nothing of that name, the module gets its weights. ``setting`` is the key and value for errors.
     ConfigError where no finished run is there, another network's, or weights that were changed
     since.
     """
     folder, file = weights_in(place)
     if why := folder.without(file):
-        raise ConfigError(f"{asked}: {why}")
+        raise ConfigError(f"{setting}: {why}")
     try:
         state = load_file(folder.checked(file))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{asked}: {file} cannot be read ({error})") from None
+        raise ConfigError(f"{setting}: {file} cannot be read ({error})") from None
     except RunError as error:
-        raise ConfigError(f"{asked}: {error}") from None
+        raise ConfigError(f"{setting}: {error}") from None
     folder.tell_unverified()
     for name in part:
         if not any(key.startswith(f"{name}.") for key in state):
             model = model.get_submodule(name)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    unlike = {*own.items()} ^ {*theirs.items()}
-    of_heads = {name for name, _ in unlike if name.partition(".")[0] in heads}
-    differing = sorted(item for item in unlike if item[0] not in of_heads)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    unlike = {*expected.items()} ^ {*saved.items()}
+    head_names = {name for name, _ in unlike if name.partition(".")[0] in heads}
+    differing = sorted(item for item in unlike if item[0] not in head_names)
     if differing:
         name = differing[0][0]
-        here, there = (str(shapes.get(name, "missing")) for shapes in (own, theirs))
+        here, there = (str(shapes.get(name, "missing")) for shapes in (expected, saved))
         raise ConfigError(
-            f"{asked} is another network than this run's: {name} is {there} there and {here} here"
+            f"{setting} is another network than this run's: {name} is {there} there and {here} here"
         )
     model.load_state_dict(
-        {name: tensor for name, tensor in state.items() if name not in of_heads},
-        strict=not of_heads,
+        {name: tensor for name, tensor in state.items() if name not in head_names},
+        strict=not head_names,
     )
 
 
@@ -112,19 +112,19 @@ class Replicated:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def distribute(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This process's parts of tensors by name: as they are."""
         return dict(tensors)
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`handed_out`, for a file: on the CPU, contiguous."""
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`distribute`, for a file: on the CPU, contiguous."""
         return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def final_state_dict(self) -> dict[str, Tensor]:
         """Copies of what the model would have if training ended now, sparse weights N:M."""
-        own = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}
+        sparse = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}
         saved = self.model.state_dict().items()
-        plain = {name: own[name] if name in own else t.detach().clone() for name, t in saved}
+        plain = {name: sparse[name] if name in sparse else t.detach().clone() for name, t in saved}
         return dict(sorted(plain.items()))
 
     def dense_state_dict(self) -> dict[str, Tensor]:
@@ -153,8 +153,8 @@ class Average:
         self.count = 0
 
     @torch.no_grad()
-    def add(self, left: int) -> None:
-        if self.last == 1 or left >= self.last:
+    def add(self, remaining: int) -> None:
+        if self.last == 1 or remaining >= self.last:
             return
         with self.handle.dense_weights():
             for name, tensor in self._tensors().items():
@@ -176,11 +176,11 @@ class Average:
     def load_state_dict(
         self,
         state: dict[str, Any],
-        handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+        distribute: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
-        """Restore :meth:`state_dict`; ``handed_out`` gives this process's parts of whole
+        """Restore :meth:`state_dict`; ``distribute`` gives this process's parts of whole
         tensors."""
-        sums = handed_out(state["sums"]) if state["count"] else {}
+        sums = distribute(state["sums"]) if state["count"] else {}
         self.sums = {
             name: sums[name].to(tensor.device)
             for name, tensor in self._tensors().items()

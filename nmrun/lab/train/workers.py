@@ -81,9 +81,9 @@ def _start_trackers() -> None:
     """Start what joblib and Python start before the first worker: that would unblock signals."""
     resource_tracker.ensure_running()
     with contextlib.suppress(ImportError):
-        from joblib.externals.loky.backend import resource_tracker as of_joblib
+        from joblib.externals.loky.backend import resource_tracker as joblib_tracker
 
-        of_joblib.ensure_running()
+        joblib_tracker.ensure_running()
 
 
 def note_killed(folder: Path) -> None:
@@ -154,12 +154,12 @@ STYLES = {"finished": "green", "failed": "bold red", "refused": "bold red", "kil
 
 class SweepTable:
     """While entered, a thread reads the record of a sweep and the files of its runs, and draws the
-    table on a terminal. ``left`` is called once where nobody reads the output any more."""
+    table on a terminal. ``on_broken_pipe`` is called once where nobody reads the output any more."""
 
-    def __init__(self, folder: Path, left: Callable[[], None]) -> None:
-        self.folder, self.left = folder, left
+    def __init__(self, folder: Path, on_broken_pipe: Callable[[], None]) -> None:
+        self.folder, self.on_broken_pipe = folder, on_broken_pipe
         self.is_drawn = False
-        self._told = 0
+        self._next = 0
         self._trainers: dict[str, dict[str, Any]] = {}  # of runs by their folder
         self._live: Any = None
         self._over = threading.Event()
@@ -196,15 +196,15 @@ class SweepTable:
                 self._look()
             self._look()
         except SystemExit:
-            self.left()
+            self.on_broken_pipe()
 
     def _look(self) -> None:
         record = sweep.read(self.folder)
-        for line in record.done[self._told :]:
+        for line in record.done[self._next :]:
             if line["status"] == "planned":  # a list of all follows at the end
                 continue
             self._tell(job_line(self.folder, record, line), STYLES.get(line["status"], ""))
-        self._told = len(record.done)
+        self._next = len(record.done)
         if self._live is not None:
             rows = [self._row(record, line) for _, line in sorted(record.running.items())]
             width, height = shutil.get_terminal_size()
@@ -227,18 +227,18 @@ class SweepTable:
         now = run_folder.position_of(Path(place), trainer) if place else None
         if now is None:
             return (name, "", "begins", "", "")
-        left = "" if now.left is None else sweep.span(now.left)
-        return (name, now.phase, now.epoch or now.steps, now.validation, left)
+        remaining = "" if now.left is None else sweep.span(now.left)
+        return (name, now.phase, now.epoch or now.steps, now.validation, remaining)
 
 
 def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     status = line["status"]
     final = (line.get("metrics") or {}).get("final", {})
     if status in ("finished", "skipped") and line.get("metric"):
-        said = notation.by_split(final, line["metric"])
+        scores = notation.by_split(final, line["metric"])
         status = "finished already" if status == "skipped" else status
         took = f"; {sweep.span(line['seconds'])}" if line["status"] == "finished" else ""
-        return f"{sweep.name(record, line)}: {status}, {line['metric']} {said}{took}"
+        return f"{sweep.name(record, line)}: {status}, {line['metric']} {scores}{took}"
     parts = [f"{status}: {line['error']}" if line.get("error") else status]
     if status in ("failed", "refused", "killed") and line.get("job"):
         parts.append(str(sweep.log_of(folder, line["job"])))
@@ -251,9 +251,9 @@ def footer(record: sweep.Record, running: int) -> str:
     words = [f"{len(record.done)} of {record.jobs or '?'} jobs done"]
     words += [f"{counts[key]} {key}" for key in ("failed", "refused", "killed") if key in counts]
     words.append(f"{running} running")
-    passed, left = record.elapsed(running=True), record.left()
+    passed, remaining = record.elapsed(running=True), record.left()
     times = [] if passed is None else [f"{sweep.span(passed)} so far"]
-    times += [] if left is None else [f"{sweep.span(left)} left"]
+    times += [] if remaining is None else [f"{sweep.span(remaining)} left"]
     if record.signal is not None:
         name = signal.Signals(record.signal).name
         return f"{', '.join(words)}; {name}: each saves its run, a second one ends them at once"

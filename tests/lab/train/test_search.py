@@ -98,7 +98,7 @@ def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
         assert kept == pytest.approx(max(k for c, k in every.values() if c <= budget), abs=1e-6)
         assert found.used == pytest.approx(cost, abs=1e-12)
         assert {ratio.m for ratio in found.ratios.values()} == {M}
-        assert sum(found.kept.values()) == pytest.approx(kept, abs=1e-6)
+        assert sum(found.shares.values()) == pytest.approx(kept, abs=1e-6)
 
 
 def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
@@ -251,8 +251,8 @@ def test_times_are_those_of_the_products_that_would_run(
 
     found = times_by_layer(config_of, M)
     assert found.costs == {"inner.0": {16: dense, **sparse}}
-    assert list(found.left) == ["inner.1"]
-    assert found.left["inner.1"].startswith("its products are too small to gain (1024 to 64,")
+    assert list(found.reasons) == ["inner.1"]
+    assert found.reasons["inner.1"].startswith("its products are too small to gain (1024 to 64,")
     assert not list(tmp_path.iterdir())
 
 

@@ -265,8 +265,8 @@ def test_several_seeds_in_one_job(tmp_path: Path) -> None:
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
     composition.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        outcome = jobs._outcomes_of(compose("nmrun", words), None)
-        again = jobs._outcomes_of(compose("nmrun", words), None)
+        outcome = jobs._job_outcome(compose("nmrun", words), None)
+        again = jobs._job_outcome(compose("nmrun", words), None)
     assert sorted(
         p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
     ) == ["s3", "s5"]

@@ -364,8 +364,8 @@ def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> 
         ("skipped", "finished", "finished"),
     ):
         ends = iter([{"status": first}, {"status": second}])
-        monkeypatch.setattr(jobs, "_outcome", lambda *_, ends=ends: next(ends))
-        assert jobs._outcomes_of(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None) == {
+        monkeypatch.setattr(jobs, "_run_outcome", lambda *_, ends=ends: next(ends))
+        assert jobs._job_outcome(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None) == {
             "status": most
         }
 
