@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
         )
     from nmrun.lab.bench import options
 
-    found = vars(options.parse(what, words))
-    out, on_cpu = found.pop("out"), found.pop("on_cpu")
+    arguments = vars(options.parse(what, words))
+    out, on_cpu = arguments.pop("out"), arguments.pop("on_cpu")
     import torch
 
     from nmrun.lab.bench import harness
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     module = importlib.import_module(f"nmrun.lab.bench.{'infer_cpu' if on_cpu else what}")
     threads = torch.get_num_threads()
     try:
-        harness.run(what, module.benchmark(**found), out, words)
+        harness.run(what, module.benchmark(**arguments), out, words)
     finally:
         torch.set_num_threads(threads)
     return 0

@@ -98,22 +98,24 @@ def driver() -> str:
     """The NVIDIA driver's version, empty if there is none."""
     if not (tool := shutil.which("nvidia-smi")):
         return ""
-    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return next(iter(said.split()), "")
+    return next(iter(output.split()), "")
 
 
 def cusparselt() -> str:
     """The version of the cuSPARSELt that this process has loaded."""
     from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 
-    found = loaded_cusparselt()
-    if found is None:
+    library = loaded_cusparselt()
+    if library is None:
         return "not loaded (this torch has none): no 2:4 products by it"
-    version, path = found
+    version, path = library
     return f"{'.'.join(map(str, version))} ({path})"
 
 
@@ -136,9 +138,9 @@ def accelerated() -> Iterator[tuple[str, str]]:
         return
     right = {}
     for name, path in semi_structured.PATHS.items():
-        said = semi_structured.verdict(path)
-        yield "2:4 products", f"{name}: {said}"
-        if said == "right":
+        verdict = semi_structured.verdict(path)
+        yield "2:4 products", f"{name}: {verdict}"
+        if verdict == "right":
             right[name] = path
     for inputs, outputs in SHAPES if right else ():
         weight = semi_structured.transposable(outputs, inputs, "cuda")
@@ -147,10 +149,10 @@ def accelerated() -> Iterator[tuple[str, str]]:
         cells = [f"dense {dense:.3f} ms"]
         for name, path in right.items():
             expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
-            named, taken = semi_structured.fastest(
+            algorithm, sparse = semi_structured.fastest(
                 name, x, path.pack(weight, weight)[0], None, expected
             )
-            cells.append(f"{named} {taken:.3f} ms ({dense / taken:.2f}x)")
+            cells.append(f"{algorithm} {sparse:.3f} ms ({dense / sparse:.2f}x)")
         yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
 
 
@@ -179,10 +181,10 @@ def packed() -> Iterator[tuple[str, str]]:
             if torch.backends.mkldnn.is_available():
                 calls["oneDNN"] = [partial(OneDNN(weight, None, tokens), x)]
             with torch.no_grad():
-                taken = milliseconds(calls, x.device)
-            best = min(ms for name, ms in taken.items() if name != "packed")
-            cells = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(taken.items()))
+                times = milliseconds(calls, x.device)
+            best = min(ms for name, ms in times.items() if name != "packed")
+            cells = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(times.items()))
             yield (
                 "CPU products",
-                f"{pattern}, {inputs} to {outputs}, {tokens} tokens: {cells} ({best / taken['packed']:.2f}x)",
+                f"{pattern}, {inputs} to {outputs}, {tokens} tokens: {cells} ({best / times['packed']:.2f}x)",
             )

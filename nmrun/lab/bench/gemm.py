@@ -96,8 +96,8 @@ def measure(
     except torch.OutOfMemoryError:
         return [{**about, "path": name, "wrong": NO_MEMORY} for name in ("dense", *paths)]
     flops = 2 * tokens * inputs * outputs
-    for name, taken in times.items():
-        figures = speedup(taken, times["dense"])
+    for name, samples in times.items():
+        figures = speedup(samples, times["dense"])
         rate = {"tflops": flops / figures["ms"] / 1e9}
         chosen = {"algorithm": algorithms[name]} if name in algorithms else {}
         rows.append({**about, "path": name, **figures, **rate, **chosen})
@@ -118,9 +118,9 @@ def page(rows: list[Row], fp8: bool, count: int) -> str:
         return harness.spread(row, "speedup")
 
     for name in ("dense", *semi_structured.candidates(fp8)):
-        if some := [row for row in rows if row["path"] == name]:
-            wrong = {row.get("wrong") for row in some}
-            text = harness.grid(some, "shape", "tokens", cell)
+        if path_rows := [row for row in rows if row["path"] == name]:
+            wrong = {row.get("wrong") for row in path_rows}
+            text = harness.grid(path_rows, "shape", "tokens", cell)
             if len(wrong) == 1 and wrong != {None}:
                 text = f"{wrong.pop()}, at all sizes"
             parts.append(f"{name}:\n\n{text}")
@@ -187,8 +187,8 @@ def measure_on_cpu(
         arms[f"{ratio} forward"] = z
         arms[f"{ratio} step"] = partial(step, gradient)
         arms[f"{ratio} masked"] = partial(step, "sampled")
-        if found := measurement.fault(z, functional.linear(x, weight)):
-            wrong[ratio] = found
+        if fault := measurement.fault(z, functional.linear(x, weight)):
+            wrong[ratio] = fault
     with torch.no_grad():
         times = rounds(arms, count, clock)
     rows = []
@@ -197,13 +197,13 @@ def measure_on_cpu(
         bases = {name: times[f"{name} {'forward' if what == 'forward' else 'step'}"]
                  for name in LIBRARIES}  # fmt: skip
         better = min(bases, key=lambda name: statistics.median(bases[name]))
-        for name, taken in bases.items():
-            rows.append({**about, "what": what, "arm": name, **speedup(taken, bases[better])})
+        for name, samples in bases.items():
+            rows.append({**about, "what": what, "arm": name, **speedup(samples, bases[better])})
         for ratio in patterns:
-            taken, arm = times[f"{ratio} {what}"], {"arm": ratio, "dense": better}
-            over = {f"over_{name}": statistics.median(ratios(bases[name], taken))
+            samples, arm = times[f"{ratio} {what}"], {"arm": ratio, "dense": better}
+            over = {f"over_{name}": statistics.median(ratios(bases[name], samples))
                     for name in LIBRARIES}  # fmt: skip
-            figures = {"wrong": wrong[ratio]} if ratio in wrong else speedup(taken, bases[better])
+            figures = {"wrong": wrong[ratio]} if ratio in wrong else speedup(samples, bases[better])
             rows.append({**about, "what": what, **arm, **over, **figures})
     return rows
 
@@ -229,12 +229,12 @@ def page_of_cpu(rows: Sequence[Row]) -> str:
         return harness.speed(row, row["arm"] if row["arm"] in LIBRARIES else "")
 
     for what, title in WHAT.items():
-        some = [
+        product_rows = [
             {**row, "size": f"{row['tokens']}, {row['shape']}"}
             for row in rows
             if row["what"] == what
         ]
-        text = harness.grid(some, "size", "arm", cell)
+        text = harness.grid(product_rows, "size", "arm", cell)
         parts.append(f"{title} (tokens, inputs to outputs):\n\n{text}")
     return "\n\n".join(parts)
 
@@ -260,12 +260,12 @@ def benchmark(
     def cases() -> Iterator[list[Row]]:
         for narrow, wide in shapes or map(shape, GEMM_SHAPES[where]):
             for inputs, outputs in dict.fromkeys(((narrow, wide), (wide, narrow))):
-                for many in tokens or GEMM_TOKENS[where]:
-                    harness.note(f"{inputs} to {outputs}, {many} tokens")
+                for token_count in tokens or GEMM_TOKENS[where]:
+                    harness.note(f"{inputs} to {outputs}, {token_count} tokens")
                     if on_cpu:
-                        yield measure_on_cpu(inputs, outputs, many, ratios, rounds, clock)
+                        yield measure_on_cpu(inputs, outputs, token_count, ratios, rounds, clock)
                     else:
-                        yield measure(inputs, outputs, many, rounds, clock, place, fp8)
+                        yield measure(inputs, outputs, token_count, rounds, clock, place, fp8)
 
     report = page_of_cpu if on_cpu else partial(page, fp8=fp8, count=rounds)
     return Benchmark(cases(), report, place, "_fp8" if fp8 else "")

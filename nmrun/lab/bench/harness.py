@@ -41,10 +41,10 @@ Machine = dict[str, Any]
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def device_of(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def needs_products(device: torch.device) -> None:
@@ -58,8 +58,10 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
     device, cpu = torch.device(device), platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        said = {key.strip(): of.strip() for key, _, of in (line.partition(":") for line in lines)}
-        cpu = f"{said['model name']} (family {said['cpu family']}, model {said['model']})"
+        fields = {
+            key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+        }
+        cpu = f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
     except (OSError, KeyError):
         pass
     about: Machine = {
@@ -84,21 +86,23 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
             "cuda": torch.version.cuda,
             "cusparselt": ".".join(map(str, library[0])) if library else None,
             "triton": triton,
-            **_asked_of_driver(gpu),
+            **_driver_facts(gpu),
         }
     return about
 
 
-def _asked_of_driver(gpu: Any) -> Machine:
+def _driver_facts(gpu: Any) -> Machine:
     if not (tool := shutil.which("nvidia-smi")):
         return {}
-    asked = f"--query-gpu={','.join(ON_GPU.values())}"
-    words = [tool, asked, "--format=csv,noheader", f"--id=GPU-{gpu.uuid}"]
+    query = f"--query-gpu={','.join(ON_GPU.values())}"
+    words = [tool, query, "--format=csv,noheader", f"--id=GPU-{gpu.uuid}"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(
+            words, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(ON_GPU, (value.strip() for value in said.split(",")), strict=False))
+    return dict(zip(ON_GPU, (value.strip() for value in output.split(",")), strict=False))
 
 
 def amount(number: int, noun: str) -> str:
@@ -235,23 +239,23 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
 
 class Benchmark(NamedTuple):
     """The ``cases`` of a benchmark, measured as they are asked for, and the ``page`` of their rows.
-    ``left_out`` says what cannot be measured; where that is all, it is a mistake in the command."""
+    ``omissions`` says what cannot be measured; where that is all, it is a mistake in the command."""
 
     cases: Iterable[list[Row]]
     page: Callable[[list[Row]], str]
     device: torch.device
     variant: str = ""
-    left_out: Sequence[str] = ()
+    omissions: Sequence[str] = ()
 
 
 def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) -> None:
     """Measure case by case, then print the page and with ``--out`` write it as .md and .json. What
     is there is reported also where an error or Ctrl-C is the end."""
     rows: list[Row] = []
-    cases, page, device, variant, left_out = benchmark
+    cases, page, device, variant, omissions = benchmark
     try:
-        for some in cases:
-            rows += some
+        for case in cases:
+            rows += case
     finally:
         if rows:
             machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
@@ -263,8 +267,8 @@ def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) 
                 record = {**about, "rows": [_plain(row) for row in rows]}
                 (out / f"{stem}.md").write_text(text + "\n")
                 (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-    if left_out and not rows:
-        raise ConfigError(list(left_out))
+    if omissions and not rows:
+        raise ConfigError(list(omissions))
 
 
 def _plain(row: Row) -> Row:

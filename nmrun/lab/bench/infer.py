@@ -44,18 +44,18 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
     Returns:
         The copy, and how many layers could be packed.
     """
-    twin, done = copy.deepcopy(model), 0
+    twin, count = copy.deepcopy(model), 0
     for name in names:
         layer = twin.get_submodule(name)
         try:
             weight = hard_threshold(layer.weight, PATTERN)  # type: ignore[arg-type]
             twin.set_submodule(name, SemiStructuredLinear(weight, layer.bias, path))  # type: ignore[arg-type]
-            done += 1
+            count += 1
         except torch.OutOfMemoryError:
             raise
         except measurement.ERRORS:
             continue
-    return twin, done
+    return twin, count
 
 
 @torch.no_grad()
@@ -169,9 +169,9 @@ def measure(
         except torch.OutOfMemoryError:
             rows += [{"arm": arm, "batch": batch, "wrong": NO_MEMORY} for arm in networks]
             continue
-        for arm, taken in times.items():
+        for arm, samples in times.items():
             layers = {"layers": f"{networks[arm][1]} of {len(names)}"}
-            rows.append({"arm": arm, "batch": batch, **layers, **speedup(taken, times["dense"])})
+            rows.append({"arm": arm, "batch": batch, **layers, **speedup(samples, times["dense"])})
     return rows
 
 

@@ -57,8 +57,10 @@ class OneDNN(nn.Module):
         self.weight = reorder(weight.contiguous(), tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return made
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.weight, self.bias, "none", [], ""
+        )
+        return output
 
 
 class OneDNNConvolution(nn.Module):
@@ -74,8 +76,8 @@ class OneDNNConvolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         convolve = torch.ops.mkldnn._convolution_pointwise
         x = x.contiguous(memory_format=torch.channels_last)
-        made: Tensor = convolve(x, self.weight, self.bias, *self.moves, 1, "none", [], "")
-        return made
+        output: Tensor = convolve(x, self.weight, self.bias, *self.moves, 1, "none", [], "")
+        return output
 
 
 class Decoder(nn.Module):
@@ -108,8 +110,8 @@ class Decoder(nn.Module):
         shape = (len(x), config.n_head, self.past, config.n_embd // config.n_head)
         for layer in range(config.n_layer):
             cache.update(torch.zeros(shape), torch.zeros(shape), layer)
-        made: Tensor = self.gpt(x, past_key_values=cache).logits
-        return made
+        output: Tensor = self.gpt(x, past_key_values=cache).logits
+        return output
 
 
 def network(name: str) -> nn.Module:
@@ -140,8 +142,8 @@ def example(name: str, size: tuple[int, int]) -> Tensor:
 @torch.no_grad()
 def prune(model: nn.Module, pattern: Pattern) -> None:
     """Every weight that a packed layer could hold, by magnitude."""
-    for held in sites(model)[0].values():
-        for site in held:
+    for module_sites in sites(model)[0].values():
+        for site in module_sites:
             site.weight.mul_(nm_mask(site.weight.contiguous(), pattern, 1, pad=True))
 
 
@@ -155,10 +157,10 @@ def by_onednn(model: nn.Module, x: Tensor, precision: str) -> nn.Module:
         precision: float32, or int8 for the linear layers, quantised in the call.
     """
     twin = copy.deepcopy(model)
-    found, _ = sites(twin)
-    watch(twin, found, x)
-    for module, held in found.items():
-        for site in held:
+    by_module, _ = sites(twin)
+    watch(twin, by_module, x)
+    for module, module_sites in by_module.items():
+        for site in module_sites:
             if isinstance(site, ConvolutionSite):
                 site.layer = OneDNNConvolution(site)
             elif precision == peers.INT8:
@@ -166,7 +168,7 @@ def by_onednn(model: nn.Module, x: Tensor, precision: str) -> nn.Module:
             else:
                 (tokens, _), *_ = site.shapes
                 site.layer = OneDNN(site.weight, site.bias, tokens)
-        install(twin, module, held)
+        install(twin, module, module_sites)
     return twin
 
 
@@ -194,9 +196,11 @@ def measure(
     """
     torch.manual_seed(0)
     model, x = network(name), example(name, size)
-    made, missing = peers.arms([n for n in names if n in peers.RUNTIMES], model, x, precisions)
+    runtime_calls, missing = peers.arms(
+        [n for n in names if n in peers.RUNTIMES], model, x, precisions
+    )
     calls: dict[Arm, Callable[[], Tensor]] = {
-        (precision, arm, ""): partial(call, x) for (precision, arm), call in made.items()
+        (precision, arm, ""): partial(call, x) for (precision, arm), call in runtime_calls.items()
     }
     if "torch" in names:
         calls[peers.FLOAT32, "torch", ""] = partial(model, x)
@@ -215,18 +219,18 @@ def measure(
         for precision in precisions:
             low = copy.deepcopy(pruned)
             low = low.bfloat16() if precision == peers.BF16 else low
-            given = peers.cast(x, precision)
-            choices = deploy(low, given, precision="int8" if precision == peers.INT8 else None)
-            share = held_bytes(low) / held_bytes(model)
+            inputs = peers.cast(x, precision)
+            choices = deploy(low, inputs, precision="int8" if precision == peers.INT8 else None)
+            share = model_bytes(low) / model_bytes(model)
             layers = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
             for kind in packed:
                 inner = low if kind == "packed" else torch.compile(copy.deepcopy(low))
-                calls[precision, kind, str(pattern)] = partial(inner, given)
+                calls[precision, kind, str(pattern)] = partial(inner, inputs)
                 about[precision, kind, str(pattern)] = {"layers": layers, "bytes": share}
     calls = {arm: calls[arm] for arm in sorted(calls, key=_order)}
-    off = {arm: _off(call(), expected[arm[2]]) for arm, call in calls.items()}
+    errors = {arm: _relative_error(call(), expected[arm[2]]) for arm, call in calls.items()}
     times = rounds(calls, count, _clock())
-    right = [arm for arm in times if not arm[2] and off[arm] <= OFF[arm[0]]]
+    right = [arm for arm in times if not arm[2] and errors[arm] <= TOLERANCES[arm[0]]]
     best = {
         precision: min(dense, key=lambda arm: statistics.median(times[arm]))
         for precision in precisions
@@ -235,22 +239,22 @@ def measure(
     rows = []
     (sequences, tokens), numbers = size, peers.versions()
     shared = {"model": name, "sequences": sequences, "tokens": tokens}
-    for measured, taken in times.items():
-        precision, kind, of = measured
-        row: Row = {**shared, "precision": precision, "arm": kind, "pattern": of}
+    for arm, samples in times.items():
+        precision, kind, ratio = arm
+        row: Row = {**shared, "precision": precision, "arm": kind, "pattern": ratio}
         row |= {
-            "n": len(taken),
-            **quartiles("ms", taken),
-            "off": off[measured],
-            **about.get(measured, {}),
+            "n": len(samples),
+            **quartiles("ms", samples),
+            "off": errors[arm],
+            **about.get(arm, {}),
         }
         row |= {"version": numbers[kind]} if kind in numbers else {}
-        if not off[measured] <= OFF[precision]:
+        if not errors[arm] <= TOLERANCES[precision]:
             row["wrong"] = "WRONG results"
         over = {"torch": (peers.FLOAT32, "torch", "")} | best
         for base, other in over.items():
             if other in times:
-                row |= quartiles(f"over_{base}", ratios(times[other], taken))
+                row |= quartiles(f"over_{base}", ratios(times[other], samples))
                 row[f"over_{base}_by"] = other[1]
         rows.append(row)
     return rows + [{**shared, "arm": runtime, "missing": why} for runtime, why in missing.items()]
@@ -258,15 +262,15 @@ def measure(
 
 Arm = tuple[str, str, str]  # precision, kind, pattern
 # how far off the outputs of an arm may be, as a share of their norm
-OFF = {peers.FLOAT32: 1e-3, peers.BF16: 0.05, peers.INT8: 0.2}
+TOLERANCES = {peers.FLOAT32: 1e-3, peers.BF16: 0.05, peers.INT8: 0.2}
 
 
 def _order(arm: Arm) -> tuple[int, int]:
     return INFERRING.index(arm[1]), PRECISIONS.index(arm[0])
 
 
-def _off(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted).norm() / wanted.norm())
+def _relative_error(output: Tensor, expected: Tensor) -> float:
+    return float((output.float() - expected).norm() / expected.norm())
 
 
 def _clock() -> harness.Clock:
@@ -288,7 +292,7 @@ def size_in_words(row: Row) -> str:
     )
 
 
-def held_bytes(model: nn.Module) -> int:
+def model_bytes(model: nn.Module) -> int:
     """What a model's weights and buffers take."""
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
@@ -300,11 +304,13 @@ def benchmark(
     """``nmrun bench infer`` on a CPU."""
     if threads is not None:
         torch.set_num_threads(threads)
-    there = {peers.BF16: peers.has_bf16(), peers.INT8: not int8.obstacle()}
-    left = [p for p in precisions or () if not there.get(p, True)]
-    if left:
-        raise ConfigError(f"--precisions {left[0]}: this processor has no instructions for it")
-    precisions = precisions or [p for p in PRECISIONS if there.get(p, True)]
+    supported = {peers.BF16: peers.has_bf16(), peers.INT8: not int8.obstacle()}
+    unsupported = [p for p in precisions or () if not supported.get(p, True)]
+    if unsupported:
+        raise ConfigError(
+            f"--precisions {unsupported[0]}: this processor has no instructions for it"
+        )
+    precisions = precisions or [p for p in PRECISIONS if supported.get(p, True)]
 
     def cases() -> Iterator[list[Row]]:
         for name in models:
@@ -352,8 +358,8 @@ def page(rows: list[Row], count: int) -> str:
             ),
         ]
     missing = dict.fromkeys(f"{r['arm']}: {r['missing']}" for r in rows if "missing" in r)
-    found = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
-    return "\n\n".join([*parts, *missing, *([found] if found else [])])
+    versions = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
+    return "\n\n".join([*parts, *missing, *([versions] if versions else [])])
 
 
 def _title(base: str) -> str:

@@ -104,8 +104,8 @@ def measure(
         times = rounds(arms, count, Clock(device))
     except torch.OutOfMemoryError:
         return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("dense", *names)]
-    for name, taken in times.items():
-        rows.append({**about, "arm": name, "path": paths[name], **speedup(taken, times["dense"])})
+    for name, samples in times.items():
+        rows.append({**about, "arm": name, "path": paths[name], **speedup(samples, times["dense"])})
     return rows
 
 
@@ -114,13 +114,13 @@ def benchmark(
     device: str,
 ) -> Benchmark:  # fmt: skip
     place = harness.device_of(device)
-    many = tokens or LAYER_TOKENS[place.type]
+    token_count = tokens or LAYER_TOKENS[place.type]
 
     def cases() -> Iterator[list[Row]]:
         for inputs, outputs in shapes or map(shape, LAYER_SHAPES[place.type]):
             for batches in accumulate:
                 harness.note(f"{inputs} to {outputs}, micro-batches: {batches}")
-                yield measure(inputs, outputs, many, batches, rounds, place)
+                yield measure(inputs, outputs, token_count, batches, rounds, place)
 
     def page(rows: list[Row]) -> str:
         products = acceleration.is_24(place) and not acceleration.obstacle(place)
@@ -130,7 +130,7 @@ def benchmark(
         title = (
             f"Forward and backward of a linear layer: times as fast as dense. "
             f"Median [quartiles] of paired rounds, n = {rounds}. {numbers} "
-            f"{many} tokens a micro-batch; xN: N of them share a projection."
+            f"{token_count} tokens a micro-batch; xN: N of them share a projection."
         )
         shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
         return f"{title}\n\n{harness.grid(shown, 'size', 'arm', harness.speed)}"

@@ -35,8 +35,8 @@ def in_torch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
 
 def topk(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
     groups = weight.view(-1, pattern.m)
-    kept = groups.abs().topk(pattern.n, dim=1, sorted=False).indices
-    torch.mul(weight, torch.zeros_like(groups).scatter_(1, kept, 1).view_as(weight), out=out)
+    indices = groups.abs().topk(pattern.n, dim=1, sorted=False).indices
+    torch.mul(weight, torch.zeros_like(groups).scatter_(1, indices, 1).view_as(weight), out=out)
 
 
 def argsort(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
@@ -64,8 +64,8 @@ def flip_rate(weight: Tensor, before: Tensor, pattern: Pattern) -> float:
 
 
 def kept_energy(weight: Tensor, before: Tensor, pattern: Pattern) -> float:
-    kept, pruned = map(float, metrics.energies(weight, nm_mask(weight, pattern)))
-    return kept / (kept + pruned)
+    nonzero, pruned = map(float, metrics.energies(weight, nm_mask(weight, pattern)))
+    return nonzero / (nonzero + pruned)
 
 
 # given an earlier mask
@@ -111,11 +111,11 @@ def measure(
     except torch.OutOfMemoryError:
         return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", "clone", *arms)]
     rows: list[Row] = []
-    for name, taken in times.items():
-        rate = [2 * weight.nbytes / 1e6 / ms for ms in taken]
+    for name, samples in times.items():
+        rate = [2 * weight.nbytes / 1e6 / ms for ms in samples]
         base = times["clone" if name in FUNCTIONS or name == "clone" else "copy"]
-        copies = quartiles("copies", ratios(taken, base))
-        figures = quartiles("ms", taken) | quartiles("gb_per_second", rate) | copies
+        copies = quartiles("copies", ratios(samples, base))
+        figures = quartiles("ms", samples) | quartiles("gb_per_second", rate) | copies
         rows.append({**about, "arm": name, "n": count, **figures})
     return rows
 
@@ -136,13 +136,13 @@ def page(rows: list[Row]) -> str:
     for millions in dict.fromkeys(row["millions"] for row in rows):
         parts.append(f"{millions:g} million weights")
         for first, names, unit in (("copy", ARMS, "gb_per_second"), ("clone", FUNCTIONS, "ms")):
-            some = [
+            table_rows = [
                 {**row, "N:M": row["pattern"]}
                 for row in rows
                 if row["millions"] == millions and row["arm"] in (first, *names)
             ]
-            if {row["arm"] for row in some} > {first}:
-                parts.append(harness.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
+            if {row["arm"] for row in table_rows} > {first}:
+                parts.append(harness.grid(table_rows, "N:M", "arm", partial(_cell, unit=unit)))
     return "\n\n".join(parts)
 
 
@@ -154,8 +154,8 @@ def benchmark(
 
     def cases() -> Iterator[list[Row]]:
         for millions in weights:
-            for one in patterns:
-                harness.note(f"{one}, {millions:g} million weights")
-                yield measure(one, millions, arms, numbers, rounds, place)
+            for pattern in patterns:
+                harness.note(f"{pattern}, {millions:g} million weights")
+                yield measure(pattern, millions, arms, numbers, rounds, place)
 
     return Benchmark(cases(), page, place)

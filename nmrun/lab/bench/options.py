@@ -66,10 +66,10 @@ def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
     as far as it shows before torch is imported.
     """
     on_cpu = what == "infer" and _infers_on_cpu(argv)
-    made = _infer_cpu() if on_cpu else PARSERS[what]()
-    options = made.parse_args(argv)
+    parser = _infer_cpu() if on_cpu else PARSERS[what]()
+    options = parser.parse_args(argv)
     if getattr(options, "device", None) == "cuda" and no_gpu():
-        made.error("--device cuda: torch sees no CUDA device here")
+        parser.error("--device cuda: torch sees no CUDA device here")
     if what == "train":
         names = options.models or TRAINED["cpu" if options.device == "cpu" or no_gpu() else "cuda"]
         for ratio in options.sparsity:
@@ -81,7 +81,7 @@ def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            made.error(f"--out {options.out}: {error.strerror}")
+            parser.error(f"--out {options.out}: {error.strerror}")
     return argparse.Namespace(**vars(options), on_cpu=on_cpu)
 
 
@@ -89,8 +89,8 @@ def _infers_on_cpu(argv: Sequence[str]) -> bool:
     """Whether these words ask for a CPU, or leave the choice to a machine without 2:4 products."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--device", nargs="?", default="auto")
-    asked = first.parse_known_args(argv)[0].device
-    if asked == "cuda":
+    device = first.parse_known_args(argv)[0].device
+    if device == "cuda":
         return False
     if no_gpu():
         return True
@@ -98,15 +98,15 @@ def _infers_on_cpu(argv: Sequence[str]) -> bool:
 
     from nmrun.fast.gpu import probe
 
-    name = "cuda" if asked == "auto" and torch.cuda.is_available() else "cpu"
+    name = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
     return bool(probe.obstacle(torch.device(name)))
 
 
 def _check(names: Sequence[str], words: Sequence[str]) -> None:
     composition.register()
     for name in names:
-        if found := precheck.look(overrides(Path(), [*NETWORKS[name], *words])).problems:
-            raise ConfigError(found)
+        if problems := precheck.look(overrides(Path(), [*NETWORKS[name], *words])).problems:
+            raise ConfigError(problems)
 
 
 # --- what a word may be ---------------------------------------------------------------------------
@@ -172,125 +172,128 @@ def sequences(text: str) -> tuple[int, int]:
 
 def _parser(name: str, rounds: int) -> Parser:
     """What all benchmarks take: rounds, device and where the results go."""
-    made = Parser(
+    parser = Parser(
         prog=f"nmrun bench {name}", description=KINDS[name][:1].upper() + KINDS[name][1:] + "."
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("--rounds", type=positive, default=rounds, help=f"measurements of each (default: {rounds})")
     add("--out", type=Path, metavar="DIR", help="write the results there, as .md and .json")
     if name != "recipes":
         choices = ("auto", "cpu", "cuda")
         add("--device", choices=choices, default="auto", help="default: a GPU where there is one")
-    return made
+    return parser
 
 
-def _several(made: Parser, flag: str, default: Sequence[object], **how: object) -> None:
+def _add_list(parser: Parser, flag: str, default: Sequence[object], **how: object) -> None:
     """An option of several values, whose help says its default."""
-    said = f"default: {' '.join(map(str, default))}"
-    made.add_argument(flag, nargs="+", default=[*default], **{"help": said, **how})  # type: ignore[arg-type]
+    text = f"default: {' '.join(map(str, default))}"
+    parser.add_argument(flag, nargs="+", default=[*default], **{"help": text, **how})  # type: ignore[arg-type]
 
 
 def _recipes() -> Parser:
-    made = _parser("recipes", 20)
-    _several(made, "--models", WORKLOADS[:-1], choices=WORKLOADS)  # tiny tries the benchmark itself
-    _several(made, "--patterns", [Pattern(2, 4), Pattern(1, 16)], type=pattern, metavar="N:M")
-    _several(made, "--recipes", RECIPES, choices=RECIPES, help="default: all of them")
-    return made
+    parser = _parser("recipes", 20)
+    # tiny tries the benchmark itself
+    _add_list(parser, "--models", WORKLOADS[:-1], choices=WORKLOADS)
+    _add_list(parser, "--patterns", [Pattern(2, 4), Pattern(1, 16)], type=pattern, metavar="N:M")
+    _add_list(parser, "--recipes", RECIPES, choices=RECIPES, help="default: all of them")
+    return parser
 
 
 def _masks() -> Parser:
-    made, every = _parser("masks", 10), (*ARMS, *FUNCTIONS)
-    _several(made, "--patterns", [*map(narrow, RATIOS)], type=narrow, metavar="N:M")
-    _several(made, "--weights", [1, 10, 50], type=size, metavar="MILLIONS")
-    _several(made, "--arms", every, choices=every, help="default: all of them")
-    made.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    return made
+    parser, every = _parser("masks", 10), (*ARMS, *FUNCTIONS)
+    _add_list(parser, "--patterns", [*map(narrow, RATIOS)], type=narrow, metavar="N:M")
+    _add_list(parser, "--weights", [1, 10, 50], type=size, metavar="MILLIONS")
+    _add_list(parser, "--arms", every, choices=every, help="default: all of them")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    return parser
 
 
 def _update() -> Parser:
-    made = _parser("update", 20)
-    _several(made, "--patterns", [Pattern(2, 4)], type=narrow, metavar="N:M")
-    told = "default: 28, GPT-2's feed-forward layers of six blocks"
-    made.add_argument("--weights", type=size, default=28, metavar="MILLIONS", help=told)
-    _several(made, "--recipes", UPDATED, choices=UPDATED, help="default: all of them")
-    return made
+    parser = _parser("update", 20)
+    _add_list(parser, "--patterns", [Pattern(2, 4)], type=narrow, metavar="N:M")
+    text = "default: 28, GPT-2's feed-forward layers of six blocks"
+    parser.add_argument("--weights", type=size, default=28, metavar="MILLIONS", help=text)
+    _add_list(parser, "--recipes", UPDATED, choices=UPDATED, help="default: all of them")
+    return parser
 
 
 def _gemm() -> Parser:
-    made = _parser("gemm", 20)
+    parser = _parser("gemm", 20)
     for flag, kind, usual in (
         ("--shapes", shape, GEMM_SHAPES),
         ("--tokens", positive, GEMM_TOKENS),
     ):
         on_gpu, on_cpu = (" ".join(map(str, usual[name])) for name in ("cuda", "cpu"))
         metavar = "INxOUT" if kind is shape else None
-        told = f"default: {on_gpu}; on a CPU {on_cpu}"
-        made.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=told)
-    made.add_argument("--fp8", action="store_true", help="products of FP8 operands")
-    told = f"on a CPU (default: {' '.join(CPU_RATIOS)}); on a GPU it is 2:4"
-    made.add_argument("--sparsity", nargs="+", type=pattern, metavar="N:M", help=told)
-    return made
+        text = f"default: {on_gpu}; on a CPU {on_cpu}"
+        parser.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=text)
+    parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
+    text = f"on a CPU (default: {' '.join(CPU_RATIOS)}); on a GPU it is 2:4"
+    parser.add_argument("--sparsity", nargs="+", type=pattern, metavar="N:M", help=text)
+    return parser
 
 
 def _layer() -> Parser:
-    made = _parser("layer", 20)
-    told = f"default: {' '.join(LAYER_SHAPES['cuda'])}"
-    made.add_argument("--shapes", nargs="+", type=shape, metavar="INxOUT", help=told)
-    told = "of a micro-batch (default: {cuda}, on a CPU {cpu})".format(**LAYER_TOKENS)
-    made.add_argument("--tokens", type=positive, help=told)
-    _several(
-        made, "--accumulate", [1, 4], type=positive, help="micro-batches a step (default: 1 4)"
+    parser = _parser("layer", 20)
+    text = f"default: {' '.join(LAYER_SHAPES['cuda'])}"
+    parser.add_argument("--shapes", nargs="+", type=shape, metavar="INxOUT", help=text)
+    text = "of a micro-batch (default: {cuda}, on a CPU {cpu})".format(**LAYER_TOKENS)
+    parser.add_argument("--tokens", type=positive, help=text)
+    _add_list(
+        parser, "--accumulate", [1, 4], type=positive, help="micro-batches a step (default: 1 4)"
     )
-    return made
+    return parser
 
 
 def _train() -> Parser:
-    made = _parser("train", 10)
-    told = f"default: {' '.join(TRAINED['cuda'])}; on a CPU {' '.join(TRAINED['cpu'])}"
-    made.add_argument("--models", nargs="+", choices=NETWORKS, help=told)
-    made.add_argument("--recipe", default="sr_ste", help="default: sr_ste")
-    told = "each measured by itself, beside dense (default: 2:4)"
-    _several(made, "--sparsity", ["2:4"], metavar="N:M", help=told)
-    told = "default: all of them, torch on a CPU alone; dense is always there"
-    made.add_argument("--arms", nargs="+", choices=TRAINING_ARMS, help=told)
-    told = "steps of a stretch (default: 10)"
-    made.add_argument("--steps", type=positive, default=10, help=told)
-    told = "torch.compile all arms (default: on a GPU)"
-    made.add_argument("--compile", action=argparse.BooleanOptionalAction, help=told)
-    _overrides(made, "trainer.batch_size=32")
-    return made
+    parser = _parser("train", 10)
+    text = f"default: {' '.join(TRAINED['cuda'])}; on a CPU {' '.join(TRAINED['cpu'])}"
+    parser.add_argument("--models", nargs="+", choices=NETWORKS, help=text)
+    parser.add_argument("--recipe", default="sr_ste", help="default: sr_ste")
+    text = "each measured by itself, beside dense (default: 2:4)"
+    _add_list(parser, "--sparsity", ["2:4"], metavar="N:M", help=text)
+    text = "default: all of them, torch on a CPU alone; dense is always there"
+    parser.add_argument("--arms", nargs="+", choices=TRAINING_ARMS, help=text)
+    text = "steps of a stretch (default: 10)"
+    parser.add_argument("--steps", type=positive, default=10, help=text)
+    text = "torch.compile all arms (default: on a GPU)"
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=text)
+    _overrides(parser, "trainer.batch_size=32")
+    return parser
 
 
 def _infer() -> Parser:
-    made = _parser("infer", 20)
-    _several(made, "--models", INFERRED["cuda"], choices=NETWORKS)
-    told = "sequences or images (default: 1 8 32)"
-    _several(made, "--batches", [1, 8, 32], type=positive, help=told)
-    made.add_argument("--compile", action="store_true", help="torch.compile all arms")
-    _overrides(made, "dataset.context=256")
-    return made
+    parser = _parser("infer", 20)
+    _add_list(parser, "--models", INFERRED["cuda"], choices=NETWORKS)
+    text = "sequences or images (default: 1 8 32)"
+    _add_list(parser, "--batches", [1, 8, 32], type=positive, help=text)
+    parser.add_argument("--compile", action="store_true", help="torch.compile all arms")
+    _overrides(parser, "dataset.context=256")
+    return parser
 
 
 def _infer_cpu() -> Parser:
-    made = _parser("infer", 12)
-    _several(made, "--models", INFERRED["cpu"], choices=CPU_NETWORKS)
-    _several(made, "--patterns", [*map(pattern, CPU_RATIOS)], type=pattern, metavar="N:M")
-    told = (
+    parser = _parser("infer", 12)
+    _add_list(parser, "--models", INFERRED["cpu"], choices=CPU_NETWORKS)
+    _add_list(parser, "--patterns", [*map(pattern, CPU_RATIOS)], type=pattern, metavar="N:M")
+    text = (
         "of a sequence, or sequences x tokens; for gpt2 sequences, with one new token each "
         "(gpt2_prompt: of a prompt); for resnet18 images (default: 1 128 8x128)"
     )
-    _several(made, "--tokens", [(1, 1), (1, 128), (8, 128)], type=sequences, metavar="N", help=told)
-    told = "default: those that this processor has"
-    made.add_argument("--precisions", nargs="+", choices=PRECISIONS, help=told)
-    told = "default: all but packed_compiled; those of runtimes where these are installed"
-    _several(made, "--arms", INFERRING[:-1], choices=INFERRING, help=told)
-    made.add_argument("--threads", type=positive, help="default: as many as torch takes")
-    return made
+    _add_list(
+        parser, "--tokens", [(1, 1), (1, 128), (8, 128)], type=sequences, metavar="N", help=text
+    )
+    text = "default: those that this processor has"
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help=text)
+    text = "default: all but packed_compiled; those of runtimes where these are installed"
+    _add_list(parser, "--arms", INFERRING[:-1], choices=INFERRING, help=text)
+    parser.add_argument("--threads", type=positive, help="default: as many as torch takes")
+    return parser
 
 
-def _overrides(made: Parser, example: str) -> None:
-    told = f"for all arms, such as {example}"
-    made.add_argument("overrides", nargs="*", metavar="key=value", help=told)
+def _overrides(parser: Parser, example: str) -> None:
+    text = f"for all arms, such as {example}"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
 
 
 PARSERS = {

@@ -37,11 +37,11 @@ def has_bf16() -> bool:
 
 def versions() -> dict[str, str]:
     """Of the packages that arms come from, where they are installed."""
-    found = {}
+    numbers = {}
     for name in ("onnxruntime", "openvino", "nncf"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            numbers[name] = version(name)
+    return numbers
 
 
 def arms(
@@ -58,19 +58,19 @@ def arms(
     Returns:
         A forward pass by precision and runtime, and why there are no more, by runtime.
     """
-    made: dict[tuple[str, str], Call] = {}
+    calls: dict[tuple[str, str], Call] = {}
     missing: dict[str, str] = {}
     for name in names:
         try:
             with _quiet(), torch.no_grad(), slow_path():
                 for precision, call in RUNTIMES[name](model, x, precisions):
-                    made[precision, name] = call
+                    calls[precision, name] = call
         except ImportError as error:
             missing[name] = f"{error.name} is {MISSING}"
         except Exception as error:  # converters have many kinds, each with pages of text
             first = str(error).strip().partition("\n")[0]
             missing[name] = f"cannot take this network: {type(error).__name__}: {first}"
-    return made, missing
+    return calls, missing
 
 
 @contextlib.contextmanager
@@ -101,8 +101,8 @@ def compiled(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator
 
         def call(x: Tensor, inner: Any = inner, precision: str = precision) -> Tensor:
             with slow_path():
-                made: Tensor = inner(cast(x, precision))
-            return made
+                output: Tensor = inner(cast(x, precision))
+            return output
 
         call(x)
         yield precision, call
@@ -153,9 +153,9 @@ def openvino(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator
         "INFERENCE_PRECISION_HINT": "f32",
     }
     for precision in precisions:
-        graph, own = converted, dict(settings)
+        graph, config = converted, dict(settings)
         if precision == BF16:
-            own["INFERENCE_PRECISION_HINT"] = "bf16"
+            config["INFERENCE_PRECISION_HINT"] = "bf16"
         if precision == INT8:
             nncf = importlib.import_module("nncf")
             nncf.set_log_level(logging.ERROR)
@@ -166,8 +166,8 @@ def openvino(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator
                 subset_size=1,
             )
             if has_bf16():  # what is not int8 is as fast as it can be
-                own["INFERENCE_PRECISION_HINT"] = "bf16"
-        network = core.compile_model(graph, "CPU", own)
+                config["INFERENCE_PRECISION_HINT"] = "bf16"
+        network = core.compile_model(graph, "CPU", config)
 
         def call(x: Tensor, network: Any = network) -> Tensor:
             return torch.from_numpy(network(x.numpy())[0])
@@ -185,13 +185,13 @@ RUNTIMES: dict[str, Callable[..., Iterator[tuple[str, Call]]]] = {
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the progress bars and warnings of converters."""
-    said = io.StringIO()
+    sink = io.StringIO()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with (
-            contextlib.redirect_stdout(said),
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(sink),
+            contextlib.redirect_stderr(sink),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

@@ -188,9 +188,9 @@ class RecipeArm:
 
 
 def measure(
-    name: str, pattern: Pattern, recipes: Sequence[str], count: int, left_out: list[str]
+    name: str, pattern: Pattern, recipes: Sequence[str], count: int, omissions: list[str]
 ) -> list[Row]:
-    """A row for each recipe against dense training, in one process; ``left_out`` gets the reasons
+    """A row for each recipe against dense training, in one process; ``omissions`` gets the reasons
     why recipes cannot train this model at this pattern."""
     workload = WORKLOADS[name]
     torch.manual_seed(0)
@@ -203,8 +203,8 @@ def measure(
             arms[recipe] = RecipeArm(model, ARMS[recipe], pattern, workload.exclude)
         except ValueError as error:
             cannot.setdefault(str(error), []).append(recipe)
-    left_out += [
-        f"{name} {pattern} without {', '.join(some)}: {why}" for why, some in cannot.items()
+    omissions += [
+        f"{name} {pattern} without {', '.join(names)}: {why}" for why, names in cannot.items()
     ]
     recipes = [recipe for recipe in recipes if recipe in arms]
     if cannot and set(recipes) <= {"dense_again"}:
@@ -215,7 +215,7 @@ def measure(
     steps = math.ceil(SHORTEST / min(once))
     several = {recipe: partial(arm, batch, steps) for recipe, arm in arms.items()}
     times = harness.rounds(several, count, clock, warm_up=0)
-    times = {recipe: [ms / steps for ms in taken] for recipe, taken in times.items()}
+    times = {recipe: [ms / steps for ms in samples] for recipe, samples in times.items()}
     dense, about = times["dense"], {"model": name, "pattern": str(pattern)}
     return [
         {
@@ -229,13 +229,13 @@ def measure(
 def benchmark(
     models: Sequence[str], patterns: Sequence[Pattern], recipes: Sequence[str], rounds: int
 ) -> Benchmark:
-    left_out: list[str] = []
+    omissions: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
         for name in models:
             for pattern in patterns:
                 harness.note(f"{name} {pattern}")
-                yield measure(name, pattern, recipes, rounds, left_out)
+                yield measure(name, pattern, recipes, rounds, omissions)
 
     def page(rows: list[Row]) -> str:
         title = (
@@ -255,6 +255,6 @@ def benchmark(
                 else harness.spread(row, "ratio")
             ),
         )
-        return "\n\n".join([title, text, *left_out])
+        return "\n\n".join([title, text, *omissions])
 
-    return Benchmark(cases(), page, DEVICE, left_out=left_out)
+    return Benchmark(cases(), page, DEVICE, omissions=omissions)

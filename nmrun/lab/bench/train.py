@@ -107,12 +107,12 @@ def measure(
             )
         except torch.OutOfMemoryError:
             return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
-    known = prepared["dense"][1]
+    facts = prepared["dense"][1]
     rows = []
-    for arm, taken in times.items():
-        figures = speedup([ms / steps for ms in taken], [ms / steps for ms in times["dense"]])
-        rate = known["items"] / figures["ms"] * 1e3
-        mfu = {"mfu": rate * known["flops"] / known["peak"]} if known["peak"] else {}
+    for arm, samples in times.items():
+        figures = speedup([ms / steps for ms in samples], [ms / steps for ms in times["dense"]])
+        rate = facts["items"] / figures["ms"] * 1e3
+        mfu = {"mfu": rate * facts["flops"] / facts["peak"]} if facts["peak"] else {}
         layers = {"layers": prepared[arm][1]["layers"]} if "layers" in prepared[arm][1] else {}
         rows.append(
             {"arm": arm, "sparsity": ratio, **figures, "items_per_second": rate, **mfu, **layers}
@@ -149,12 +149,14 @@ def benchmark(
     place = harness.device_of(device)
     compiled = place.type == "cuda" if compile is None else compile
     arms = arms or [arm for arm in TRAINING_ARMS if arm != "torch" or place.type == "cpu"]
-    own = [f"trainer.compile={compiled}", f"trainer.device={place.type}", *overrides]
+    settings = [f"trainer.compile={compiled}", f"trainer.device={place.type}", *overrides]
 
-    def of_network(words: Sequence[str]) -> list[Row]:
+    def measure_network(words: Sequence[str]) -> list[Row]:
         how = (steps, rounds, place)
         return [
-            row for ratio in sparsity for row in measure([*words, *own], recipe, ratio, arms, *how)
+            row
+            for ratio in sparsity
+            for row in measure([*words, *settings], recipe, ratio, arms, *how)
         ]
 
     def page(rows: list[Row]) -> str:
@@ -165,4 +167,4 @@ def benchmark(
         )
         return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}"
 
-    return Benchmark(each(models or TRAINED[place.type], of_network), page, place)
+    return Benchmark(each(models or TRAINED[place.type], measure_network), page, place)

@@ -25,8 +25,8 @@ SHAPE = (3072, 768)  # of a weight: GPT-2's feed-forward layers
 WARM_UP = 3  # rounds that are not counted: STEP's second phase begins in them
 
 
-def stepped(
-    recipe: str | None, count: int, of: Pattern, device: torch.device, in_one_pass: bool = True
+def optimizer_step(
+    recipe: str | None, count: int, pattern: Pattern, device: torch.device, in_one_pass: bool = True
 ) -> Callable[[], Any]:
     """The optimizer step of some weights under a key of ``ARMS``, or dense."""
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def stepped(
     )
     optimizer = optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if recipe is not None:
-        ARMS[recipe](model, optimizer, of, ())
+        ARMS[recipe](model, optimizer, pattern, ())
     if not in_one_pass:
         optimizer.plan = lambda updates: []  # type: ignore[method-assign]
     for group in optimizer.param_groups:
@@ -45,12 +45,12 @@ def stepped(
 
 
 def measure(
-    recipe: str, of: Pattern, millions: float, count: int, device: torch.device
+    recipe: str, pattern: Pattern, millions: float, count: int, device: torch.device
 ) -> list[Row]:
     """Both arms of a recipe: milliseconds, and multiples of the dense step of the same rounds."""
-    about = {"recipe": recipe, "pattern": str(of), "millions": millions}
+    about = {"recipe": recipe, "pattern": str(pattern), "millions": millions}
     weights = max(1, round(millions * 1e6 / (SHAPE[0] * SHAPE[1])))
-    make = partial(stepped, count=weights, of=of, device=device)
+    make = partial(optimizer_step, count=weights, pattern=pattern, device=device)
     try:
         arms = {
             "dense": make(None),
@@ -73,16 +73,16 @@ def benchmark(
     patterns: Sequence[Pattern], weights: float, recipes: Sequence[str], rounds: int, device: str
 ) -> Benchmark:
     place = harness.device_of(device)
-    left_out: list[str] = []
+    omissions: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
-        for one in patterns:
+        for pattern in patterns:
             for recipe in recipes:
-                harness.note(f"{recipe} {one}")
+                harness.note(f"{recipe} {pattern}")
                 try:
-                    yield measure(recipe, one, weights, rounds, place)
+                    yield measure(recipe, pattern, weights, rounds, place)
                 except ValueError as error:  # a pattern that does not divide the inputs
-                    left_out.append(f"{one} without {recipe}: {error}")
+                    omissions.append(f"{pattern} without {recipe}: {error}")
 
     def page(rows: list[Row]) -> str:
         dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
@@ -92,6 +92,6 @@ def benchmark(
         )
         shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
         text = harness.grid(shown, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
-        return "\n\n".join([title, text, *left_out])
+        return "\n\n".join([title, text, *omissions])
 
-    return Benchmark(cases(), page, place, left_out=left_out)
+    return Benchmark(cases(), page, place, omissions=omissions)

@@ -43,8 +43,8 @@ def causal(vocabulary: int, context: int, pretrained: str) -> CausalLM:
 
     if whole.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"model.pretrained={pretrained}: {whole.model_type} has no causal head")
-    known, longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
-    check_vocabulary(pretrained, known, vocabulary)
+    vocab_size, longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
+    check_vocabulary(pretrained, vocab_size, vocabulary)
     if longest is not None and longest < context:
         raise ConfigError(f"dataset.context={context}: {pretrained} takes at most {longest} tokens")
     model = CausalLM(fetch_whole("AutoModelForCausalLM", pretrained))
@@ -67,9 +67,9 @@ def looks_ahead(model: nn.Module) -> bool:
         return False
     training = model.training
     model.eval()
-    one, two = (model(torch.tensor([tokens]))[0, 0] for tokens in ([1], [1, 2]))
+    first, second = (model(torch.tensor([tokens]))[0, 0] for tokens in ([1], [1, 2]))
     model.train(training)
-    return not torch.allclose(one, two, rtol=1e-3, atol=1e-3 * float(one.abs().max()))
+    return not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max()))
 
 
 # the only values that are supported, by the names of Hugging Face's config
@@ -95,10 +95,10 @@ def gpt2(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPTN
     where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)
     for key, value in FIXED.items():
-        found = getattr(config, key, None)
-        if found != value and not (key == "n_inner" and found == 4 * config.n_embd):
+        actual = getattr(config, key, None)
+        if actual != value and not (key == "n_inner" and actual == 4 * config.n_embd):
             raise ConfigError(
-                f"{where}: another architecture than GPT-2's: {key} is {found}, where it takes {value}"
+                f"{where}: another architecture than GPT-2's: {key} is {actual}, where it takes {value}"
             )
     if config.vocab_size != vocabulary:
         raise ConfigError(
@@ -222,7 +222,7 @@ def encoder(
         config=config, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,
     )  # fmt: skip
     shapes = {
-        key: (_shape(found), _shape(wanted)) for key, found, wanted in info["mismatched_keys"]
+        key: (_shape(saved), _shape(expected)) for key, saved, expected in info["mismatched_keys"]
     }
     # pretrained without one: it begins at random
     missing = {key for key in info["missing_keys"] if "pooler" not in key}

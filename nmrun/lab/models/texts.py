@@ -196,9 +196,18 @@ def gpt_classifier(
     activation: str,
 ) -> GPTClassifierNetwork:
     """A classifier, whose head has no bias, as in transformers; see :func:`embedded`."""
-    known = embedded(vocabulary, max_length, context, embeddings)
+    token_count = embedded(vocabulary, max_length, context, embeddings)
     return GPTClassifierNetwork(
-        known, context, layers, heads, width, dropout, bias, activation, classes, head_bias=False
+        token_count,
+        context,
+        layers,
+        heads,
+        width,
+        dropout,
+        bias,
+        activation,
+        classes,
+        head_bias=False,
     )
 
 

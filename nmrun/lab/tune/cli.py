@@ -50,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.words import command_line
     from nmrun.lab.words.sweep import span
 
-    given = plan.read_space(options.over)
+    space = plan.read_space(options.over)
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     _check_seeds(set().union(*(look.seeds for look in looks)))
     from nmrun.lab.tune import comparison, plan  # torch
 
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
-    cells = plan.cells(folder, sweeps, given, options.config_dir)
+    cells = plan.cells(folder, sweeps, space, options.config_dir)
     if any(cell.config.dry for cell in cells):
         seconds = comparison.expected(cells, options.trials)
         about = (
@@ -76,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
     )
     far = comparison.TuningProgress(cells, options.trials)
 
-    def say(told: str) -> None:
-        print(far.line(told), flush=True)
+    def say(message: str) -> None:
+        print(far.line(message), flush=True)
 
     elsewhere, before = cells, None
     try:
@@ -103,5 +103,5 @@ def main(argv: Sequence[str]) -> int:
 def _check_seeds(seeds: set[int]) -> None:
     from nmrun.lab.tune.study import AGAIN, SEED
 
-    for taken in sorted({SEED, *AGAIN} & seeds):
-        raise ConfigError(f"seed={taken}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")
+    for seed in sorted({SEED, *AGAIN} & seeds):
+        raise ConfigError(f"seed={seed}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")

@@ -103,23 +103,23 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
         while (number := len((study := study_of(cell)).trials())) < trials:
             params = study.propose(trials)
             study.add(params)
-            done = _tried(cell, params, SEED)
+            trial = _try(cell, params, SEED)
             best = next(iter(study_of(cell).ranked(trials)), None)
             say(
                 f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
-                f"{in_words(done)}, best {in_words(best)}  {done.seconds:.0f} s"
+                f"{in_words(trial)}, best {in_words(best)}  {trial.seconds:.0f} s"
             )
         for params, seed in study.to_repeat(trials):
-            done = _tried(cell, params, seed)
+            trial = _try(cell, params, seed)
             say(
-                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {in_words(done)}  "
-                f"{done.seconds:.0f} s"
+                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {in_words(trial)}  "
+                f"{trial.seconds:.0f} s"
             )
         for words in _reported(cell, trials):
             config = _composed(cell, words)
             if RunFolder(run_folder(config)).finished() is None:
-                done = of_result(_done(cell, config, words), cell.searched)
-                say(f"{cell.name}  seed {config.seed}  {in_words(done)}  {done.seconds:.0f} s")
+                trial = of_result(_train(cell, config, words), cell.searched)
+                say(f"{cell.name}  seed {config.seed}  {in_words(trial)}  {trial.seconds:.0f} s")
     return True
 
 
@@ -151,13 +151,13 @@ def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
     return config_of(words, cell.config_dir, COMPOSED)
 
 
-def _tried(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
+def _try(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
     checkpoint would be most of what it leaves."""
     place = f"output_dir='{cell.folder / RUNS}'"
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
-    outcome = _done(cell, config, words)
+    outcome = _train(cell, config, words)
     from nmrun.lab.train import checkpoint  # after the run, since it imports torch
 
     checkpoint.remove(run_folder(config))
@@ -167,7 +167,7 @@ def _tried(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     return trial
 
 
-def _done(cell: TuningCell, config: Config, words: Sequence[str]) -> dict[str, Any]:
+def _train(cell: TuningCell, config: Config, words: Sequence[str]) -> dict[str, Any]:
     """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished`` or ``failed``."""
     with unchanged(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
@@ -203,21 +203,21 @@ class TuningProgress:
         self.open = [cell for cell, count in zip(self.open, counts, strict=True) if count]
         return sum(counts)
 
-    def line(self, told: str) -> str:
+    def line(self, message: str) -> str:
         """``[3/24] ... (12 min left)``: a run takes what passed since the beginning for each that
         ended since."""
         ahead = self.ahead()
         ended, passed = self.at_first - ahead, time.monotonic() - self.began
-        left = f" ({span(passed / ended * ahead)} left)" if ended > 0 and ahead else ""
-        return f"[{self.total - ahead}/{self.total}] {told}{left}"
+        remaining = f" ({span(passed / ended * ahead)} left)" if ended > 0 and ahead else ""
+        return f"[{self.total - ahead}/{self.total}] {message}{remaining}"
 
 
 def ahead(cell: TuningCell, trials: int) -> int:
     """Count the runs of a cell that have not ended: trials, repeats of the best, seeds."""
     study = study_of(cell)
-    done = len(study.trials())
-    if done < trials:
-        return total([cell], trials) - done
+    count = len(study.trials())
+    if count < trials:
+        return total([cell], trials) - count
     repeats = len(study.to_repeat(trials))
     if repeats:
         return repeats + len(cell.seeds)
@@ -231,21 +231,27 @@ def expected(cells: Sequence[TuningCell], trials: int) -> float | None:
 
     A cell without such runs takes what others do.
     """
-    took = [_took(cell) for cell in cells]
-    if not (known := [seconds for each in took for seconds in each]):
+    durations = [_durations(cell) for cell in cells]
+    if not (all_durations := [seconds for each in durations for seconds in each]):
         return None
-    pairs = zip(cells, took, strict=True)
-    return sum(ahead(cell, trials) * statistics.fmean(seconds or known) for cell, seconds in pairs)
+    pairs = zip(cells, durations, strict=True)
+    return sum(
+        ahead(cell, trials) * statistics.fmean(seconds or all_durations) for cell, seconds in pairs
+    )
 
 
-def _took(cell: TuningCell) -> list[float]:
-    wanted = _alike(cell.config.plain)
+def _durations(cell: TuningCell) -> list[float]:
+    settings = _duration_settings(cell.config.plain)
     places = [*(cell.folder / RUNS).glob("*/*/*/*/*"), *run_folder(cell.config).parent.glob("*")]
     results = [result for place in places if (result := RunFolder(place).finished())]
-    return [one["seconds"] for one in results if _alike(completed(one["config"])) == wanted]
+    return [
+        result["seconds"]
+        for result in results
+        if _duration_settings(completed(result["config"])) == settings
+    ]
 
 
-def _alike(config: dict[str, Any]) -> list[dict[str, Any]]:
+def _duration_settings(config: dict[str, Any]) -> list[dict[str, Any]]:
     """What decides how long a run takes."""
     leave = {"trainer": IRRELEVANT["trainer"] | {"test"}, "dataset": IRRELEVANT["dataset"]}
     return [
@@ -283,30 +289,36 @@ class Outcome:
 
 def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
     runs: list[dict[str, Any]] = []
-    tried: list[dict[str, Any]] = []
+    trial_rows: list[dict[str, Any]] = []
     tuning: list[list[str]] = []
     failed = []
     edges: dict[tuple[str, Search, str], list[str]] = {}
     for cell in cells:
         study = study_of(cell)
-        done, best, seconds = study.trials()[:trials], study.best(trials), study.seconds(trials)
+        cell_trials, best, seconds = (
+            study.trials()[:trials],
+            study.best(trials),
+            study.seconds(trials),
+        )
         tuned = {
             CELL: cell.name,
-            "tuned.trials": len(done),
+            "tuned.trials": len(cell_trials),
             "tuned.over": "; ".join(f"{key} {search}" for key, search in cell.searched.items()),
             "tuned.by": best.metric if best else "",
             "tuned.seconds": seconds,
         }
-        for run in [*done, *study.repeats()]:
+        for run in [*cell_trials, *study.repeats()]:
             values = {key: getattr(run, key) for key in ("seed", "value", "seconds")}
-            tried.append({"cell": cell.name, **values, **run.params})
-        if done:
+            trial_rows.append({"cell": cell.name, **values, **run.params})
+        if cell_trials:
             settings = shown(best.params) if best else ""
-            tuning.append([cell.name, str(len(done)), in_words(best), settings, span(seconds)])
+            tuning.append(
+                [cell.name, str(len(cell_trials)), in_words(best), settings, span(seconds)]
+            )
         for key, value in best.params.items() if best else ():
             if end := plan.at_edge(value, cell.searched[key]):
                 edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
-        failed += [cell.name] if len(done) == trials and best is None else []
+        failed += [cell.name] if len(cell_trials) == trials and best is None else []
         for config in configs(cell, trials):
             folder = run_folder(config)
             result = RunFolder(folder).result
@@ -314,8 +326,11 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
                 runs.append(row(result, folder) | tuned)
             elif result.get("status") == "failed":
                 failed.append(str(folder))
-    of_seeds, of_trials = pd.DataFrame(runs, dtype=object), pd.DataFrame(tried, dtype=object)
-    return Outcome(of_seeds, of_trials, tuning, _edges(edges), failed, cells)
+    run_frame, trial_frame = (
+        pd.DataFrame(runs, dtype=object),
+        pd.DataFrame(trial_rows, dtype=object),
+    )
+    return Outcome(run_frame, trial_frame, tuning, _edges(edges), failed, cells)
 
 
 def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
@@ -329,19 +344,19 @@ def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. What the first
     two have of other cells stays there."""
-    for name, new, key in (
+    for name, text, key in (
         (RUNS_CSV, to_csv(outcome.runs), CELL),
         (TRIALS_CSV, to_csv(outcome.trials), "cell"),
     ):
-        with_others = _others(folder / name, new, key, {cell.name for cell in outcome.cells})
+        with_others = _others(folder / name, text, key, {cell.name for cell in outcome.cells})
         atomic.write(folder / name, with_others, shared=True)
     atomic.write(folder / TABLE, outcome_text(outcome), shared=True)
 
 
-def _others(file: Path, new: str, key: str, mine: set[str]) -> str:
+def _others(file: Path, text: str, key: str, mine: set[str]) -> str:
     """New lines after those that a CSV file has of other cells."""
     if not file.exists():
-        return new
+        return text
     try:
         with file.open(encoding="utf-8", newline="") as old:
             lines = [*csv.DictReader(old)]
@@ -351,8 +366,8 @@ def _others(file: Path, new: str, key: str, mine: set[str]) -> str:
         ) from None
     others = [line for line in lines if line.get(key) and line[key] not in mine]
     if not others:
-        return new
-    lines = [*others, *csv.DictReader(io.StringIO(new))]
+        return text
+    lines = [*others, *csv.DictReader(io.StringIO(text))]
     columns = list(dict.fromkeys(column for line in reversed(lines) for column in line))
     cells = [[line.get(column) or "" for column in columns] for line in lines]
     return str(runs.as_text([columns, *cells], "csv"))

@@ -55,12 +55,12 @@ class TuningCell:
 
 
 def cells(
-    folder: Path, sweeps: list[list[str]], given: Space, config_dir: str | None = None
+    folder: Path, sweeps: list[list[str]], space: Space, config_dir: str | None = None
 ) -> list[TuningCell]:
     """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are
-    one. Search spaces that are ``given`` win over the recipes' own.
+    one. ``space`` wins over the recipes' own search spaces.
 
-    ConfigError for a key of ``given`` that no cell has, and for several values of a searched key.
+    ConfigError for a key of ``space`` that no cell has, and for several values of a searched key.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     for words, job in jobs_of(sweeps, config_dir, {}):
@@ -68,25 +68,25 @@ def cells(
         job.seed, job.seeds = SEED, None
         config = schema.check(job)
         bare = [word for word in words if command_line.key(word) not in ("seed", "seeds")]
-        known = by_identity.setdefault(identity(config), (bare, config, []))[2]
-        known += [seed for seed in seeds if seed not in known]
-    unknown = [key for key in given if not any(has(c, key) for _, c, _ in by_identity.values())]
+        cell_seeds = by_identity.setdefault(identity(config), (bare, config, []))[2]
+        cell_seeds += [seed for seed in seeds if seed not in cell_seeds]
+    unknown = [key for key in space if not any(has(c, key) for _, c, _ in by_identity.values())]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
     apart = _apart([config for _, config, _ in by_identity.values()])
-    made: dict[object, TuningCell] = {}
+    by_settings: dict[object, TuningCell] = {}
     for (words, config, seeds), swept in zip(by_identity.values(), apart, strict=True):
-        searched = space_of(config, given)
+        searched = space_of(config, space)
         name = " ".join(filter(None, [*_named(config), *swept.values()]))
         place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
         other = {key: value for key, value in swept.items() if key not in searched}
         cell = TuningCell(name, words, config, seeds, folder / place, searched, other, config_dir)
-        if made.setdefault((*_named(config), *other.items()), cell) is not cell:
+        if by_settings.setdefault((*_named(config), *other.items()), cell) is not cell:
             key = next(key for key in swept if key in searched)
             raise ConfigError(
                 f"{key} has several values, and is searched in {searched[key]}; give it one"
             )
-    return list(made.values())
+    return list(by_settings.values())
 
 
 def _named(config: Config) -> tuple[str, str]:
@@ -97,10 +97,8 @@ def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
     """Of each config the values of the swept keys that neither recipe nor ratio says. Settings of a
     recipe are such keys where they alone tell its cells apart."""
     flats = [schema.flatten(config.plain) for config in configs]
-    told_by_name = ("recipe.", "sparsity.")
-    common = _differing(
-        [{k: v for k, v in f.items() if not k.startswith(told_by_name)} for f in flats]
-    )
+    prefixes = ("recipe.", "sparsity.")
+    common = _differing([{k: v for k, v in f.items() if not k.startswith(prefixes)} for f in flats])
     apart = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
     alike: dict[object, list[int]] = {}
     for number, (config, values) in enumerate(zip(configs, apart, strict=True)):
@@ -129,8 +127,8 @@ def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
         lines.append(f"  {cell.name:<{width}}  {searched}")
     seeds = sum(len(cell.seeds) for cell in cells)
     lines.append(
-        f"  {_many(len(cells), 'cell')}, in each {_many(trials, 'trial')} and {_repeats(trials)} "
-        f"repeats of the best; {_many(seeds, 'run')} of seeds: {total(cells, trials)} runs"
+        f"  {_quantity(len(cells), 'cell')}, in each {_quantity(trials, 'trial')} and {_repeats(trials)} "
+        f"repeats of the best; {_quantity(seeds, 'run')} of seeds: {total(cells, trials)} runs"
     )
     return lines
 
@@ -143,8 +141,8 @@ def _repeats(trials: int) -> int:
     return min(trials, FINALISTS) * len(AGAIN)
 
 
-def _many(count: int, of: str) -> str:
-    return f"{count} {of}" + ("s" if count != 1 else "")
+def _quantity(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 RATE = "optimizer.lr"
@@ -153,16 +151,16 @@ AROUND = 5.0  # the learning rate is looked for from a fifth to five times the c
 Space = Mapping[str, Search]
 
 
-def space_of(config: Config, given: Space) -> Space:
+def space_of(config: Config, space: Space) -> Space:
     """The search spaces of a run by key: of the learning rate, those that the recipe declares, and
-    those of ``given`` that the config has, which win."""
+    those of ``space`` that the config has, which win."""
     rate = config.optimizer.lr
     path = config.recipe.target or RECIPES[config.recipe.name]
     declared = {
         f"recipe.{key}": field.search for key, field in recipe_fields(path).items() if field.search
     }
     searched = {RATE: log(rate / AROUND, rate * AROUND), **declared}
-    return searched | {key: search for key, search in given.items() if has(config, key)}
+    return searched | {key: search for key, search in space.items() if has(config, key)}
 
 
 def has(config: Config, key: str) -> bool:

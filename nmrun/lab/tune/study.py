@@ -124,8 +124,8 @@ class Study:
     def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
         """List the finalists' settings with the seeds that they have not been repeated with."""
         finalists = self.ranked(count)[:FINALISTS]
-        wanted = [(trial.params, seed) for trial in finalists for seed in AGAIN]
-        return [(params, seed) for params, seed in wanted if self.run(params, seed) is None]
+        repeats = [(trial.params, seed) for trial in finalists for seed in AGAIN]
+        return [(params, seed) for params, seed in repeats if self.run(params, seed) is None]
 
     def best(self, count: int) -> Trial | None:
         """The trial whose mean over the tuning seeds is best, with that mean; None where every
@@ -157,19 +157,19 @@ class Study:
         except ImportError:
             raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
         optuna.logging.set_verbosity(logging.WARNING)
-        listed, done = self.settings()[0], self.trials()
-        if len(done) < len(listed):
-            return listed[len(done)]
+        listed, trials = self.settings()[0], self.trials()
+        if len(trials) < len(listed):
+            return listed[len(trials)]
         # each trial its own stream of random numbers, the same whoever goes on after an interrupt
-        sampler = optuna.samplers.TPESampler(seed=len(done), n_startup_trials=max(2, count // 2))
-        metrics = [trial.metric for trial in done if trial.value is not None]
+        sampler = optuna.samplers.TPESampler(seed=len(trials), n_startup_trials=max(2, count // 2))
+        metrics = [trial.metric for trial in trials if trial.value is not None]
         higher = bool(metrics) and higher_is_better(metrics[0])
         directions = optuna.study.StudyDirection
         direction = directions.MAXIMIZE if higher else directions.MINIMIZE
         study = optuna.create_study(direction=direction, sampler=sampler)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna 2 calls enqueueing experimental
-            for past in done:
+            for past in trials:
                 study.enqueue_trial(past.params)
                 trial = study.ask()
                 self._suggested(trial)
@@ -177,7 +177,7 @@ class Study:
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 else:
                     study.tell(trial, past.value)
-            if not done and all(_within(self.defaults[key], s) for key, s in self.space.items()):
+            if not trials and all(_within(self.defaults[key], s) for key, s in self.space.items()):
                 study.enqueue_trial({key: self.defaults[key] for key in self.space})
             proposed = self._suggested(study.ask())
         return {key: _short(value, self.space[key]) for key, value in proposed.items()}
