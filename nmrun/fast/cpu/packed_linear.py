@@ -99,13 +99,15 @@ def over_tokens(
     x = x.to(compute_dtype(x))
     differentiated = x.requires_grad and torch.is_grad_enabled()
     call = operator if torch.compiler.is_compiling() or differentiated else product
-    made = call(x.reshape(-1, x.shape[-1]), *operands)
-    return made.view(*x.shape[:-1], made.shape[-1])
+    if x.dim() == 2:
+        return call(x, *operands)
+    out = call(x.reshape(-1, x.shape[-1]), *operands)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
     """Raise RuntimeError for an input of another width, and for tensors that are not on the CPU."""
-    if x.device.type != "cpu" or values.device.type != "cpu":
+    if not (x.is_cpu and values.is_cpu):
         raise RuntimeError(
             f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
         )

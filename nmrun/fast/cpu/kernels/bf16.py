@@ -152,7 +152,7 @@ def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tenso
     bias = None if bias is None else bias.float().contiguous()
     operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
     operands += [*_addresses(matrix), rows, columns]
-    tiles, work = matrix.counts.shape[1], tokens * matrix.slots * SEGMENT // WORTH
+    tiles, work = matrix.counts.shape[1], tokens * matrix.values.numel() // WORTH
     if -(-tokens // MOST) >= torch.get_num_threads():
         in_parts(library.nm_bf16, (*operands, BEGIN, END, 0, tiles), tokens, work, MOST)
     else:
