@@ -15,7 +15,7 @@ from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words import composition, schema
-from nmrun.lab.words.composition import Done, composed, composing
+from nmrun.lab.words.composition import Cache, composed, composing
 from nmrun.lab.words.identity import run_folder
 
 RECIPES = tuple(recipes.RECIPES)
@@ -33,7 +33,7 @@ KINDS = (
     "slope",
     "bi_mask",
 )
-COMPOSED: Done = {}  # shared by all tests of a process
+COMPOSED: Cache = {}  # shared by all tests of a process
 # what 12 steps and 8 channels ask for
 FITTING = {
     "sdgf_geometric": ("recipe.frames=2",),

@@ -18,11 +18,11 @@ import nmrun.lab.cli as cli
 import nmrun.lab.train.jobs
 from nmrun.errors import ConfigError
 from nmrun.lab.words import command_line, experiment, precheck, rules
-from nmrun.lab.words.composition import Done
+from nmrun.lab.words.composition import Cache
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMPOSED: Done = {}  # as the sweeps of one command line share them
+COMPOSED: Cache = {}  # as the sweeps of one command line share them
 OPTIONS_OF_HYDRA = ("--help", "--cfg", "--config-dir")
 
 
@@ -66,7 +66,7 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
     asked = command_line.options(own)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
         words = command_line.own_recipe(overrides)
-        assert precheck.look(words, asked.multirun, done=COMPOSED).problems == []
+        assert precheck.look(words, asked.multirun, cache=COMPOSED).problems == []
 
 
 def is_parsed(words: list[str]) -> bool:

@@ -133,11 +133,11 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
     counts, passed, left = (
         record.counts(),
         record.elapsed(running),
-        record.left() if running else None,
+        record.seconds_left() if running else None,
     )
-    whole = len(record.done) == record.jobs and not set(counts) - {"finished", "skipped", "planned"}
-    line = f"sweep {folder.name}, {'running' if running else 'ended' if len(record.done) == record.jobs else 'cut off'}: "
-    line += f"{len(record.done)} of {record.jobs or '?'} jobs done"
+    whole = len(record.ends) == record.jobs and not set(counts) - {"finished", "skipped", "planned"}
+    line = f"sweep {folder.name}, {'running' if running else 'ended' if len(record.ends) == record.jobs else 'cut off'}: "
+    line += f"{len(record.ends)} of {record.jobs or '?'} jobs done"
     line += (
         f" ({', '.join(f'{number} {status}' for status, number in counts.items())})"
         if counts
@@ -240,7 +240,7 @@ def _plain(path: Path) -> dict[str, Any]:
             "running": on,
             "jobs": r.jobs,
             "done": r.counts(),
-            "left": r.left() if on else None,
+            "left": r.seconds_left() if on else None,
             "command": r.command,
         }
         for f, on, r in records

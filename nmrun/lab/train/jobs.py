@@ -35,7 +35,7 @@ from nmrun.lab.signals import of_interrupt
 from nmrun.lab.train import workers
 from nmrun.lab.train.workers import SweepTable
 from nmrun.lab.words import command_line, composition, experiment, precheck, schema, sweep
-from nmrun.lab.words.composition import Done, jobs_of, without_others_configs
+from nmrun.lab.words.composition import Cache, jobs_of, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
 from nmrun.lab.words.sweep import make_folder, recorded
 
@@ -93,7 +93,7 @@ def checked(
     """The overrides of each sweep that a command line asks for, and what was found there.
     ConfigError with all that is wrong."""
     sweeps = [command_line.own_recipe(words) for words in experiment.expand(overrides, multirun)]
-    composed: Done = {}
+    composed: Cache = {}
     looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
     if problems := list(
         dict.fromkeys(problem for findings in looks for problem in findings.problems)

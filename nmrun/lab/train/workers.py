@@ -200,11 +200,11 @@ class SweepTable:
 
     def _look(self) -> None:
         record = sweep.read(self.folder)
-        for line in record.done[self._next :]:
+        for line in record.ends[self._next :]:
             if line["status"] == "planned":  # a list of all follows at the end
                 continue
             self._tell(job_line(self.folder, record, line), STYLES.get(line["status"], ""))
-        self._next = len(record.done)
+        self._next = len(record.ends)
         if self._live is not None:
             rows = [self._row(record, line) for _, line in sorted(record.running.items())]
             width, height = shutil.get_terminal_size()
@@ -248,10 +248,10 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
 def footer(record: sweep.Record, running: int) -> str:
     """The line below the table: ``2 of 6 jobs done, 1 failed, 2 running; 25 s so far, 50 s left``."""
     counts = record.counts()
-    words = [f"{len(record.done)} of {record.jobs or '?'} jobs done"]
+    words = [f"{len(record.ends)} of {record.jobs or '?'} jobs done"]
     words += [f"{counts[key]} {key}" for key in ("failed", "refused", "killed") if key in counts]
     words.append(f"{running} running")
-    passed, remaining = record.elapsed(running=True), record.left()
+    passed, remaining = record.elapsed(running=True), record.seconds_left()
     times = [] if passed is None else [f"{sweep.span(passed)} so far"]
     times += [] if remaining is None else [f"{sweep.span(remaining)} left"]
     if record.signal is not None:

@@ -39,13 +39,13 @@ from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composition import Done, config_of
+from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import IRRELEVANT, completed, identity, run_folder
 from nmrun.lab.words.sweep import span
 from nmrun.ranges import Search
 
 DEFINITION = "study.json"
-COMPOSED: Done = {}  # shared by the runs of all cells
+COMPOSED: Cache = {}  # shared by the runs of all cells
 Say = Callable[[str], None]
 
 

@@ -95,7 +95,9 @@ def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
 
 def of_hydra(job: Any, overrides: Sequence[str]) -> str:
     """Likewise for a job that Hydra launched, by its config of it."""
-    places = [one.path for one in job.runtime.config_sources if one.provider == "command-line"]
+    places = [
+        source.path for source in job.runtime.config_sources if source.provider == "command-line"
+    ]
     search = [
         word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
     ]
@@ -104,10 +106,10 @@ def of_hydra(job: Any, overrides: Sequence[str]) -> str:
 
 def without_effect(words: Sequence[str]) -> list[str]:
     """Say which overrides of one run change nothing: those of the ratio beside ``recipe=dense``."""
-    found = [word for word in words if _of_ratio(word) and word != "sparsity=dense"]
-    if "recipe=dense" not in words or not found:
+    ratios = [word for word in words if _of_ratio(word) and word != "sparsity=dense"]
+    if "recipe=dense" not in words or not ratios:
         return []
-    return [f"recipe=dense has no ratio: {' '.join(found)} changes nothing"]
+    return [f"recipe=dense has no ratio: {' '.join(ratios)} changes nothing"]
 
 
 def _of_ratio(word: str) -> bool:
@@ -116,19 +118,19 @@ def _of_ratio(word: str) -> bool:
 
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that can be read, and a line for each word that cannot."""
-    found, problems, rest = [], [], list(words)
+    overrides, problems, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
         try:
             override = OverridesParser.create().parse_override(word)
             if not override.key_or_group:
                 raise HydraException
-            found.append(override)
+            overrides.append(override)
         except HydraException:
             while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
                 word += f" {rest.pop(0)}"  # the shell cut it at its spaces
             problems.append(f"{word}: cannot be read as key=value{quoting(word)}")
-    return found, problems
+    return overrides, problems
 
 
 def values(override: Override, options: Sequence[str]) -> list[Any]:
@@ -139,7 +141,7 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
     if isinstance(value, Glob):
         return value.filter(list(options))
     if override.is_sweep_override():
-        return [Override._convert_value(one) for one in override.sweep_iterator()]
+        return [Override._convert_value(element) for element in override.sweep_iterator()]
     return [value]
 
 

@@ -128,7 +128,7 @@ def _digest() -> str:
 
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
-Done = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
+Cache = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
 
 
 @contextlib.contextmanager
@@ -173,9 +173,9 @@ def without_others_configs() -> Iterator[None]:
         store.repo = everything
 
 
-def composed(words: Sequence[str], done: Done) -> DictConfig:
+def composed(words: Sequence[str], cache: Cache) -> DictConfig:
     """What ``hydra.compose("nmrun", words)`` composes. It takes a tenth of the time where only
-    recipe, ratio and values of keys differ from a config in ``done``, which is added to.
+    recipe, ratio and values of keys differ from a config in ``cache``, which is added to.
     """
     overrides = [_parsed(word) for word in words]
     loader = GlobalHydra.instance().config_loader()
@@ -183,34 +183,34 @@ def composed(words: Sequence[str], done: Done) -> DictConfig:
     values = [override for override in overrides if _sets_a_value(override, loader)]
     groups = [override for override in overrides if override not in values]
     every = tuple(override.input_line or "" for override in groups)
-    if every not in done:
+    if every not in cache:
         nodes = _nodes(groups, loader)
         chosen = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
-        if chosen not in done:
-            done[chosen] = pickle.dumps(compose("nmrun", list(chosen)))
-        with_nodes = pickle.loads(done[chosen])
+        if chosen not in cache:
+            cache[chosen] = pickle.dumps(compose("nmrun", list(chosen)))
+        with_nodes = pickle.loads(cache[chosen])
         with_nodes.update(nodes)
-        done[every] = pickle.dumps(with_nodes)
-    config: DictConfig = pickle.loads(done[every])
+        cache[every] = pickle.dumps(with_nodes)
+    config: DictConfig = pickle.loads(cache[every])
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
 
 
 def config_of(
-    words: Sequence[str], config_dir: str | None = None, done: Done | None = None
+    words: Sequence[str], config_dir: str | None = None, cache: Cache | None = None
 ) -> Config:
-    """The checked config of these overrides; ``done`` as of :func:`composed`."""
+    """The checked config of these overrides; ``cache`` as of :func:`composed`."""
     register()
     with composing(config_dir):
-        return schema.check(composed(words, {} if done is None else done))
+        return schema.check(composed(words, {} if cache is None else cache))
 
 
 def jobs_of(
-    sweeps: Sequence[Sequence[str]], config_dir: str | None, done: Done
+    sweeps: Sequence[Sequence[str]], config_dir: str | None, cache: Cache
 ) -> Iterator[tuple[list[str], DictConfig]]:
     """The overrides of each job of some sweeps, as they are typed, and its config.
 
-    While a job runs, Hydra is as it was. ``done`` is as of :func:`composed`. Raises ConfigError for
+    While a job runs, Hydra is as it was. ``cache`` is as of :func:`composed`. Raises ConfigError for
     a job that cannot be composed after all.
     """
     for overrides in sweeps:
@@ -220,7 +220,7 @@ def jobs_of(
         for words in every:
             try:
                 with composing(config_dir):
-                    job = composed(words, done)
+                    job = composed(words, cache)
             except (HydraException, OmegaConfBaseException) as error:
                 if of_interrupt(error):
                     raise KeyboardInterrupt from None
@@ -244,16 +244,16 @@ def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Co
     overlays = {name for name in names if not name.startswith("hydra/")} - {*options.GROUPS}
     if others or overlays:
         return {}
-    found: dict[str, Container] = {}
+    nodes: dict[str, Container] = {}
     for override in groups:
         group, option = override.key_or_group, override.value()
         plain = override.type is OverrideType.CHANGE and isinstance(option, str)
         if plain and group in options.GROUPS and names.count(group) == 1:
             path = f"{group}/{option}"
-            source = next((one for one in loader.get_sources() if one.is_config(path)), None)
+            source = next((each for each in loader.get_sources() if each.is_config(path)), None)
             if isinstance(source, ClassSource):
-                found[group] = source.load_config(path).config
-    return found
+                nodes[group] = source.load_config(path).config
+    return nodes
 
 
 def _sets_a_value(override: Override, loader: ConfigLoaderImpl) -> bool:

@@ -25,7 +25,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import command_line, composition, schema
-from nmrun.lab.words.composition import Done, composed, composing
+from nmrun.lab.words.composition import Cache, composed, composing
 from nmrun.lab.words.identity import run_folder
 from nmrun.registry import did_you_mean
 
@@ -65,9 +65,9 @@ class Experiment:
     paper: dict[str, dict[str, str]]
     paper_source: str
 
-    def overrides(self, scale: str, own: Sequence[str] = ()) -> list[list[str]]:
+    def overrides(self, scale: str, changes: Sequence[str] = ()) -> list[list[str]]:
         """The overrides of each sweep, with ``zip=`` replaced. A scale's win over a sweep's for the
-        same key, and ``own`` over both.
+        same key, and ``changes`` over both.
 
         Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
         """
@@ -75,15 +75,15 @@ class Experiment:
             raise ConfigError(
                 f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})"
             )
-        found = []
+        sweeps = []
         for sweep in self.sweeps[scale]:
-            words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
+            words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *changes]
             last = {
                 word if command_line.key(word) == "zip" else command_line.key(word): word
                 for word in words
             }
-            found += rows(list(last.values()))
-        return found
+            sweeps += rows(list(last.values()))
+        return sweeps
 
 
 def names() -> list[str]:
@@ -104,12 +104,12 @@ def load(name: str) -> Experiment:
 
     Raises ConfigError where there is no such experiment, or the file is none.
     """
-    own = name.endswith(".yaml")
-    if not own and name not in names():
+    is_file = name.endswith(".yaml")
+    if not is_file and name not in names():
         raise ConfigError(
             f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
         )
-    file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
+    file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
     content = options.read_yaml(file, f"experiment={name}")
     try:
         return _read(Path(name).stem, content)
@@ -145,7 +145,9 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
         title=content["title"],
         source=content["source"],
         note=content.get("note", ""),
-        sweeps={scale: [own] if isinstance(own, str) else own for scale, own in by_scale.items()},
+        sweeps={
+            scale: [words] if isinstance(words, str) else words for scale, words in by_scale.items()
+        },
         scales=content["scales"],
         **{**REPORT, **content.get("report", {})},
         paper={
@@ -163,22 +165,24 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
     default. Raises ConfigError for an unknown one, for keys that cannot be zipped, and without
     ``-m``.
     """
-    given = {command_line.key(word): word.partition("=")[2] for word in words}
-    if "zip" in given and not multirun:
-        raise ConfigError(f"zip={given['zip']}: several values make a sweep; add -m")
-    if "experiment" not in given:
-        if "scale" in given:
+    values = {command_line.key(word): word.partition("=")[2] for word in words}
+    if "zip" in values and not multirun:
+        raise ConfigError(f"zip={values['zip']}: several values make a sweep; add -m")
+    if "experiment" not in values:
+        if "scale" in values:
             raise ConfigError(
-                f"scale={given['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
+                f"scale={values['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
             )
         return rows(words)
-    own = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
-    found = [
-        each.overrides(given.get("scale", "small"), own) for each in chosen(given["experiment"])
+    changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
+    sweeps = [
+        sweep
+        for experiment in chosen(values["experiment"])
+        for sweep in experiment.overrides(values.get("scale", "small"), changes)
     ]
     if not multirun:
-        raise ConfigError(f"experiment={given['experiment']} is a sweep: add -m")
-    return [sweep for sweeps in found for sweep in sweeps]
+        raise ConfigError(f"experiment={values['experiment']} is a sweep: add -m")
+    return sweeps
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
@@ -208,11 +212,10 @@ def rows(words: Sequence[str]) -> list[list[str]]:
             continue
         for name in names:
             try:
-                found = _values(written[name]) if name in written else []
+                values[name] = _values(written[name]) if name in written else []
             except HydraException:  # precheck reports words that cannot be read
                 return [[word for word in words if command_line.key(word) != "zip"]]
-            values[name] = found
-            if len(found) < 2:
+            if len(values[name]) < 2:
                 hint = "" if name in written else did_you_mean(name, written)
                 problems.append(
                     f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}"
@@ -253,14 +256,15 @@ def _values(word: str) -> list[str]:
 
 
 def configs(
-    experiment: Experiment, scale: str, own: Sequence[str] = (), done: Done | None = None
+    experiment: Experiment, scale: str, changes: Sequence[str] = (), cache: Cache | None = None
 ) -> list[Config]:
-    """The checked configs of an experiment's runs, each once. ``own`` overrides win over its own."""
-    found: dict[str, Config] = {}
-    done = {} if done is None else done
+    """The checked configs of an experiment's runs, each once. ``changes`` are overrides that win
+    over its own."""
+    by_folder: dict[str, Config] = {}
+    cache = {} if cache is None else cache
     composition.register()
     with composing():
-        for words in experiment.overrides(scale, own):
+        for words in experiment.overrides(scale, changes):
             try:
                 parsed = OverridesParser.create().parse_overrides(
                     [word for word in words if not word.startswith("hydra")]
@@ -276,12 +280,12 @@ def configs(
                     if job
                 ]
                 for job in jobs:  # one composition serves all seeds, which change nothing else
-                    one = schema.check(composed([*job, *(seeds[0] if seeds else [])], done))
-                    for seed in [int(word[0].partition("=")[2]) for word in seeds] or [one.seed]:
-                        config = Config({**one.plain, "seed": seed}, one.pattern)
-                        found.setdefault(str(run_folder(config)), config)
+                    base = schema.check(composed([*job, *(seeds[0] if seeds else [])], cache))
+                    for seed in [int(word[0].partition("=")[2]) for word in seeds] or [base.seed]:
+                        config = Config({**base.plain, "seed": seed}, base.pattern)
+                        by_folder.setdefault(str(run_folder(config)), config)
             except HydraException as error:
                 raise ConfigError(
                     f"experiment={experiment.name}: {str(error).splitlines()[0]}"
                 ) from None
-    return list(found.values())
+    return list(by_folder.values())

@@ -24,12 +24,12 @@ def text(config_dir: str | None = None) -> str:
 
 
 def _groups(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
-    found = {group: set(options.names(group)) for group in options.GROUPS}
+    by_group = {group: set(options.names(group)) for group in options.GROUPS}
     for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
         names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]
-        found.setdefault(folder.name, set()).update(name.removesuffix(".yaml") for name in names)
-    for group, own in options.in_folder(config_dir).items():
-        found.setdefault(group, set()).update(file.stem for file in own)
-    for group in sorted(found):
-        if found[group] and group != "hydra":
-            yield group, sorted(found[group])
+        by_group.setdefault(folder.name, set()).update(name.removesuffix(".yaml") for name in names)
+    for group, paths in options.in_folder(config_dir).items():
+        by_group.setdefault(group, set()).update(file.stem for file in paths)
+    for group in sorted(by_group):
+        if by_group[group] and group != "hydra":
+            yield group, sorted(by_group[group])

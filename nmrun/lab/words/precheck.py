@@ -22,7 +22,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import command_line, rules, schema, suggestions
-from nmrun.lab.words.composition import RATIO, Done, composed, composing
+from nmrun.lab.words.composition import RATIO, Cache, composed, composing
 from nmrun.patterns import Pattern, PatternError
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
@@ -50,21 +50,21 @@ class Findings:
     dry: bool = False
     launcher: str = "basic"
     seeds: set[int] = field(default_factory=set)
-    composed: Done = field(default_factory=dict)
+    composed: Cache = field(default_factory=dict)
 
 
 def look(
     words: list[str],
     multirun: bool = False,
     config_dir: str | None = None,
-    done: Done | None = None,
+    cache: Cache | None = None,
 ) -> Findings:
     """Check every job of a sweep, in well under a second: a config is composed once for each option
-    of a group. The sweeps of one command line share ``done``, which is added to.
+    of a group. The sweeps of one command line share ``cache``, which is added to.
 
     Raises ConfigError for a sweep over nothing.
     """
-    findings = Findings(composed={} if done is None else done)
+    findings = Findings(composed={} if cache is None else cache)
     if multirun and not words:
         raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -144,13 +144,15 @@ class _Look:
             self.values[key] = several
             return
         wrong = {
-            _word(one): line for one in several if (line := _wrong_option(key, _word(one), options))
+            _word(option): line
+            for option in several
+            if (line := _wrong_option(key, _word(option), options))
         }
         if wrong:
             problems += wrong.values()
             self.unsure.add(key)
         if len(wrong) < len(several):
-            self.chosen[key] = [one for one in several if _word(one) not in wrong]
+            self.chosen[key] = [option for option in several if _word(option) not in wrong]
 
     def check_jobs(self, multirun: bool) -> None:
         """Join the options of groups and the values of keys to jobs, and check each."""
@@ -170,10 +172,10 @@ class _Look:
         parts = {}
         for (group, option), variant in variants.items():
             full = self._resolved(variant)
-            own = (
+            keys = (
                 [group] if group in plain else [key for key in full if full[key] != plain.get(key)]
             )
-            parts[group, option] = {key: full[key] for key in own}
+            parts[group, option] = {key: full[key] for key in keys}
         self.findings.output_dir = str(plain.get("output_dir"))
         self.findings.dry = plain.get("dry") is True
         if not multirun and (line := _not_sparse(first)):
@@ -228,23 +230,23 @@ class _Look:
         return schema.resolve(config)
 
     def _drop_unknown(self, base: DictConfig, variants: Iterable[DictConfig]) -> None:
-        known = {
+        keys = {
             key
             for config in map(_raw, (base, *variants))
             for key in (*config, *schema.flatten(config))
         }
         for key, override in self.written.items():
-            if override.is_add() and key in self.values and key in known:
+            if override.is_add() and key in self.values and key in keys:
                 self.findings.problems.append(
                     f"{override.input_line}: {key} is there already; write it without +"
                 )
             if (
                 key in self.values
-                and key not in known
+                and key not in keys
                 and not _adds(override)
                 and key.partition(".")[0] not in self.unsure
             ):
-                self.findings.problems.append(suggestions.line(key, known | set(self.groups)))
+                self.findings.problems.append(suggestions.line(key, keys | set(self.groups)))
                 del self.values[key]
 
 

@@ -44,28 +44,36 @@ def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = Fa
     folders = [word for word in words if "=" not in word]
     overrides, problems = command_line.parsed([word for word in words if "=" in word])
     problems += [f"{word}: one run folder; all else is key=value" for word in folders[1:]]
-    for one in overrides:
-        if one.is_sweep_override():
-            problems.append(f"{one.input_line}: several values make a sweep, and this is one run")
-        if one.key_or_group.partition(".")[0] == "recipe":
-            problems.append(f"{one.input_line}: nmrun prune has method= in the place of a recipe")
-        if _is_track(one) and one.input_line != TRACK:
-            problems.append(f"{one.input_line}: nmrun prune tracks nothing, as {TRACK} says")
+    for override in overrides:
+        if override.is_sweep_override():
+            problems.append(
+                f"{override.input_line}: several values make a sweep, and this is one run"
+            )
+        if override.key_or_group.partition(".")[0] == "recipe":
+            problems.append(
+                f"{override.input_line}: nmrun prune has method= in the place of a recipe"
+            )
+        if _is_track(override) and override.input_line != TRACK:
+            problems.append(f"{override.input_line}: nmrun prune tracks nothing, as {TRACK} says")
     if problems:
         raise ConfigError(problems)
-    own = {one.key_or_group: one.value() for one in overrides if _is_ours(one)}
-    samples, method = own.pop("samples", SAMPLES), str(own.pop("method", DEFAULT))
+    settings = {
+        override.key_or_group: override.value() for override in overrides if _is_ours(override)
+    }
+    samples, method = settings.pop("samples", SAMPLES), str(settings.pop("method", DEFAULT))
     if not whole(1).holds(samples):
         raise ConfigError(f"samples={samples}: it takes {whole(1).allowed}")
-    rest = [one for one in overrides if not _is_ours(one) and not _is_track(one)]
+    rest = [
+        override for override in overrides if not _is_ours(override) and not _is_track(override)
+    ]
     config = _of_run(Path(folders[0]), rest, trusted) if folders else _composed(rest, config_dir)
     if config.is_dense:
         raise ConfigError("sparsity=dense: nothing would be pruned")
     if config.dry:
         raise ConfigError("dry=true: nmrun prune has no plan to show")
-    given = {key.partition(".")[2]: value for key, value in own.items()}
-    made = oneshot.build(method, given)
-    recipe = {"name": made.name, "samples": samples, **dataclasses.asdict(made)}
+    hyperparameters = {key.partition(".")[2]: value for key, value in settings.items()}
+    pruner = oneshot.build(method, hyperparameters)
+    recipe = {"name": pruner.name, "samples": samples, **dataclasses.asdict(pruner)}
     plain = {**config.plain, "recipe": recipe, "track": {"name": "local", "tags": [], "also": []}}
     return Config(plain, config.pattern)
 
@@ -79,9 +87,9 @@ def _is_track(override: Override) -> bool:
 
 
 def _composed(overrides: list[Override], config_dir: str | None) -> Config:
-    words = [*(str(one.input_line) for one in overrides), f"recipe={STAND_IN}"]
-    if found := precheck.look(words, config_dir=config_dir).problems:
-        raise ConfigError(found)
+    words = [*(str(override.input_line) for override in overrides), f"recipe={STAND_IN}"]
+    if problems := precheck.look(words, config_dir=config_dir).problems:
+        raise ConfigError(problems)
     config = config_of(words, config_dir)
     model = config.model
     loads = isinstance(model, OwnModel) or model.trained
@@ -107,8 +115,8 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
     composed = OmegaConf.create(plain)
-    known = {key for key in (*plain, *schema.flatten(plain)) if key != "seeds"}
-    if problems := [line for one in overrides if (line := _put(composed, one, known))]:
+    keys = {key for key in (*plain, *schema.flatten(plain)) if key != "seeds"}
+    if problems := [line for override in overrides if (line := _put(composed, override, keys))]:
         raise ConfigError(problems)
     config = schema.check(composed)
     if found := list(rules.refusals({**config.plain, "recipe": plain["recipe"]})):
@@ -116,7 +124,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     return config
 
 
-def _put(composed: DictConfig, override: Override, known: set[str]) -> str:
+def _put(composed: DictConfig, override: Override, keys: set[str]) -> str:
     """Change one key; what is wrong with that, or nothing."""
     key, value = override.key_or_group, override.value()
     if key == "sparsity":
@@ -128,7 +136,7 @@ def _put(composed: DictConfig, override: Override, known: set[str]) -> str:
         return ""
     if key in options.KINDS:
         return f"{override.input_line}: the run has its own {key}; its keys ({key}.…) can change"
-    if key not in known:
-        return suggestions.line(key, known)
+    if key not in keys:
+        return suggestions.line(key, keys)
     OmegaConf.update(composed, key, value, merge=False)
     return ""

@@ -63,10 +63,10 @@ def options(group: str, config_dir: str | None = None) -> list[Option]:
     if group in ("", *kinds.UNNAMED):
         return [_of_class(group, "")]
     if group == "recipe":
-        found = [_recipe(name, path) for name, path in RECIPES.items()]
+        builtin = [_recipe(name, path) for name, path in RECIPES.items()]
     else:
-        found = [_of_class(group, name) for name in sorted(kinds.names(group))]
-    return found + [_own(group, file) for file in kinds.in_folder(config_dir).get(group, ())]
+        builtin = [_of_class(group, name) for name in sorted(kinds.names(group))]
+    return builtin + [_preset(group, file) for file in kinds.in_folder(config_dir).get(group, ())]
 
 
 def _of_class(group: str, name: str) -> Option:
@@ -81,25 +81,27 @@ def _recipe(name: str, path: str) -> Option:
     return Option("recipe", name, about, keys, of_module, use)
 
 
-def _own(group: str, file: Path) -> Option:
+def _preset(group: str, file: Path) -> Option:
     """A user's own preset: its keys mean what those of the class mean that it names."""
     content = kinds.read_yaml(file, str(file))
-    given = content if isinstance(content, dict) else {}
-    known = _known(group, given)
-    own = {
-        str(key): Field(value, *(known[key].check, known[key].search, known[key].meaning))
-        if key in known
+    values = content if isinstance(content, dict) else {}
+    class_fields = _class_fields(group, values)
+    fields = {
+        str(key): Field(
+            value, *(class_fields[key].check, class_fields[key].search, class_fields[key].meaning)
+        )
+        if key in class_fields
         else Field(value, None)
-        for key, value in given.items()
+        for key, value in values.items()
         if key not in ("name", "_target_", "defaults")
     }
-    return Option(group, file.stem, str(file), _keys(group, own))
+    return Option(group, file.stem, str(file), _keys(group, fields))
 
 
-def _known(group: str, given: Mapping[str, Any]) -> Mapping[str, Field]:
-    target, above = given.get("_target_"), given.get("defaults")
-    first = above[0] if isinstance(above, list) and above else given.get("name")
-    name = str(given.get("name", first))
+def _class_fields(group: str, values: Mapping[str, Any]) -> Mapping[str, Field]:
+    target, above = values.get("_target_"), values.get("defaults")
+    first = above[0] if isinstance(above, list) and above else values.get("name")
+    name = str(values.get("name", first))
     try:
         if group == "recipe":
             return recipe_fields(str(target)) if target else kinds.keys(group, name)
@@ -108,10 +110,10 @@ def _known(group: str, given: Mapping[str, Any]) -> Mapping[str, Field]:
         return {}
 
 
-def _keys(group: str, own: Mapping[str, Field]) -> tuple[Key, ...]:
+def _keys(group: str, fields: Mapping[str, Field]) -> tuple[Key, ...]:
     return tuple(
         Key(f"{group}.{key}".lstrip("."), field.meaning, _takes(field), _typed(field.default))
-        for key, field in own.items()
+        for key, field in fields.items()
     )
 
 
@@ -130,13 +132,13 @@ def _typed(value: Any) -> str:
 
 def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:
     """The meanings of a key among options, each with its defaults and the options that have these."""
-    found: dict[tuple[str, str], tuple[Key, dict[str, list[str]]]] = {}
+    meanings: dict[tuple[str, str], tuple[Key, dict[str, list[str]]]] = {}
     for option in among:
         for key in option.keys:
             if key.name == name:
-                _, defaults = found.setdefault((key.meaning, key.takes), (key, {}))
+                _, defaults = meanings.setdefault((key.meaning, key.takes), (key, {}))
                 defaults.setdefault(key.default, []).append(option.name)
-    return dict(found.values())
+    return dict(meanings.values())
 
 
 def about(topic: str, config_dir: str | None = None) -> str:
@@ -147,10 +149,10 @@ def about(topic: str, config_dir: str | None = None) -> str:
     """
     group, equals, name = topic.partition("=")
     if group in GROUPS:
-        found = options(group, config_dir)
+        choices = options(group, config_dir)
         if equals and group != "sparsity":  # any ratio is an option there
-            return "\n".join(_option(_named(found, group, name)))
-        return "\n".join(_option(found[0]) if not found[0].name else _list(found))
+            return "\n".join(_option(_named(choices, group, name)))
+        return "\n".join(_option(choices[0]) if not choices[0].name else _list(choices))
     group = topic.partition(".")[0] if "." in topic else ""
     if group in ("", *GROUPS):
         meanings = alike(topic, options(group))
@@ -206,10 +208,12 @@ def _option(option: Option) -> Iterator[str]:
 
 def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
     """One meaning of a key: the options that have it by their defaults."""
-    names = [name for alike in defaults.values() for name in alike if name]
+    names = [name for owners in defaults.values() for name in owners if name]
     yield from _wrapped(f"of {', '.join(names)}: " * bool(names) + key.meaning, "  ", "  ")
     few = len(defaults) == 1
-    shown = (value if few else f"{value} ({', '.join(of)})" for value, of in defaults.items())
+    shown = (
+        value if few else f"{value} ({', '.join(owners)})" for value, owners in defaults.items()
+    )
     yield from _values(key, f"default {'; '.join(shown)}")
 
 

@@ -90,8 +90,8 @@ class Facts:
     @functools.cached_property
     def inputs(self) -> list[int]:
         """Inputs of layers that may be sparse; none where only the built model knows them."""
-        known = self._good("sparsity.pad", "model", *(f"model.{key}" for key in self.model))
-        if self.pattern is None or not known or self.sparsity["pad"] or "_target_" in self.model:
+        good = self._good("sparsity.pad", "model", *(f"model.{key}" for key in self.model))
+        if self.pattern is None or not good or self.sparsity["pad"] or "_target_" in self.model:
             return []
         layers = options.kind("model", self.model["name"]).layer_inputs(self.model)
         return [width for width in layers.values() if width]
@@ -309,7 +309,7 @@ def refusals(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
     Nothing else is wrong in ``plain``. ``here``: whether the run is for this machine, not for one
     that a launcher finds.
     """
-    own = {group for group in ("dataset", "model") if "_target_" in plain[group]}
+    custom = {group for group in ("dataset", "model") if "_target_" in plain[group]}
     for group in ("dataset", "model", "recipe"):
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _no_logger(plain["track"])
@@ -317,16 +317,16 @@ def refusals(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
     if here and plain["init"] is not None and (why := _no_weights(plain["init"])):
         yield f"init={plain['init']}: {why}"
     yield from _no_masks(plain["recipe"], here)
-    if not own:
+    if not custom:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     yield from _not_pruned(plain["model"], plain["trainer"])
-    if "dataset" not in own:
+    if "dataset" not in custom:
         yield from _too_few(plain["dataset"], plain["trainer"])
         if here:
             yield from _no_files(plain["dataset"])
     if here:
         yield from _no_pretrained(plain["dataset"], plain["model"])
-    if "model" not in own:
+    if "model" not in custom:
         layers = options.kind("model", plain["model"]["name"]).layer_inputs(plain["model"])
         yield from _no_layer(plain["model"], plain["sparsity"], layers) if layers else ()
     if here and no_gpu():
@@ -442,21 +442,21 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
 def _no_layer(
     model: dict[str, Any], sparsity: dict[str, Any], layers: dict[str, int]
 ) -> Iterator[str]:
-    given = {
+    expressions = {
         "model.include": model["include"],
         "model.exclude": model["exclude"],
         "sparsity.overrides": sparsity["overrides"],
     }
-    for key, texts in given.items():
+    for key, texts in expressions.items():
         for text in [texts] if isinstance(texts, str) else texts or ():
-            found = [layer for layer in layers if text == "auto" or re.fullmatch(text, layer)]
-            if not found:
+            matches = [layer for layer in layers if text == "auto" or re.fullmatch(text, layer)]
+            if not matches:
                 yield (
                     f"{key}: {text!r} is the whole name of no layer of model={model['name']}; "
                     f"there are {', '.join(layers)}"
                 )
             elif key == "sparsity.overrides" and not sparsity["pad"]:
-                yield from _unfit(text, str(texts[text]), [layers[layer] for layer in found])
+                yield from _unfit(text, str(texts[text]), [layers[layer] for layer in matches])
 
 
 def _unfit(text: str, ratio: str, inputs: list[int]) -> Iterator[str]:

@@ -35,8 +35,8 @@ def check(composed: DictConfig) -> Config:
     both are the same run.
     """
     plain = resolve(composed)
-    if found := problems(plain):
-        raise ConfigError(found)
+    if errors := problems(plain):
+        raise ConfigError(errors)
     _convert(_checks(options.keys("")), plain)
     for group in (*NAMED, *UNNAMED):
         _convert(ranges(group, plain[group]), plain[group])
@@ -54,8 +54,10 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
     try:
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        said, place = str(error).splitlines()[0], error.full_key
-        raise ConfigError(said if not place or place in said else f"{place}: {said}") from None
+        message, place = str(error).splitlines()[0], error.full_key
+        raise ConfigError(
+            message if not place or place in message else f"{place}: {message}"
+        ) from None
     plain.pop("hydra", None)
     return dict(plain)
 
@@ -65,30 +67,30 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     groups that are ``unsure``, as they are known to be wrong already.
     """
     groups, keys = (*NAMED, *UNNAMED), options.keys("")
-    found = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
-    found |= {f"{key}: missing": key for key in keys if key not in plain}
+    errors = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
+    errors |= {f"{key}: missing": key for key in keys if key not in plain}
     values = dict(wrong_values(_checks(keys), plain, ""))
     for group in groups:
-        given = plain.get(group)
-        if not isinstance(given, dict):
-            found[f"{group}: missing"] = group
+        content = plain.get(group)
+        if not isinstance(content, dict):
+            errors[f"{group}: missing"] = group
             continue
-        found |= _wrong_group(group, given)
-        values |= wrong_values(ranges(group, given), given, f"{group}.")
-    found |= values
-    bad = {*unsure, *found.values()}
+        errors |= _wrong_group(group, content)
+        values |= wrong_values(ranges(group, content), content, f"{group}.")
+    errors |= values
+    bad = {*unsure, *errors.values()}
 
     def good(*keys: str) -> bool:
         return not any(key in bad or key.partition(".")[0] in bad for key in keys)
 
-    return [*found, *rules.broken(plain, good)]
+    return [*errors, *rules.broken(plain, good)]
 
 
-def ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
+def ranges(group: str, content: Mapping[str, Any]) -> Mapping[str, Check | None]:
     """The keys of a group with their ranges; none of the user's own, and of what there is not."""
-    name = str(given.get("name"))
-    known = group in UNNAMED or (group in options.GROUPS and name in options.names(group))
-    return _checks(options.keys(group, name)) if known and "_target_" not in given else {}
+    name = str(content.get("name"))
+    builtin = group in UNNAMED or (group in options.GROUPS and name in options.names(group))
+    return _checks(options.keys(group, name)) if builtin and "_target_" not in content else {}
 
 
 def _checks(keys: Mapping[str, Field]) -> dict[str, Check | None]:
@@ -110,13 +112,13 @@ def _decayed(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     return str(optimizer["decay"] or kind.decays)
 
 
-def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
+def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
     """What a group should not have, lacks, or is: each problem with the key that is wrong."""
-    if "_target_" in given and group in ("dataset", "model", "recipe"):
-        return _wrong_recipe(given) if group == "recipe" else _wrong_own(group, given)
+    if "_target_" in content and group in ("dataset", "model", "recipe"):
+        return _wrong_recipe(content) if group == "recipe" else _wrong_custom(group, content)
     if group in UNNAMED:
-        return wrong_keys(group, ranges(group, given), given)
-    name = given.get("name")
+        return wrong_keys(group, ranges(group, content), content)
+    name = content.get("name")
     if group == "recipe" and name == "custom":
         return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
     if name is None:
@@ -125,26 +127,26 @@ def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
     if name not in there:
         line = no_option(f"{group}.name", group, shown(name), there)
         timms = (
-            "; timm's networks are named by model.name_in_timm" if "name_in_timm" in given else ""
+            "; timm's networks are named by model.name_in_timm" if "name_in_timm" in content else ""
         )
         return {line + timms: group}
-    return wrong_keys(group, ("name", *ranges(group, given)), given)
+    return wrong_keys(group, ("name", *ranges(group, content)), content)
 
 
-def _wrong_recipe(given: dict[str, Any]) -> dict[str, str]:
-    target, name = str(given["_target_"]), _recipe_name(given)
+def _wrong_recipe(content: dict[str, Any]) -> dict[str, str]:
+    target, name = str(content["_target_"]), _recipe_name(content)
     if not re.fullmatch(r"\w+(\.\w+)+", target):
         return {f"recipe._target_={target}: it takes {RECIPE_CLASS}": "recipe._target_"}
     return _wrong_name("recipe", name)
 
 
-def _wrong_own(group: str, given: dict[str, Any]) -> dict[str, str]:
-    target, found = str(given["_target_"]), {}
+def _wrong_custom(group: str, content: dict[str, Any]) -> dict[str, str]:
+    target, errors = str(content["_target_"]), {}
     if not re.fullmatch(r"\w+(\.\w+)+", target):
-        found[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
-    found |= _wrong_name(group, str(given.get("name")))
-    missing = [f"{group}.{key}" for key in OWN[group] if key not in given]
-    return found | {f"{key}: missing": key for key in missing}
+        errors[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
+    errors |= _wrong_name(group, str(content.get("name")))
+    missing = [f"{group}.{key}" for key in OWN[group] if key not in content]
+    return errors | {f"{key}: missing": key for key in missing}
 
 
 def _wrong_name(group: str, name: str) -> dict[str, str]:

@@ -38,40 +38,40 @@ ELSEWHERE = {
 MEANT = {word: key for key, words in ELSEWHERE.items() for word in words}
 
 
-def line(key: str, known: Iterable[str]) -> str:
+def line(key: str, keys: Iterable[str]) -> str:
     """The line for an unknown key, beside the keys and groups that there are."""
-    known = set(known)
+    keys = set(keys)
     if key.startswith(f"{RATIOS}."):
         layer = key.removeprefix(f"{RATIOS}.")
         return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{layer}: 1:8}}'"
     group, _, leaf = key.rpartition(".")
-    beside = {one for one in known if one.rpartition(".")[0] == group}
-    beside = beside or {one for one in known if "." not in one}
-    return f"{key}: no such key{_hint(key, group, leaf, known, beside)} ({listed(key, beside)})"
+    beside = {name for name in keys if name.rpartition(".")[0] == group}
+    beside = beside or {name for name in keys if "." not in name}
+    return f"{key}: no such key{_hint(key, group, leaf, keys, beside)} ({listed(key, beside)})"
 
 
-def _hint(key: str, group: str, leaf: str, known: set[str], beside: set[str]) -> str:
+def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> str:
     if group and (having := owners(group, leaf)):
         return _belongs(leaf, group, having)
     meant = MEANT.get(leaf.lower(), "")
-    if meant and (meant.partition("=")[0] in known or " or " in meant):
+    if meant and (meant.partition("=")[0] in keys or " or " in meant):
         return f"; did you mean {meant}?"
     leaf = meant.rpartition(".")[2] or leaf
-    if same := sorted(one for one in known if one.rpartition(".")[2] == leaf and "." in one):
+    if same := sorted(name for name in keys if name.rpartition(".")[2] == leaf and "." in name):
         return f"; did you mean {' or '.join(same)}?"
     for other in () if group else options.NAMED:
         if having := owners(other, leaf):
             return _belongs(f"{other}.{leaf}" if meant else leaf, other, having)
-    others = {one.rpartition(".")[2]: one for one in known}
-    near = nearest(key, {one for one in beside if not one.endswith(".name")})
+    others = {name.rpartition(".")[2]: name for name in keys}
+    near = nearest(key, {name for name in beside if not name.endswith(".name")})
     if near is None and not group:
         near = others.get(nearest(leaf, others) or "")
     return f"; did you mean {near}?" if near else ""
 
 
 def _belongs(what: str, group: str, having: list[str]) -> str:
-    some = ", ".join(having[:3]) + (", ..." if len(having) > 3 else "")
-    return f"; {what} belongs to {group}={some}"
+    names = ", ".join(having[:3]) + (", ..." if len(having) > 3 else "")
+    return f"; {what} belongs to {group}={names}"
 
 
 def option(group: str, name: str, there: Iterable[str]) -> str:
@@ -93,23 +93,23 @@ def owners(group: str, leaf: str) -> list[str]:
     return [name for name in there if leaf in options.keys(group, name)]
 
 
-def wrong_keys(group: str, known: Iterable[str], given: Iterable[str]) -> dict[str, str]:
+def wrong_keys(group: str, keys: Iterable[str], content: Iterable[str]) -> dict[str, str]:
     """The keys that a group lacks or should not have: each problem with its key."""
-    names, there = [f"{group}.{key}" for key in known], [f"{group}.{key}" for key in given]
+    names, there = [f"{group}.{key}" for key in keys], [f"{group}.{key}" for key in content]
     wrong = {f"{name}: missing": name for name in names if name not in there}
     return wrong | {no_key(name, names): name for name in there if name not in names}
 
 
-def no_key(key: str, known: Iterable[str]) -> str:
-    """The line for a key that does not exist; ``known`` are those beside it."""
-    known = list(known)
-    return f"{key}: no such key{did_you_mean(key, known)} ({listed(key, known)})"
+def no_key(key: str, keys: Iterable[str]) -> str:
+    """The line for a key that does not exist; ``keys`` are those beside it."""
+    keys = list(keys)
+    return f"{key}: no such key{did_you_mean(key, keys)} ({listed(key, keys)})"
 
 
-def listed(key: str, known: Iterable[str]) -> str:
+def listed(key: str, keys: Iterable[str]) -> str:
     """The keys beside one, in words: ``optimizer has lr, name``."""
     group = key.rpartition(".")[0]
-    has = ", ".join(name.rpartition(".")[2] for name in sorted(known))
+    has = ", ".join(name.rpartition(".")[2] for name in sorted(keys))
     return f"{group} has {has}" if group else f"there are {has}"
 
 

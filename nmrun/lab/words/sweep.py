@@ -71,17 +71,17 @@ def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> 
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         output_dir = looks[0].output_dir
         folder = new_folder(output_dir) if leads() else Path(nowhere)
-        new = [place for place in folder.parents if not place.exists()]
+        parents = [place for place in folder.parents if not place.exists()]
         make_folder(folder, output_dir)
         try:
             with locks.hold(folder):  # shows that the sweep is alive
-                jobs = sum(found.jobs for found in looks)
+                jobs = sum(look.jobs for look in looks)
                 begin(folder, jobs, command, output_dir, together)
                 yield folder
         finally:
             if looks[0].dry or not (folder / HEAD).exists():  # nothing began on a full disk
                 shutil.rmtree(folder, ignore_errors=True)
-                for place in new:
+                for place in parents:
                     with contextlib.suppress(OSError):  # others are at work there
                         place.rmdir()
 
@@ -146,7 +146,7 @@ def _note(folder: Path, line: dict[str, Any], what: str) -> None:
 class Record:
     """What there is to read of a sweep.
 
-    ``done`` has a line for each job that has ended. ``running`` has by number of the job the last
+    ``ends`` has a line for each job that has ended. ``running`` has by number of the job the last
     beginning of each that has not; where a worker was killed, it has not either. ``signal`` ended
     the sweep.
     """
@@ -156,7 +156,7 @@ class Record:
     command: str
     output_dir: str
     sweeps: list[list[str]]
-    done: list[dict[str, Any]]
+    ends: list[dict[str, Any]]
     running: dict[int, dict[str, Any]]
     signal: int | None
 
@@ -167,7 +167,7 @@ class Record:
 
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, in the order of what went well to what did not."""
-        found = Counter(line["status"] for line in self.done)
+        counts = Counter(line["status"] for line in self.ends)
         order = (
             "finished",
             "skipped",
@@ -178,18 +178,18 @@ class Record:
             "refused",
             "killed",
         )
-        return {status: found[status] for status in order if found[status]}
+        return {status: counts[status] for status in order if counts[status]}
 
     def elapsed(self, running: bool) -> float | None:
         """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
         end = (
             time.time()
             if running
-            else max((line.get("ended") or 0.0 for line in self.done), default=0.0)
+            else max((line.get("ended") or 0.0 for line in self.ends), default=0.0)
         )
         return None if self.begun is None else max(end - self.begun, 0.0)
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds to the end, guessed from the jobs that trained; None before there is one, or
         where it is not known how many come.
 
@@ -198,13 +198,13 @@ class Record:
         """
         times = [
             line["seconds"]
-            for line in self.done
+            for line in self.ends
             if line["status"] not in UNTRAINED and "seconds" in line
         ]
         passed = self.elapsed(running=True)
         if not times or not passed or self.jobs is None:
             return None
-        return min(sum(times), passed) / len(times) * max(self.jobs - len(self.done), 0)
+        return min(sum(times), passed) / len(times) * max(self.jobs - len(self.ends), 0)
 
 
 def read(folder: Path) -> Record:
@@ -222,11 +222,11 @@ def read(folder: Path) -> Record:
         sweeps = [[str(word) for word in each] for each in head.get("sweeps", [])]
     except (OSError, ValueError, KeyError, TypeError):
         begun, jobs, words, sweeps = None, None, ("", ""), []
-    done = [{"job": None, "overrides": [], **line} for line in lines if _is_end(line)]
+    ends = [{"job": None, "overrides": [], **line} for line in lines if _is_end(line)]
     runs = {line["job"]: line for line in lines if _is_beginning(line)}
-    running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in done})}
+    running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in ends})}
     caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
-    return Record(begun, jobs, *words, sweeps, done, running, caught)
+    return Record(begun, jobs, *words, sweeps, ends, running, caught)
 
 
 # The record grows, and is read before each job: a thousand lines a thousand times.
@@ -254,17 +254,17 @@ def _is_end(line: dict[str, Any]) -> bool:
 def title(folder: Path, number: int, overrides: list[str]) -> str:
     """The line above a job: ``[3/24] recipe=step seed=0 (12 min left)``."""
     record = read(folder)
-    left = record.left()
-    ahead = "" if left is None else f" ({span(left)} left)"
+    seconds = record.seconds_left()
+    ahead = "" if seconds is None else f" ({span(seconds)} left)"
     return f"{name(record, {'job': number, 'overrides': overrides})}{ahead}"
 
 
 def name(record: Record, line: dict[str, Any]) -> str:
     """A job's name, ``[3/24] recipe=step seed=0``, with the overrides in which jobs differ."""
-    each = [{_bare(word) for word in words} for words in record.sweeps]
-    common = set.intersection(*each) if each else set()
-    told = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
-    return f"[{line['job']}/{record.jobs or '?'}] {' '.join(told) or 'the defaults'}"
+    sweeps = [{_bare(word) for word in sweep} for sweep in record.sweeps]
+    common = set.intersection(*sweeps) if sweeps else set()
+    words = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
+    return f"[{line['job']}/{record.jobs or '?'}] {' '.join(words) or 'the defaults'}"
 
 
 def _bare(word: str) -> str:
@@ -291,15 +291,15 @@ def summary(folder: Path) -> tuple[str, int]:
         for status, number in record.counts().items()
         if status in ("finished", "skipped", "planned", "running")
     }
-    bad = [line for line in record.done if line["status"] not in good]
-    missing = max((record.jobs or 0) - len(record.done), 0)
+    bad = [line for line in record.ends if line["status"] not in good]
+    missing = max((record.jobs or 0) - len(record.ends), 0)
     elsewhere = {"running": "running in another process"}
     parts = [f"{number} {elsewhere.get(status, status)}" for status, number in good.items()]
     parts += [f"{len(bad)} not done"] if bad else []
     parts += [f"{missing} not reached"] if missing else []
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
-    lines = [f"sweep of {len(record.done) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
+    lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in bad:
         words = " ".join(line["overrides"])
         error, place = line.get("error") or "", line.get("folder") or ""
@@ -317,10 +317,10 @@ def span(seconds: float) -> str:
 
 def planned(folder: Path) -> list[str]:
     """The jobs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
-    done = [line for line in read(folder).done if line.get("plan")]
-    swept = [key for key in _varied([line["overrides"] for line in done]) if key not in SAID]
+    plans = [line for line in read(folder).ends if line.get("plan")]
+    swept = [key for key in _varied([line["overrides"] for line in plans]) if key not in SAID]
     rows = []
-    for line in done:
+    for line in plans:
         words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
         recipe, ratio, *rest = line["plan"].items()
         rows.append(dict([recipe, ratio, *((key, words.get(key, "")) for key in swept), *rest]))
@@ -331,11 +331,11 @@ def planned(folder: Path) -> list[str]:
 def lines(folder: Path) -> list[str]:
     """The lines below the summary; none where no job has a result."""
     record = read(folder)
-    good = [line for line in record.done if line["status"] in ("finished", "skipped")]
+    good = [line for line in record.ends if line["status"] in ("finished", "skipped")]
     places = [line["folder"] for line in good if line.get("folder")]
     if not places:
         return []
-    varied = _varied([line["overrides"] for line in record.done])
+    varied = _varied([line["overrides"] for line in record.ends])
     # <dataset>/<model>/<recipe>/<ratio>/<run>
     above = {str(Path(place).parents[3]) for place in places}
     path = above.pop() if len(above) == 1 else os.path.commonpath(places)
@@ -352,4 +352,4 @@ def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
     for words in jobs:
         for word in words:
             values.setdefault(command_line.key(word), set()).add(word.partition("=")[2])
-    return dict.fromkeys(key for key, found in values.items() if len(found) > 1)
+    return dict.fromkeys(key for key, choices in values.items() if len(choices) > 1)

@@ -260,7 +260,7 @@ def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> 
     records = [path.parent for path in tmp_path.glob("outputs/.sweeps/*/sweep.json")]
     assert len(records) == 2
     ours = sweep.read(min(records, key=lambda record: sweep.read(record).begun or 0.0))
-    assert ours.jobs == len(ours.done) == 8
+    assert ours.jobs == len(ours.ends) == 8
     assert ours.counts() == {"finished": 6, "skipped": 2}
 
 

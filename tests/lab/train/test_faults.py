@@ -156,7 +156,7 @@ def test_a_sweep_goes_on_where_the_end_of_a_job_cannot_be_noted(
     assert "jobs.jsonl: No space left on device" in capsys.readouterr().err
     (small_disk / "others").unlink()
     sweep.add(small_disk, {"status": "finished"}, ["seed=1"], 1.0)
-    assert [line["overrides"] for line in sweep.read(small_disk).done] == [["seed=1"]]
+    assert [line["overrides"] for line in sweep.read(small_disk).ends] == [["seed=1"]]
 
 
 # --- memory that runs out -------------------------------------------------------------------------

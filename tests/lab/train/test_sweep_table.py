@@ -67,7 +67,7 @@ def test_the_record_says_who_is_at_work(folder: Path) -> None:
     assert list(record.running) == [3, 4]
     assert record.at_work == {os.getpid()}
     assert record.signal is None
-    assert len(record.done) == 2
+    assert len(record.ends) == 2
     sweep.begins(folder, 5, words("asp", 0), Path("elsewhere"), launched=False)
     sweep.note_signal(folder, 15)
     with (folder / "jobs.jsonl").open("a") as file:

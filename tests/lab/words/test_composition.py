@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from runs import TINY
 
 from nmrun.lab.words import composition
-from nmrun.lab.words.composition import Done, composed, composing
+from nmrun.lab.words.composition import Cache, composed, composing
 
 LINES = (
     "",
@@ -45,22 +45,22 @@ def test_values_on_a_config_of_before_are_what_hydra_composes(
     line: str, compositions: list[Any]
 ) -> None:
     composition.register()
-    done: Done = {}
+    cache: Cache = {}
     words = shlex.split(line)
     with composing():
         for more in ([], ["trainer.epochs=99", "+note=mine"], []):
-            assert composed([*words, *more], done) == compose("nmrun", [*words, *more])
+            assert composed([*words, *more], cache) == compose("nmrun", [*words, *more])
     assert len(compositions) == 1
 
 
 def test_all_recipes_and_ratios_are_composed_once(compositions: list[Any]) -> None:
     composition.register()
-    done: Done = {}
+    cache: Cache = {}
     with composing():
         for recipe in ("ste", "s_ste", "sr_ste recipe.decay=0.5", "dense"):
             for ratio in ("1:8", "64:2:8"):
                 words = ["model=mlp", f"sparsity={ratio}", *f"recipe={recipe}".split()]
-                assert composed(words, done) == compose("nmrun", words)
+                assert composed(words, cache) == compose("nmrun", words)
     assert len(compositions) == 1
 
 
@@ -71,10 +71,10 @@ def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path: Path) -> None:
     path = f"hydra.searchpath=[file://{tmp_path}]"
     for place, more in ((str(tmp_path), []), (None, [path])):
         words: list[str] = [*more, "recipe=sr_ste", "debug=mine"]
-        done: Done = {}
+        cache: Cache = {}
         with composing(place):
-            assert composed(words, done) == composed(words, done) == compose("nmrun", words)
-            assert composed(words, done).recipe.decay == 0.5
+            assert composed(words, cache) == composed(words, cache) == compose("nmrun", words)
+            assert composed(words, cache).recipe.decay == 0.5
 
 
 def test_what_hydra_refuses_is_refused_as_ever() -> None:

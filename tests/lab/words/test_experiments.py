@@ -22,11 +22,11 @@ from nmrun.lab.show import cli as report
 from nmrun.lab.show.experiments import KINDS
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.words import composition, experiment, identity, precheck, schema
-from nmrun.lab.words.composition import Done
+from nmrun.lab.words.composition import Cache
 from nmrun.recipes import RECIPES
 
 composition.register()
-COMPOSED: Done = {}  # as the sweeps of one command line share them
+COMPOSED: Cache = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (
     *("digits", "generated_motion", "generated_shapes", "generated_text", "generated_questions"),
@@ -49,7 +49,7 @@ paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4
 
 @functools.cache
 def made(name: str, scale: str) -> list[schema.Config]:
-    return experiment.configs(experiment.load(name), scale, done=COMPOSED)
+    return experiment.configs(experiment.load(name), scale, cache=COMPOSED)
 
 
 def label(config: schema.Config, key: str) -> str:
@@ -76,7 +76,7 @@ def test_every_job_is_accepted(name, scale, monkeypatch):
         seeds = [word for word in words if word.startswith("seed=")]
         others = tuple(word for word in words if word not in seeds)
         if others not in looks:  # one seed is as good as another
-            looks[others] = precheck.look([*others, "seed=0"], multirun=True, done=COMPOSED)
+            looks[others] = precheck.look([*others, "seed=0"], multirun=True, cache=COMPOSED)
         jobs += looks[others].jobs * (seeds[-1].count(",") + 1 if seeds else 1)
     assert [problem for found in looks.values() for problem in found.problems] == []
     assert 2 <= jobs <= (24 if scale == "smoke" else 440)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.lab.keys import models
 from nmrun.lab.words import precheck, schema
-from nmrun.lab.words.composition import Done, composed, composing
+from nmrun.lab.words.composition import Cache, composed, composing
 
-COMPOSED: Done = {}  # as the sweeps of one command line share them
+COMPOSED: Cache = {}  # as the sweeps of one command line share them
 
 ACCEPTED = {  # a line as it stands in a shell, and what is meant
     "'sparsity.overrides={inner.1: 1:8}'": {"inner.1": "1:8"},
@@ -68,7 +68,7 @@ def layers_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(*words: str) -> schema.Config:
-    assert precheck.look(list(words), done=COMPOSED).problems == []
+    assert precheck.look(list(words), cache=COMPOSED).problems == []
     with composing():
         return schema.check(composed(words, COMPOSED))
 
@@ -80,16 +80,16 @@ def test_what_is_accepted_means_what_it_says(line: str) -> None:
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_hydra_refuses_is_shown_as_it_should_be(line: str) -> None:
-    (problem,) = precheck.look(shlex.split(line), done=COMPOSED).problems
+    (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
     said, _, shown = problem.partition("; write it as ")
     assert said.endswith("cannot be read as key=value")
     assert shlex.split(shown) == [REFUSED[line]]  # for a shell, too, it is one word
-    assert precheck.look(shlex.split(shown), done=COMPOSED).problems == []
+    assert precheck.look(shlex.split(shown), cache=COMPOSED).problems == []
 
 
 @pytest.mark.parametrize("line", GENERAL)
 def test_what_cannot_be_guessed_gets_the_rule(line: str) -> None:
-    (problem,) = precheck.look(shlex.split(line), done=COMPOSED).problems
+    (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
     assert GENERAL[line] in problem
     assert "\n" not in problem
 

@@ -14,9 +14,9 @@ import pytest
 from test_schema import composed
 
 from nmrun.lab.words import command_line, precheck, rules, schema
-from nmrun.lab.words.composition import Done
+from nmrun.lab.words.composition import Cache
 
-COMPOSED: Done = {}  # as the sweeps of one command line share them
+COMPOSED: Cache = {}  # as the sweeps of one command line share them
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ COMPOSED: Done = {}  # as the sweeps of one command line share them
 )  # fmt: skip
 def test_a_command_line(line: str, starts: list[str]) -> None:
     multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
-    found = precheck.look(words, multirun, done=COMPOSED)
+    found = precheck.look(words, multirun, cache=COMPOSED)
     assert len(found.problems) == len(starts), found.problems
     assert all(any(problem.startswith(start) for problem in found.problems) for start in starts), (
         found.problems

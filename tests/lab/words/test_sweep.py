@@ -88,7 +88,7 @@ def test_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sweep.time, "time", lambda: NOW)
-    assert record(tmp_path, begun, jobs, done).left() == (
+    assert record(tmp_path, begun, jobs, done).seconds_left() == (
         left if left is None else pytest.approx(left)
     )
 
@@ -123,7 +123,7 @@ def test_a_record_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
     said += map(str, read.counts())
     assert "\x1b" not in "".join([*said, *(word for words in read.sweeps for word in words)])
     assert read.jobs == 2
-    assert isinstance(read.left(), float)
+    assert isinstance(read.seconds_left(), float)
 
 
 @pytest.mark.parametrize("odd", [{"jobs": "x"}, {"begun": []}, {"sweeps": 3}, {"sweeps": [4]}])
@@ -592,9 +592,9 @@ def test_a_record_is_read_as_it_stands(tmp_path: Path) -> None:
         (lines[0] * 2, [1, 1]),
     ):
         (tmp_path / sweep.JOBS).write_text(text)
-        done = sweep.read(tmp_path).done
-        assert [(line["job"], line["status"]) for line in done] == [
+        ends = sweep.read(tmp_path).ends
+        assert [(line["job"], line["status"]) for line in ends] == [
             (job, "skipped") for job in jobs_ended
         ]
-        for line in done:
+        for line in ends:
             line["status"] = "changed"
