@@ -82,9 +82,9 @@ def _main(argv: list[str]) -> int:
             which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
             argv = [argv[1], *which, "--help"]  # each benchmark has options of its own
         elif not any(word.startswith("--hydra-help") for word in argv):
-            asked, words = _help_parser().parse_known_args(argv[1:])
-            place = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
-            words = [word for word in (*asked.topic, *words) if "=" in word and word[:1] != "-"]
+            options, words = _help_parser().parse_known_args(argv[1:])
+            place = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+            words = [word for word in (*options.topic, *words) if "=" in word and word[:1] != "-"]
             return explain([*place, *(_topic(word.lstrip("+~")) for word in words)])
     if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
         _complete_verbs()
@@ -128,8 +128,10 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     if word in GROUPS and following:
         meant = f"{word}={following[0]}"
     hint = f"; did you mean {meant}?" if meant else ""
-    known = f"{', '.join(there)}; a run takes group=option and key=value"
-    raise ConfigError(f"{word}: no such verb{hint} (there are {known})")
+    raise ConfigError(
+        f"{word}: no such verb{hint} (there are {', '.join(there)}; a run takes group=option and "
+        "key=value)"
+    )
 
 
 def _topic(word: str) -> str:
@@ -139,17 +141,17 @@ def _topic(word: str) -> str:
 
 
 def explain(argv: list[str]) -> int:
-    asked = _help_parser().parse_intermixed_args(argv)
-    if asked.topic and asked.topic[0] in all_verbs():
-        return _run(asked.topic[0], ["--help"])
-    if not asked.topic:
+    options = _help_parser().parse_intermixed_args(argv)
+    if options.topic and options.topic[0] in all_verbs():
+        return _run(options.topic[0], ["--help"])
+    if not options.topic:
         from nmrun.lab.words import help
 
-        print(help.text(asked.config_dir))
-    for topic in asked.topic:
+        print(help.text(options.config_dir))
+    for topic in options.topic:
         from nmrun.lab.words import reference
 
-        print(reference.about(topic, asked.config_dir))
+        print(reference.about(topic, options.config_dir))
     return 0
 
 

@@ -94,15 +94,15 @@ def together(work: Callable[[], T]) -> T:
     the result of this rank's work. Raises RunError where the work raised one on any rank."""
     if world() == 1:
         return work()
-    done: list[T] = []
+    results: list[T] = []
     problem = ""
     try:
-        done.append(work())
+        results.append(work())
     except RunError as error:
         problem = str(error)
     if any_of(bool(problem)):
         raise RunError(next(filter(None, gathered(problem))))
-    return done[0]
+    return results[0]
 
 
 def in_step(items: Iterable[T]) -> Iterator[T]:

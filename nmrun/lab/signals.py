@@ -140,10 +140,10 @@ def left_to_parent() -> None:
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         # torch's own handler for SIGTERM ends the process whoever sent it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_until_told, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_by_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _until_told(parent: int) -> None:
+def _end_by_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)

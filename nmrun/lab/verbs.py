@@ -36,8 +36,8 @@ def files_of_the_command() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        known = (str(part) for part in (error.filename, error.strerror) if part)
-        raise ConfigError(": ".join(known) or str(error)) from None
+        parts = (str(part) for part in (error.filename, error.strerror) if part)
+        raise ConfigError(": ".join(parts) or str(error)) from None
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -134,9 +134,9 @@ def logged(path: Path) -> Iterator[None]:
                 os.dup2(log.fileno(), number)
             yield
     finally:
-        for number, kept in before.items():
-            os.dup2(kept, number)
-            os.close(kept)
+        for number, duplicate in before.items():
+            os.dup2(duplicate, number)
+            os.close(duplicate)
 
 
 @contextlib.contextmanager
@@ -161,8 +161,8 @@ BUILT = ("dataset", "model")  # the groups that a network needs
 
 def consent_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--yes`` to a verb that builds a run's network."""
-    told = "import the code that the run names (dataset._target_, model._target_)"
-    parser.add_argument("--yes", action="store_true", help=told)
+    text = "import the code that the run names (dataset._target_, model._target_)"
+    parser.add_argument("--yes", action="store_true", help=text)
 
 
 def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[str]:
@@ -176,10 +176,10 @@ def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[st
 
 
 def demand_consent(
-    folder: object, config: Mapping[str, Any], given: bool, groups: Iterable[str] = BUILT
+    folder: object, config: Mapping[str, Any], consent: bool, groups: Iterable[str] = BUILT
 ) -> None:
-    if not given and (found := code_of(config, groups)):
+    if not consent and (targets := code_of(config, groups)):
         raise ConfigError(
-            f"{folder}: the run imports {', '.join(found)}, which may do anything; --yes says that "
+            f"{folder}: the run imports {', '.join(targets)}, which may do anything; --yes says that "
             "you trust it"
         )

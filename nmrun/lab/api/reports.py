@@ -74,7 +74,7 @@ def table(
         With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
         (in how many of them), and ``difference`` in standard deviations of a run.
     """
-    _known("test", test, cli.TESTS)
+    _check("test", test, cli.TESTS)
     query = Query(
         keys(rows), keys(cols), keys(metric), _texts(filter),
         baseline=baseline or "", test=test, overall=overall,
@@ -125,7 +125,7 @@ def plot(
 
     ConfigError also where runs of several data sets or models would need several figures.
     """
-    _known("kind", kind, cli.KINDS)
+    _check("kind", kind, cli.KINDS)
     query = Query(keys(rows), keys(cols), keys(metric), _texts(filter), baseline=baseline or "")
     query, over = plots.along(x, kind, query)
     layout = Layout(title, width, height, labels or {}, ylim, over)
@@ -139,12 +139,12 @@ def plot(
     return drawn[0]
 
 
-def _texts(given: Paths) -> tuple[str, ...]:
-    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
+def _texts(value: Paths) -> tuple[str, ...]:
+    return (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
 
 
-def _known(name: str, given: str, names: Sequence[str]) -> None:
-    if given not in names:
+def _check(name: str, value: str, names: Sequence[str]) -> None:
+    if value not in names:
         raise ConfigError(
-            f"{name}={given}: no such {name}{did_you_mean(given, names)} (there are {', '.join(names)})"
+            f"{name}={value}: no such {name}{did_you_mean(value, names)} (there are {', '.join(names)})"
         )

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     there = RunFolder(options.run)
     if there.problem:
         raise RunError(f"{there.path / RESULT}: {there.problem}")
-    settings.of(options.run)
+    settings.read(options.run)
     if there.is_sealed:
         there.checked(CONFIG)  # the command stands above it
     command = status.command(there)
@@ -42,13 +42,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.run}: its command is not known")
     words, place = _split(command, options.run)
     changed = {command_line.key(word) for word in options.changes}
-    kept = [word for word in words if command_line.key(word) not in changed]
-    words = [*kept, *options.changes]
+    original = [word for word in words if command_line.key(word) not in changed]
+    words = [*original, *options.changes]
     where = f"cd {shlex.quote(place)} && " if place else ""
     print(f"{where}{shlex.join(['nmrun', *words])}", flush=True)
-    if (code := _code(kept, options.run)) and not options.yes:
-        asked = f"{', '.join(code)} of {options.run} may run any code. Run it?"
-        if not agreed("rerun", asked):
+    if (code := _code(original, options.run)) and not options.yes:
+        question = f"{', '.join(code)} of {options.run} may run any code. Run it?"
+        if not agreed("rerun", question):
             print("nothing done")
             return 0
     os.chdir(place or ".")

@@ -62,14 +62,14 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         ConfigError: with all that is wrong with the settings, one line each.
         RunError: where the run failed; its folder has the traceback in ``run.log``.
     """
-    typed, config_dir = asked(overrides, settings, multirun=False)
+    typed, config_dir = parse(overrides, settings, multirun=False)
     sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
-    ((one, job),) = jobs_of(sweeps, config_dir, look.composed)
+    ((words, job),) = jobs_of(sweeps, config_dir, look.composed)
     if job.get("seeds") is not None:
         raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
     with unchanged():
-        outcome = jobs.one(config, command=command_line.typed(config_dir, one))
+        outcome = jobs.one(config, command=command_line.typed(config_dir, words))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
@@ -92,7 +92,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         ConfigError: with all that is wrong, one line each, before anything is run.
         RunError: where no run has a result.
     """
-    typed, config_dir = asked(overrides, {}, multirun=True)
+    typed, config_dir = parse(overrides, {}, multirun=True)
     for word in filter(command_line.is_hydras, typed):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
@@ -163,8 +163,8 @@ class Result:
             with unchanged():  # building draws random numbers
                 run = finished_run.read(self.folder)
                 # what was asked for here is trusted, and no more
-                asked = verbs.code_of(run.result["config"]) == verbs.code_of(self.config)
-                run = replace(run, trusted=asked)
+                trusted = verbs.code_of(run.result["config"]) == verbs.code_of(self.config)
+                run = replace(run, trusted=trusted)
                 return finished_run.network(run)[0]
         except (ValueError, RuntimeError) as error:
             raise RunError(" ".join(str(error).split())) from None
@@ -226,7 +226,7 @@ def unchanged() -> Iterator[None]:
 # --- arguments of Python as words -----------------------------------------------------------------
 
 
-def asked(
+def parse(
     overrides: str | Sequence[str] | None, settings: Mapping[str, Any], multirun: bool
 ) -> tuple[list[str], str | None]:
     """The overrides that ``overrides`` and ``settings`` (see :func:`words_of`), which win, are; and
@@ -239,8 +239,8 @@ def asked(
     except ValueError as error:
         raise ConfigError(f"{overrides}: {error}") from None
     options = command_line.options([*words, *words_of(settings)])
-    taken = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
-    for name in (name for name, value in vars(options).items() if value and name not in taken):
+    allowed = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
+    for name in (name for name, value in vars(options).items() if value and name not in allowed):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
     return options.overrides, options.config_dir
@@ -278,9 +278,9 @@ def _element(value: Any) -> Any:
     if isinstance(value, str | Path):
         return QuotedString(str(value), Quote.single)
     if isinstance(value, list | tuple):
-        return [_element(one) for one in value]
+        return [_element(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): _element(one) for name, one in value.items()}
+        return {str(name): _element(item) for name, item in value.items()}
     if value is None or isinstance(value, int | float):
         return value
     raise TypeError

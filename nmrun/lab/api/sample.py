@@ -21,8 +21,8 @@ def main(argv: Sequence[str]) -> int:
     add("run", type=Path, metavar="RUN", help="the folder of a finished run")
     add("--prompt", default="\n", metavar="TEXT", help="what is continued (default: a line break)")
     add("--tokens", type=int, default=200, metavar="T", help="how many follow (default: 200)")
-    told = "1: as probable as the model has them (default); below: likely ones more often; 0: the likeliest"
-    add("--temperature", type=float, default=1.0, metavar="T", help=told)
+    text = "1: as probable as the model has them (default); below: likely ones more often; 0: the likeliest"
+    add("--temperature", type=float, default=1.0, metavar="T", help=text)
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)")
     add("--seed", type=int, default=0, help="of the choices (default: 0)")
     verbs.consent_option(parser)
@@ -62,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
     tokens = vocabulary.encode(options.prompt)
     if not tokens:
         raise ConfigError("--prompt: it has no token; a model continues at least one")
-    window, known = task.context, task.vocabulary
+    window, vocabulary_size = task.context, task.vocabulary
     choices = (options.temperature, options.top_k, options.seed)
     print(
         vocabulary.decode(
-            tokens + continued(model, tokens, options.tokens, window, known, *choices)
+            tokens + continued(model, tokens, options.tokens, window, vocabulary_size, *choices)
         )
     )
     return 0
@@ -77,7 +77,7 @@ def continued(
     tokens: Sequence[int],
     count: int,
     window: int,
-    known: int,
+    vocabulary_size: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
@@ -85,21 +85,21 @@ def continued(
     """Draw ``count`` tokens that follow some, from a model of tokens (1, T) to logits (1, T,
     vocabulary) that sees ``window`` of them.
 
-    ``known`` are the tokens of the data; a network may have logits of more. A ``temperature`` of 0
-    takes the largest logit. RunError for logits that are not finite.
+    ``vocabulary_size`` counts the tokens of the data; a network may have logits of more. A
+    ``temperature`` of 0 takes the largest logit. RunError for logits that are not finite.
     """
     import torch
 
     random, drawn = torch.Generator().manual_seed(seed), list(tokens)
     with torch.no_grad():
         for _ in range(count):
-            logits = model(torch.tensor([drawn[-window:]]))[0, -1, :known].double()
+            logits = model(torch.tensor([drawn[-window:]]))[0, -1, :vocabulary_size].double()
             if not logits.isfinite().all():
                 raise RunError("the model's logits are not finite")
             if temperature == 0:
                 drawn.append(int(logits.argmax()))
                 continue
-            best, of = logits.topk(min(top_k or known, known))
+            best, indices = logits.topk(min(top_k or vocabulary_size, vocabulary_size))
             likely = ((best - best[0]) / temperature).softmax(0)
-            drawn.append(int(of[torch.multinomial(likely, 1, generator=random)]))
+            drawn.append(int(indices[torch.multinomial(likely, 1, generator=random)]))
     return drawn[len(tokens) :]

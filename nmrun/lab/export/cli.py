@@ -100,7 +100,7 @@ def _whole(
     root = next(parent for parent in place.parents if parent.is_dir())
     part = root / f".{place.name}-{os.getpid()}"
     for left in root.glob(f".{place.name}-*"):
-        if (left / locks.NAME).is_file() and not locks.held(left):  # by a kill
+        if (left / locks.NAME).is_file() and not locks.is_locked(left):  # by a kill
             shutil.rmtree(left, ignore_errors=True)
     try:
         part.mkdir()

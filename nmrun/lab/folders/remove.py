@@ -33,25 +33,26 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.failed and not options.filter:
         raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
-    for left in status.folder_of(options.path).rglob(
+    for remnant in status.folder_of(options.path).rglob(
         f"{status.DELETED}*"
     ):  # by one that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    found = {
+        shutil.rmtree(remnant, ignore_errors=True)
+    runs = {
         folder: _files(folder) for folder in chosen(options.path, options.failed, options.filter)
     }
-    print(*found, sep="\n")
-    what = _amount(found.values())
+    print(*runs, sep="\n")
+    what = _amount(runs.values())
     if not options.yes and not agreed("rm", f"delete {what}?"):
         print("nothing deleted")
         return 0
-    kept = {folder: _delete(folder, files) for folder, files in found.items()}
-    gone = [found[folder] for folder, why in kept.items() if not why]
+    reasons = {folder: _delete(folder, files) for folder, files in runs.items()}
+    gone = [runs[folder] for folder, why in reasons.items() if not why]
     if gone:
         print(f"deleted: {_amount(gone)}")
-    if len(gone) < len(found):
+    if len(gone) < len(runs):
         raise RunError(
-            "not deleted: " + "; ".join(f"{folder}: {why}" for folder, why in kept.items() if why)
+            "not deleted: "
+            + "; ".join(f"{folder}: {why}" for folder, why in reasons.items() if why)
         )
     return 0
 
@@ -66,8 +67,8 @@ def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     if not every:
         raise ConfigError(f"{path}: no run in it that nothing is at work on")
     runs = {Path(run.folder): run.state for run in every}
-    told = {folder: _settings(folder) for folder in runs}
-    keys = {key for own in told.values() for key in own}
+    by_folder = {folder: _settings(folder) for folder in runs}
+    keys = {key for run in by_folder.values() for key in run}
     fitting = [folder for folder, state in runs.items() if not failed or state == "failed"]
     for condition in conditions:
         key, values = settings.alternatives(condition)
@@ -78,7 +79,8 @@ def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
         fitting = [
             folder
             for folder in fitting
-            if key in told[folder] and any(settings.same(told[folder][key], v) for v in values)
+            if key in by_folder[folder]
+            and any(settings.same(by_folder[folder][key], v) for v in values)
         ]
     if not fitting:
         raise ConfigError(f"{path}: none of {len(runs)} runs fits; nothing to delete")
@@ -87,19 +89,19 @@ def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
 
 def _settings(folder: Path) -> dict[str, str]:
     try:
-        return settings.of(folder)
+        return settings.read(folder)
     except ConfigError:  # cut off before it wrote any
         return {}
 
 
 def _files(folder: Path) -> Files:
-    found = {}
+    files = {}
     for place, _, names in os.walk(folder):
         for file in (Path(place, name) for name in names if name != locks.NAME):
             with contextlib.suppress(OSError):
                 stat = file.lstat()
-                found[file] = (stat.st_size, stat.st_mtime_ns)
-    return found
+                files[file] = (stat.st_size, stat.st_mtime_ns)
+    return files
 
 
 def _amount(runs: Collection[Files]) -> str:

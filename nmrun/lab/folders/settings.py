@@ -19,7 +19,7 @@ from nmrun.ranges import shown
 OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 
 
-def of(folder: Path) -> dict[str, str]:
+def read(folder: Path) -> dict[str, str]:
     """The settings of a run by key: groups by their name (``recipe``), ``sparsity`` as ``2:4`` or
     ``dense``, all else by its dotted key. ConfigError where the folder is no run's."""
     config = RunFolder(folder).config
@@ -80,7 +80,7 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
     runs = [RunFolder(folder) for folder in folders]
     if wrong := [f"{run.path / RESULT}: {run.problem}" for run in runs if run.problem]:
         raise RunError("; ".join(wrong))
-    configs = [of(folder) for folder in folders]
+    configs = [read(folder) for folder in folders]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [["", *(f"[{number}]" for number in range(1, len(folders) + 1))]]
     for key in keys:

@@ -56,16 +56,16 @@ def runs(path: Path) -> list[RunState]:
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
     """The folders of the sweeps that are running, or else of the last one, oldest first; and
     whether they are running."""
-    found = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
-    return [(folder, True) for folder in found if locks.held(folder)] or [
-        (folder, False) for folder in found[-1:]
+    folders = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
+    return [(folder, True) for folder in folders if locks.is_locked(folder)] or [
+        (folder, False) for folder in folders[-1:]
     ]
 
 
 def _folders(path: Path) -> Iterator[Path]:
     for place, below, files in os.walk(path):
         # one that begins has no file yet
-        if FILES & set(files) or (not below and locks.held(Path(place))):
+        if FILES & set(files) or (not below and locks.is_locked(Path(place))):
             below.clear()
             yield Path(place)
         else:
@@ -77,7 +77,7 @@ def _folders(path: Path) -> Iterator[Path]:
 def _run(folder: Path) -> RunState:
     there = RunFolder(folder)
     state = there.result.get("status", "damaged" if there.problem else "killed")
-    if locks.held(folder):
+    if locks.is_locked(folder):
         state = "running"
     if state == "finished":
         return RunState(str(folder), state)
@@ -130,7 +130,7 @@ def _here(command: str, output_dir: str, place: Path) -> str:
 def sweep_lines(folder: Path, running: bool) -> list[str]:
     """A sweep in a line, and the command again if not all of it is done."""
     record = sweep.read(folder)
-    counts, passed, left = (
+    counts, passed, seconds_left = (
         record.counts(),
         record.elapsed(running),
         record.seconds_left() if running else None,
@@ -144,7 +144,7 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
         else ""
     )
     line += "" if passed is None else f"; {sweep.span(passed)}" + (" so far" if running else "")
-    line += "" if left is None else f", {sweep.span(left)} left"
+    line += "" if seconds_left is None else f", {sweep.span(seconds_left)} left"
     if running or whole or not record.command:
         return [line]
     return [line, f"  {_here(record.command, record.output_dir, folder.resolve().parents[1])}"]
@@ -154,9 +154,9 @@ def _block(run: RunState) -> list[str]:
     return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
 
 
-def _table(found: list[RunState], path: Path) -> list[str]:
+def _table(states: list[RunState], path: Path) -> list[str]:
     """A line for each run: what it is, with the settings in which these runs differ, and how far."""
-    rows = [_row(run, path) for run in found]
+    rows = [_row(run, path) for run in states]
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
     always = {"state", "recipe", "ratio", "seed", "epoch", "step", "validation", "left"}
     shown = [
@@ -175,7 +175,7 @@ def _row(run: RunState, path: Path) -> dict[str, str]:
     folder = Path(run.folder)
     named: dict[str, str] = {}
     with contextlib.suppress(ConfigError, AttributeError, KeyError, TypeError, ValueError):
-        named = settings.of(folder)
+        named = settings.read(folder)
     ratio = named.pop("sparsity", "")
     named = {key: value for key, value in named.items() if key not in UNTOLD}
     first = {"recipe": named.pop("recipe", ""), "ratio": ratio, "seed": named.pop("seed", "")}
@@ -188,9 +188,9 @@ def _progress(folder: Path, running: bool) -> dict[str, str]:
     now = run_folder.position_of(folder, RunFolder(folder).config.get("trainer", {}))
     if now is None:
         return {}
-    left = sweep.span(now.left) if running and now.left is not None else ""
-    told = {"step": now.steps, "epoch": now.epoch, "validation": now.validation, "left": left}
-    return {key: value for key, value in told.items() if value}
+    time_left = sweep.span(now.seconds_left) if running and now.seconds_left is not None else ""
+    cells = {"step": now.steps, "epoch": now.epoch, "validation": now.validation, "left": time_left}
+    return {key: value for key, value in cells.items() if value}
 
 
 def path_option(parser: Parser) -> None:
@@ -225,16 +225,16 @@ def main(argv: list[str]) -> int:
     path = folder_of(options.path)
     if options.watch:
         return _watch(path, most)
-    found = _lines(path, sweeps(path), runs(path), most)
-    if not found:
+    lines = _lines(path, sweeps(path), runs(path), most)
+    if not lines:
         raise ConfigError(f"{path}: no runs in it")
-    print(json.dumps(_plain(path), indent=2) if options.json else "\n".join(found))
+    print(json.dumps(_plain(path), indent=2) if options.json else "\n".join(lines))
     return 0
 
 
 def _plain(path: Path) -> dict[str, Any]:
     records = [(folder, running, sweep.read(folder)) for folder, running in sweeps(path)]
-    told = [
+    entries = [
         {
             "folder": str(f),
             "running": on,
@@ -245,33 +245,33 @@ def _plain(path: Path) -> dict[str, Any]:
         }
         for f, on, r in records
     ]
-    found = runs(path)
-    rest = [asdict(run) for run in found if run.state != "finished"]
-    return {"sweeps": told, "runs": _counts(found), "unfinished": rest}
+    states = runs(path)
+    rest = [asdict(run) for run in states if run.state != "finished"]
+    return {"sweeps": entries, "runs": _counts(states), "unfinished": rest}
 
 
-def _counts(found: list[RunState]) -> dict[str, int]:
-    count = Counter(run.state for run in found)
+def _counts(states: list[RunState]) -> dict[str, int]:
+    count = Counter(run.state for run in states)
     return {state: count[state] for state in STATES if count[state]}
 
 
 def _lines(
-    path: Path, last: list[tuple[Path, bool]], found: list[RunState], most: int | None
+    path: Path, last: list[tuple[Path, bool]], states: list[RunState], most: int | None
 ) -> list[str]:
     """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
     how to repeat those that did not finish."""
-    if not last and not found:
+    if not last and not states:
         return []
     lines = [line for folder, running in last for line in sweep_lines(folder, running)]
-    counts = ", ".join(f"{number} {state}" for state, number in _counts(found).items())
+    counts = ", ".join(f"{number} {state}" for state, number in _counts(states).items())
     lines.append(f"runs in {path}: {counts or 'none yet'}")
-    if not found:
+    if not states:
         return lines
-    told = sorted(found, key=_rank)[:most]
-    lines += _table(told, path)
-    if more := len(found) - len(told):
+    head = sorted(states, key=_rank)[:most]
+    lines += _table(head, path)
+    if more := len(states) - len(head):
         lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
-    rest = [run for run in told if run.state not in ("finished", "running")]
+    rest = [run for run in head if run.state not in ("finished", "running")]
     return lines + [line for run in rest for line in _block(run)]
 
 
@@ -292,10 +292,10 @@ def _watch(path: Path, most: int | None) -> int:
 
     with Live(console=Console(), auto_refresh=False) as shown:
         while True:
-            last, found = sweeps(path), runs(path)
-            text = "\n".join(_lines(path, last, found, most)) or "no runs yet"
+            last, states = sweeps(path), runs(path)
+            text = "\n".join(_lines(path, last, states, most)) or "no runs yet"
             shown.update(Text(text), refresh=True)
-            at_work = any(run.state == "running" for run in found)
+            at_work = any(run.state == "running" for run in states)
             if not at_work and not any(running for _, running in last):
                 return 0
             time.sleep(PAUSE)

@@ -27,48 +27,48 @@ class Config:
 
     @functools.cached_property
     def dataset(self) -> Dataset:
-        given = self.plain["dataset"]
-        if "_target_" not in given:
-            return self._built("dataset")
-        return OwnDataset(given["name"], given["_target_"], _beside(given))
+        values = self.plain["dataset"]
+        if "_target_" not in values:
+            return self._group("dataset")
+        return OwnDataset(values["name"], values["_target_"], _beside(values))
 
     @functools.cached_property
     def model(self) -> Model:
-        given = self.plain["model"]
-        if "_target_" not in given:
-            return self._built("model")
-        rest = _beside(given)
+        values = self.plain["model"]
+        if "_target_" not in values:
+            return self._group("model")
+        rest = _beside(values)
         layers = {key: rest.pop(key) for key in ("include", "exclude")}
-        return OwnModel(name=given["name"], **layers, target=given["_target_"], options=rest)
+        return OwnModel(name=values["name"], **layers, target=values["_target_"], options=rest)
 
     @functools.cached_property
     def recipe(self) -> RecipeKeys:
-        given = self.plain["recipe"]
-        return RecipeKeys(given["name"], given.get("_target_"), _beside(given))
+        values = self.plain["recipe"]
+        return RecipeKeys(values["name"], values.get("_target_"), _beside(values))
 
     @functools.cached_property
     def sparsity(self) -> Sparsity:
-        return self._built("sparsity")
+        return self._group("sparsity")
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
-        return self._built("optimizer")
+        return self._group("optimizer")
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        return self._built("schedule")
+        return self._group("schedule")
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        return self._built("trainer")
+        return self._group("trainer")
 
     @functools.cached_property
     def track(self) -> Track:
-        return self._built("track")
+        return self._group("track")
 
-    def _built(self, group: str) -> Any:
-        given = self.plain[group]
-        return built(options.kind(group, str(given.get("name"))), given, group)
+    def _group(self, group: str) -> Any:
+        values = self.plain[group]
+        return built(options.kind(group, str(values.get("name"))), values, group)
 
     @property
     def seed(self) -> int:
@@ -99,6 +99,6 @@ class Config:
         return self.pattern is None
 
 
-def _beside(given: dict[str, Any]) -> dict[str, Any]:
+def _beside(values: dict[str, Any]) -> dict[str, Any]:
     """The keys of the user's own, which its class or function knows."""
-    return {key: value for key, value in given.items() if key not in ("name", "_target_")}
+    return {key: value for key, value in values.items() if key not in ("name", "_target_")}

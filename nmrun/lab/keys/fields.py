@@ -53,21 +53,21 @@ def fields(kind: type) -> Mapping[str, Field]:
     """The keys of a class beside ``name``: first its own, then those of each class above it."""
     above = kind.__mro__
     first = {key: place for place, base in enumerate(above) for key in _annotations(base)}
-    found = {}
+    keys = {}
     for key in sorted(dataclasses.fields(cast(Any, kind)), key=lambda key: first[key.name]):
         stated = [
             part
             for base in above
             for part in getattr(_annotations(base).get(key.name), "__metadata__", ())
         ]
-        found[key.name] = Field(
+        keys[key.name] = Field(
             None if key.default is dataclasses.MISSING else plain(key.default),
             next((part for part in stated if isinstance(part, Check)), None),
             next((part for part in stated if isinstance(part, Search)), None),
             next((part for part in stated if isinstance(part, str)), ""),
         )
-    found.pop("name", None)
-    return found
+    keys.pop("name", None)
+    return keys
 
 
 @functools.cache
@@ -112,25 +112,24 @@ def recipe_fields(path: str) -> Mapping[str, Field]:
 def docstrings(path: str) -> tuple[str, str]:
     """The docstrings of a recipe class and of its module, without an import."""
     module, _, name = path.rpartition(".")
-    tree = _parsed(module)
+    tree = _tree(module)
     return ast.get_docstring(_class(tree, module, name)) or "", ast.get_docstring(tree) or ""
 
 
 def _of_class(module: str, name: str, package: str) -> dict[str, Field]:
-    tree = _parsed(module)
+    tree = _tree(module)
     statement = _class(tree, module, name)
-    found: dict[str, Field] = {}
+    keys: dict[str, Field] = {}
     for base in reversed(statement.bases):
         place = _place(tree, module, ast.unparse(base), package)
-        found |= {} if place is None else _of_class(*place, package)
+        keys |= {} if place is None else _of_class(*place, package)
     for line in statement.body:
         if isinstance(line, ast.AnnAssign) and (field := _field(line)) is not None:
             key = ast.unparse(line.target)
-            found[key] = replace(field, meaning=found[key].meaning if key in found else "")
+            keys[key] = replace(field, meaning=keys[key].meaning if key in keys else "")
     meanings = _meanings(ast.get_docstring(statement) or "")
     return {
-        key: replace(field, meaning=meanings.get(key, field.meaning))
-        for key, field in found.items()
+        key: replace(field, meaning=meanings.get(key, field.meaning)) for key, field in keys.items()
     }
 
 
@@ -144,12 +143,12 @@ def _class(tree: ast.Module, module: str, name: str) -> ast.ClassDef:
 def _meanings(docstring: str) -> dict[str, str]:
     """What is said of each argument below ``Args:``."""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.M)
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
-    return {name: " ".join(text.split()) for name, text in found}
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 @functools.cache
-def _parsed(module: str) -> ast.Module:
+def _tree(module: str) -> ast.Module:
     if os.getcwd() not in sys.path:  # as for the import of a class of the user's own
         sys.path.append(os.getcwd())
     spec = importlib.util.find_spec(module)
@@ -201,19 +200,22 @@ def _field(line: ast.AnnAssign) -> Field | None:
         default = ast.literal_eval(line.value)
     except ValueError:  # such as field(init=False)
         return None
-    found = _annotated(annotation)
+    parts = _metadata(annotation)
     return Field(
         plain(default),
-        next((one for one in found if isinstance(one, Check)), None),
-        next((one for one in found if isinstance(one, Search)), None),
+        next((part for part in parts if isinstance(part, Check)), None),
+        next((part for part in parts if isinstance(part, Search)), None),
     )
 
 
-def _annotated(annotation: ast.expr) -> list[Any]:
+def _metadata(annotation: ast.expr) -> list[Any]:
     """What ``Annotated`` adds to the type: names of ``nmrun.ranges``, or calls of them."""
     if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
         return []
     if ast.unparse(annotation.value).rpartition(".")[2] != "Annotated":
         return []
     expressions = map(ast.Expression, annotation.slice.elts[1:])
-    return [eval(compile(one, "<annotation>", "eval"), vars(ranges)) for one in expressions]
+    return [
+        eval(compile(expression, "<annotation>", "eval"), vars(ranges))
+        for expression in expressions
+    ]

@@ -44,7 +44,7 @@ class Model(Named):
     ] = None
 
     @classmethod
-    def layer_inputs(cls, given: Mapping[str, Any]) -> dict[str, int]:
+    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
         """The inputs of each layer that can be sparse by name, 0 where they depend on the data.
         None where only the built model knows them.
         """
@@ -82,8 +82,8 @@ class SmallConv(Model):
     exclude: Sequence[str] | None = ("stem", "head")
 
     @classmethod
-    def layer_inputs(cls, given: Mapping[str, Any]) -> dict[str, int]:
-        return _in_a_row(given["channels"])
+    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
+        return _in_a_row(values["channels"])
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class MLP(Model):
     exclude: Sequence[str] | None = ("stem", "head")
 
     @classmethod
-    def layer_inputs(cls, given: Mapping[str, Any]) -> dict[str, int]:
-        return _in_a_row(given["hidden"])
+    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
+        return _in_a_row(values["hidden"])
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,17 @@ class ResNet18(Torchvision):
     exclude: Sequence[str] | None = ("conv1", "fc")
 
     @classmethod
-    def layer_inputs(cls, given: Mapping[str, Any]) -> dict[str, int]:
-        found = {"conv1": 0}
+    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
+        inputs = {"conv1": 0}
         before = 64
         for stage, width in enumerate((64, 128, 256, 512), 1):
             for block in (0, 1):
                 name = f"layer{stage}.{block}"
-                found |= {f"{name}.conv1": before, f"{name}.conv2": width}
+                inputs |= {f"{name}.conv1": before, f"{name}.conv2": width}
                 if before != width:
-                    found[f"{name}.downsample.0"] = before
+                    inputs[f"{name}.downsample.0"] = before
                 before = width
-        return {**found, "fc": before}
+        return {**inputs, "fc": before}
 
 
 @dataclass(frozen=True)

@@ -142,21 +142,21 @@ def _added(group: str, name: str) -> Any:
 
     point = points(group)[name]
     try:
-        found = point.load()
+        cls = point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{group}={name}: {point.value} cannot be imported: {error}") from None
-    built_by = getattr(found, "builder", "")
-    if not (built_by and isinstance(found, type) and issubclass(found, Named)):
+    built_by = getattr(cls, "builder", "")
+    if not (built_by and isinstance(cls, type) and issubclass(cls, Named)):
         raise ConfigError(f"{group}={name}: {point.value} is no class of keys with a builder")
-    return found
+    return cls
 
 
-def find_builder(group: str, name: str, own: Mapping[str, str]) -> Any:
-    """What builds ``group=name``, of nmrun's ``own`` or an installed package's. Raises ConfigError
-    for an unknown name.
+def find_builder(group: str, name: str, builders: Mapping[str, str]) -> Any:
+    """What builds ``group=name``, of nmrun's ``builders`` or an installed package's. Raises
+    ConfigError for an unknown name.
     """
     others = {name: kind(group, name).builder} if name in points(group) else {}
-    return registry.find(f"{group}.name", name, {**others, **own})
+    return registry.find(f"{group}.name", name, {**others, **builders})
 
 
 def read_yaml(file: Path | Traversable, what: str) -> Any:
@@ -178,8 +178,8 @@ def unreadable(error: OSError | UnicodeDecodeError | yaml.YAMLError, what: str =
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f"{what}: not YAML: {' '.join(str(error).split())}"
     mark = error.problem_mark
-    found = ", ".join(filter(None, (error.context, error.problem)))
-    return f"{what or mark.name}, line {mark.line + 1}: not YAML: {found}"
+    message = ", ".join(filter(None, (error.context, error.problem)))
+    return f"{what or mark.name}, line {mark.line + 1}: not YAML: {message}"
 
 
 def in_folder(config_dir: str | None) -> dict[str, list[Path]]:
@@ -191,7 +191,9 @@ def in_folder(config_dir: str | None) -> dict[str, list[Path]]:
     if not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     folders = sorted(folder for folder in Path(config_dir).iterdir() if folder.is_dir())
-    found = {folder.name: sorted(folder.glob("*.yaml")) for folder in folders}
+    by_group = {folder.name: sorted(folder.glob("*.yaml")) for folder in folders}
     return {
-        group: [file for file in files if file.is_file()] for group, files in found.items() if files
+        group: [file for file in files if file.is_file()]
+        for group, files in by_group.items()
+        if files
     }

@@ -116,9 +116,9 @@ def plain(value: Any) -> Any:
         if isinstance(value, str):
             return neutral(value)
         if isinstance(value, dict):
-            return {copied(key, level + 1): copied(own, level + 1) for key, own in value.items()}
+            return {copied(key, level + 1): copied(item, level + 1) for key, item in value.items()}
         if isinstance(value, list):
-            return [copied(own, level + 1) for own in value]
+            return [copied(item, level + 1) for item in value]
         return value
 
     return copied(value, 0)
@@ -136,17 +136,17 @@ def read_lines(
         lines = read(path).split(b"\n")
     except FileNotFoundError:
         return [], []
-    found, damaged = [], []
+    objects, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
             value = parsed(line) if line else None
         except ValueError:
             value = None
         if isinstance(value, dict):
-            found.append(value)
+            objects.append(value)
         elif line:
             damaged.append(number)
-    return found, damaged
+    return objects, damaged
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NAME = ".lock"
-# seconds between tries: held() may be looking just now, or the folder is being deleted
+# seconds between tries: is_locked() may be looking just now, or the folder is being deleted
 WAITS = (0, 0.02, 0.05, 0.1, 0.2)
 
 # open files with locks; a process that is forked lets them go, or they would outlive their holder
@@ -38,27 +38,27 @@ os.register_at_fork(after_in_child=_let_go)
 def hold(folder: Path) -> Iterator[bool]:
     """Hold a folder while entered; False if another process has it, or has deleted it just now.
     OSError where the folder takes no file."""
-    taken: dict[Path, int] = {}
+    handles: dict[Path, int] = {}
     for wait in WAITS:
         time.sleep(wait)
-        if taken := _taken(folder):
+        if handles := _lock_files(folder):
             break
     try:
         # what a full disk keeps it from saying is of no consequence
         with contextlib.suppress(OSError):
-            if taken:
+            if handles:
                 (folder / NAME).write_text(f"process {os.getpid()} on {platform.node()}\n")
-        yield bool(taken)
+        yield bool(handles)
     finally:
-        for path, handle in taken.items():
+        for path, handle in handles.items():
             # the folder may be gone, and have been made anew by the next
             with contextlib.suppress(OSError):
                 if _is(handle, path):
                     path.unlink()
-        _close(taken)
+        _close(handles)
 
 
-def held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a live process holds the folder; asking disturbs neither it nor one that is about
     to."""
     for place in (
@@ -81,35 +81,35 @@ def held(folder: Path) -> bool:
 def holder(folder: Path) -> str:
     """Words for who holds the folder: ``process 12 on node7``, if it says so."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if told := (folder / NAME).read_text().strip():
-            return told
+        if text := (folder / NAME).read_text().strip():
+            return text
     return "another process"
 
 
-def _taken(folder: Path) -> dict[Path, int]:
+def _lock_files(folder: Path) -> dict[Path, int]:
     """The locked files by name, open: ``.lock`` and what stands in for it; none where others have
     them."""
-    taken: dict[Path, int] = {}
+    handles: dict[Path, int] = {}
     ours = False
     try:
         for path in (folder / NAME, _stand_in(folder)):
-            taken[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            _files.add(taken[path])
+            handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            _files.add(handles[path])
             with contextlib.suppress(OSError):
-                ours = _flock(taken[path], fcntl.LOCK_EX)
+                ours = _flock(handles[path], fcntl.LOCK_EX)
                 break
         # who had it before may have deleted the file since it was opened
-        ours = ours and all(_is(handle, path) for path, handle in taken.items())
+        ours = ours and all(_is(handle, path) for path, handle in handles.items())
     except FileNotFoundError:  # the folder is being deleted
         pass
     finally:
         if not ours:
-            _close(taken)
-    return taken if ours else {}
+            _close(handles)
+    return handles if ours else {}
 
 
-def _close(taken: dict[Path, int]) -> None:
-    for handle in taken.values():
+def _close(handles: dict[Path, int]) -> None:
+    for handle in handles.values():
         _files.discard(handle)
         os.close(handle)
 
@@ -143,7 +143,7 @@ def _temporary(name: str) -> Path:
 
 
 # GPU: the open lock file, which a sweep's next run in the same process keeps
-_held: dict[int, int] = {}
+_gpus: dict[int, int] = {}
 
 
 def free_gpu(count: int, wait: float = 1.0) -> int:
@@ -152,8 +152,8 @@ def free_gpu(count: int, wait: float = 1.0) -> int:
 
     ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so locks go by what it lists.
     """
-    if _held:
-        return next(iter(_held))
+    if _gpus:
+        return next(iter(_gpus))
     visible = [
         name.strip()
         for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -165,7 +165,7 @@ def free_gpu(count: int, wait: float = 1.0) -> int:
             place = _temporary(f"gpu-{name.replace('/', '-')}")
             file = os.open(place, os.O_RDWR | os.O_CREAT, 0o600)
             if _flock(file, fcntl.LOCK_EX):
-                _held[number] = file
+                _gpus[number] = file
                 return number
             os.close(file)
         time.sleep(wait)

@@ -42,7 +42,7 @@ OF_CONFIG = {
 }
 NUMBER = (int, float, type(None))
 
-_told: set[Path] = set()  # that nothing there can be verified
+_unverified: set[Path] = set()  # folders of which the user has been told so
 
 
 class RunFolder:
@@ -55,16 +55,16 @@ class RunFolder:
     @property
     def result(self) -> dict[str, Any]:
         """What is in ``result.json``; empty where there is none, or it has a :attr:`problem`."""
-        return self._looked_at[0]
+        return self._look[0]
 
     @property
     def problem(self) -> str:
         """What is wrong with ``result.json``; empty where it is whole or not there."""
-        return self._looked_at[1]
+        return self._look[1]
 
     @property
     def is_of_another(self) -> bool:
-        return self._looked_at[2]
+        return self._look[2]
 
     @property
     def is_sealed(self) -> bool:
@@ -85,10 +85,10 @@ class RunFolder:
     def begun(self) -> dict[str, Any]:
         """What is in ``config.yaml``, which a run writes as it begins; empty where that is none."""
         try:
-            found = documents.read_yaml(self.path / CONFIG)
+            config = documents.read_yaml(self.path / CONFIG)
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) and not _wrong_config(found) else {}
+        return config if isinstance(config, dict) and not _wrong_config(config) else {}
 
     @functools.cached_property
     def command(self) -> str | None:
@@ -154,8 +154,8 @@ class RunFolder:
 
     def tell_unverified(self) -> None:
         """Say, once, where a finished run has no hashes; it is taken."""
-        if self.is_finished and not self.is_sealed and self.path not in _told:
-            _told.add(self.path)
+        if self.is_finished and not self.is_sealed and self.path not in _unverified:
+            _unverified.add(self.path)
             tell([f"{self.path}: {OF_EARLIER}"])
 
     def rows(self) -> list[dict[str, Any]]:
@@ -188,43 +188,43 @@ class RunFolder:
     # --- the look ---------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _looked_at(self) -> tuple[dict[str, Any], str, bool]:
+    def _look(self) -> tuple[dict[str, Any], str, bool]:
         """The result, what is wrong with it, and whether it is another run's."""
         try:
             data = documents.read(self.path / RESULT)
-            found = documents.parsed(data)
+            result = documents.parsed(data)
         except (FileNotFoundError, NotADirectoryError):
             return {}, "", False
         except OSError as error:
             return {}, f"it cannot be read: {error.strerror}", False
         except ValueError as error:
             return {}, f"it is damaged: {error}", False
-        if problem := _misshapen(found):
+        if problem := _misshapen(result):
             return {}, problem, False
-        if found.keys() & {"files", "sha256"} and found.get("sha256") != _hash(found):
+        if result.keys() & {"files", "sha256"} and result.get("sha256") != _hash(result):
             raw = json.loads(data.decode())  # its texts as they were hashed
             if raw.get("sha256") != _hash(raw):
                 return {}, CHANGED, False
-        own = self.path.name
+        folder = self.path.name
         # to follow links takes a look at each folder above
-        if not NAME.fullmatch(own) or self.path.is_symlink():
-            own = self.path.resolve().name
-        name = NAME.fullmatch(own)
-        if name and found.get("id", name[1]) != name[1]:
-            return {}, f"it is of another run, whose id is {found['id']}", True
-        return found, "", False
+        if not NAME.fullmatch(folder) or self.path.is_symlink():
+            folder = self.path.resolve().name
+        name = NAME.fullmatch(folder)
+        if name and result.get("id", name[1]) != name[1]:
+            return {}, f"it is of another run, whose id is {result['id']}", True
+        return result, "", False
 
     def _wrong(self, name: str, contents: bool) -> str:
-        path, kept = self.path / name, self.result.get("files", {}).get(name)
+        path, record = self.path / name, self.result.get("files", {}).get(name)
         try:
             about = path.stat()
             if not stat.S_ISREG(about.st_mode):
                 return "it is no file"
-            if kept is None:
+            if record is None:
                 return "it is not of this run, which left none" if self.is_sealed else ""
-            if about.st_size != kept["bytes"]:
-                return f"it was changed: it has {about.st_size} bytes and had {kept['bytes']}"
-            if contents and _of(path) != kept["sha256"]:
+            if about.st_size != record["bytes"]:
+                return f"it was changed: it has {about.st_size} bytes and had {record['bytes']}"
+            if contents and _sha256(path) != record["sha256"]:
                 return CHANGED
         except FileNotFoundError:
             return "it is missing"
@@ -244,12 +244,12 @@ def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A result with the ``bytes`` and ``sha256`` of its run's ``files``, and the ``sha256`` of the
     rest."""
     paths = (folder / name for name in SEALED)
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": _of(p)} for p in paths if p.exists()}
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths if p.exists()}
     bound = {**result, "files": files}
     return {**bound, "sha256": _hash(json.loads(json.dumps(bound)))}
 
 
-def _of(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -278,9 +278,9 @@ def _misshapen(result: Any) -> str:
         return "it is no result: its command is no text"
     if not all(isinstance(event, str) for event in result.get("events", ())):
         return "it is no result: an event is no text"
-    for name, kept in result.get("files", {}).items():
-        told = kept if isinstance(kept, dict) else {}
-        if name not in SEALED or not isinstance(told.get("bytes"), int) or "sha256" not in told:
+    for name, record in result.get("files", {}).items():
+        entry = record if isinstance(record, dict) else {}
+        if name not in SEALED or not isinstance(entry.get("bytes"), int) or "sha256" not in entry:
             return f"it is no result: a run leaves no {name}"
     return _wrong_config(result.get("config", {}))
 
@@ -318,8 +318,7 @@ class Position:
     """As of the last rows. Texts are empty, and numbers None, where they do not say.
 
     ``epoch`` is ``3/12`` or ``3``, empty where steps are counted; ``steps`` likewise; ``phase``
-    that of the last evaluation, ``validation`` its metric, as in ``accuracy 0.9312``; ``left`` in
-    seconds.
+    that of the last evaluation, ``validation`` its metric, as in ``accuracy 0.9312``.
     """
 
     step: int
@@ -327,7 +326,7 @@ class Position:
     steps: str
     phase: str
     validation: str
-    left: float | None
+    seconds_left: float | None
 
 
 def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
@@ -339,8 +338,7 @@ def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
         return None
     epochs, total, step, epoch = trainer.get("epochs"), trainer.get("steps"), *_place(last)
     by_steps = type(total) is int
-    known = type(epochs) is int and not trainer.get("budget")
-    of_epochs = f"/{epochs}" if known else ""
+    of_epochs = f"/{epochs}" if type(epochs) is int and not trainer.get("budget") else ""
     phase = validation = ""
     for row in itertools.chain([last], rows):
         names = [key for key in row if key.startswith("eval/") and type(row[key]) in (int, float)]
@@ -350,19 +348,19 @@ def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
         validation = f"{name.removeprefix('eval/')} {row[name]:.4f}"
         if "sparsity/density" in row:
             phase = "dense" if row["sparsity/density"] == 1 else "sparse"
-        done, at = _place(row)
+        steps, at = _place(row)
         # evaluations by epochs are at an epoch's end, which says how many steps it has
         if of_epochs and not by_steps and at and type(trainer.get("eval_every")) is int:
-            total = int(trainer["epochs"]) * done // at
+            total = int(trainer["epochs"]) * steps // at
         break
-    speed, left = last.get("steps_per_second"), None
+    speed, seconds = last.get("steps_per_second"), None
     if isinstance(total, int) and isinstance(speed, int | float) and speed > 0:
-        left = max(total - step, 0) / speed
+        seconds = max(total - step, 0) / speed
     return Position(
         step,
         "" if by_steps or not epoch else f"{epoch}{of_epochs}",
         f"{step}/{total}" if by_steps else str(step),
-        *(phase, validation, left),
+        *(phase, validation, seconds),
     )
 
 

@@ -227,7 +227,7 @@ class SweepTable:
         now = run_folder.position_of(Path(place), trainer) if place else None
         if now is None:
             return (name, "", "begins", "", "")
-        remaining = "" if now.left is None else sweep.span(now.left)
+        remaining = "" if now.seconds_left is None else sweep.span(now.seconds_left)
         return (name, now.phase, now.epoch or now.steps, now.validation, remaining)
 
 

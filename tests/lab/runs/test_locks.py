@@ -73,14 +73,14 @@ def test_after_a_kill_the_folder_is_free_at_once(
         assert holder.stdout is not None
         ours, child = holder.stdout.readline().split()
         assert ours == "True"
-        assert locks.held(tmp_path)
+        assert locks.is_locked(tmp_path)
         assert locks.holder(tmp_path) == f"process {holder.pid} on {os.uname().nodename}"
         with locks.hold(tmp_path) as again:
             assert not again
         holder.kill()
         holder.wait()
         try:
-            assert not locks.held(tmp_path)
+            assert not locks.is_locked(tmp_path)
             with locks.hold(tmp_path) as again:
                 assert again
         finally:
@@ -96,8 +96,8 @@ def test_without_locks_of_the_file_system(
 ) -> None:
     without_locks(tmp_path, number, monkeypatch)
     with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
-        assert (ours, again, locks.held(tmp_path)) == (True, False, True)
-    assert not locks.held(tmp_path)
+        assert (ours, again, locks.is_locked(tmp_path)) == (True, False, True)
+    assert not locks.is_locked(tmp_path)
     assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
 
 
@@ -132,14 +132,14 @@ def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path: Path) -> No
         folder.mkdir()
         other = locks.hold(folder)
         assert other.__enter__()
-    assert locks.held(folder)
+    assert locks.is_locked(folder)
     other.__exit__(None, None, None)
     assert list(folder.iterdir()) == []
 
 
 def test_a_lease_of_an_earlier_nmrun_keeps_nobody_out(tmp_path: Path) -> None:
     (tmp_path / ".lease").write_text('{"host": "node7", "pid": 1, "boot": "another"}')
-    assert not locks.held(tmp_path)
+    assert not locks.is_locked(tmp_path)
     with locks.hold(tmp_path) as ours:
         assert ours
 

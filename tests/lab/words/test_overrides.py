@@ -64,7 +64,7 @@ GENERAL = {  # what cannot be guessed, or can be read and means nothing
 def layers_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts are looked at, not whether a network has such layers."""
     for kind in (models.SmallConv, models.ResNet18):
-        monkeypatch.setattr(kind, "layer_inputs", lambda given: {})
+        monkeypatch.setattr(kind, "layer_inputs", lambda values: {})
 
 
 def checked(*words: str) -> schema.Config:

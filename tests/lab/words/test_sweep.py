@@ -375,13 +375,13 @@ def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
     with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
-        assert (ours, again, locks.held(tmp_path)) == (True, False, True)
-    assert not locks.held(tmp_path)
-    assert not locks.held(tmp_path / "nowhere")
+        assert (ours, again, locks.is_locked(tmp_path)) == (True, False, True)
+    assert not locks.is_locked(tmp_path)
+    assert not locks.is_locked(tmp_path / "nowhere")
     # another process, in the middle of held()
     asking = os.open(tmp_path / locks.NAME, os.O_RDWR | os.O_CREAT)
     fcntl.flock(asking, fcntl.LOCK_SH)
-    assert not locks.held(tmp_path)
+    assert not locks.is_locked(tmp_path)
     threading.Timer(0.03, os.close, [asking]).start()
     with locks.hold(tmp_path) as ours:
         assert ours
