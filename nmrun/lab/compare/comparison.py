@@ -18,7 +18,14 @@ import pandas as pd
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
 from nmrun.lab.compare.notation import Key, label
-from nmrun.lab.compare.runs import Lines, filtered, known, metrics_and_keys, usual_metric, verify
+from nmrun.lab.compare.runs import (
+    Lines,
+    check_name,
+    filtered,
+    metrics_and_keys,
+    usual_metric,
+    verify,
+)
 from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
 
 GROUPS = ("dataset", "model")  # of which each has a table
@@ -74,9 +81,9 @@ class Query:
         return [key for key in GROUPS if key not in keys]
 
 
-def keys(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def keys(names: str | Sequence[str] | None) -> tuple[str, ...]:
     """Names with commas between, or a sequence of such texts."""
-    text = given if isinstance(given, str) else ",".join(given or ())
+    text = names if isinstance(names, str) else ",".join(names or ())
     return tuple(text.split(",")) if text else ()
 
 
@@ -112,18 +119,18 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     ]
     if query.baseline:
         tables = [against(table, query.baseline, query.test) for table in tables]
-    return Comparison(tables, overall.of(tables, query.baseline) if query.overall else [])
+    return Comparison(tables, overall.against(tables, query.baseline) if query.overall else [])
 
 
 def _check(runs: pd.DataFrame, query: Query) -> None:
     metrics, settings = metrics_and_keys(runs)
     both = (*query.row_keys, *query.column_keys)
     for key in both:
-        known(key, settings, "key")
+        check_name(key, settings, "key")
     # without a finished run there are no metrics to know, but failures to show
     if (runs["status"] == "finished").any():
         for metric in query.metrics:
-            known(metric, metrics, "metric")
+            check_name(metric, metrics, "metric")
     if len(query.metrics) > 1 and "metric" not in both:
         raise ConfigError(
             f"--metric {','.join(query.metrics)}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
@@ -209,7 +216,7 @@ def divide(runs: pd.DataFrame, query: Query) -> list[TableSection]:
     """
     runs = filtered(runs, query.filter)
     for key in (*query.row_keys, *query.column_keys):
-        known(key, list(runs.columns), "key")
+        check_name(key, list(runs.columns), "key")
     one_metric(query)
     parts = []
     for group in _grouped(runs, query.groups):
@@ -222,10 +229,10 @@ def divide(runs: pd.DataFrame, query: Query) -> list[TableSection]:
         else:
             divided = list(group.groupby(labels, sort=False))
             inner = [key for key in apart if key not in outer]
-        asked = replace(query, filter=(), rows=(*query.row_keys, *inner))
+        subquery = replace(query, filter=(), rows=(*query.row_keys, *inner))
         for values, part in divided:
             settings = dict(zip(outer, map(str, values), strict=False))
-            parts += [TableSection(table, settings) for table in compare(part, asked).tables]
+            parts += [TableSection(table, settings) for table in compare(part, subquery).tables]
     return parts
 
 

@@ -206,8 +206,8 @@ def p_value(p: float | None) -> str:
 def by_split(metrics: Mapping[str, float], metric: str) -> str:
     """The values of a metric, such as ``accuracy``, in words: ``test 0.9694, validation 0.9650``."""
     splits = {"test": "test", "validation": "eval"}
-    found = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
-    return ", ".join(f"{word} {value:.4f}" for word, value in found.items() if value is not None)
+    values = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
+    return ", ".join(f"{word} {value:.4f}" for word, value in values.items() if value is not None)
 
 
 # --- names as a command line has them -------------------------------------------------------------

@@ -26,7 +26,7 @@ from nmrun.lab.compare.statistics import (
     FEWEST,
     LEVEL,
     Tested,
-    found_at,
+    detectable_mean,
     step_down,
     t_quantile,
     t_two_sided,
@@ -93,7 +93,7 @@ class Overall:
         return statistics.median(self.means)
 
 
-def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
+def against(tables: Sequence[Table], baseline: str) -> list[Overall]:
     """Compare the rows of some tables, one for each data set and model, with a baseline over all
     cells.
 
@@ -219,9 +219,9 @@ def _corrected(rows: list[Overall]) -> list[Overall]:
     corrected = step_down(np.array([rows[number].mean.p for number in tested]))
     rows = list(rows)
     for number, p in zip(tested, corrected.tolist(), strict=True):
-        one = rows[number].mean
-        assert one.error is not None  # there is a p-value
-        assert one.freedom is not None
-        least = one.error * found_at(one.freedom, level)
-        rows[number] = replace(rows[number], mean=replace(one, p=p, least=least))
+        average = rows[number].mean
+        assert average.error is not None  # there is a p-value
+        assert average.freedom is not None
+        least = average.error * detectable_mean(average.freedom, level)
+        rows[number] = replace(rows[number], mean=replace(average, p=p, least=least))
     return rows

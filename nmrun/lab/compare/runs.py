@@ -155,8 +155,8 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
         for run in wandb.Api(timeout=60).runs(project):
             try:
                 summary, config = (documents.plain(_plain(p)) for p in (run.summary, run.config))
-                known = {**_nested(summary), "config": config, "id": run.id}
-                rows.append(row(known, Path(run.url)))
+                result = {**_nested(summary), "config": config, "id": run.id}
+                rows.append(row(result, Path(run.url)))
             except (KeyError, TypeError, AttributeError, ValueError):
                 others += 1
     except Exception as error:
@@ -178,9 +178,9 @@ def _nested(summary: dict[str, Any]) -> dict[str, Any]:
     best = {k.removeprefix("best/"): v for k, v in summary.items() if k.startswith("best/")}
     flops = {k.removeprefix("flops/"): v for k, v in summary.items() if k.startswith("flops/")}
     final = {k: v for k, v in summary.items() if k.startswith(("test/", "eval/"))}
-    told = {key: value for key, value in summary.items() if "/" not in key}
+    rest = {key: value for key, value in summary.items() if "/" not in key}
     return {
-        **told,
+        **rest,
         "metrics": {"final": final, "best": best},
         "flops": flops,
         "environment": {"commit": summary.get("commit")},
@@ -216,13 +216,13 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _completed(run: dict[str, Any]) -> dict[str, Any]:
-    known = {name: value for name, value in run.items() if value == value}
+    values = {name: value for name, value in run.items() if value == value}
     config: dict[str, Any] = {}
-    for name, value in known.items():
+    for name, value in values.items():
         group, dot, key = name.partition(".")
         if dot:
             config.setdefault(group, {})[key] = value
-    return {**run, **flatten(completed(config)), **known}
+    return {**run, **flatten(completed(config)), **values}
 
 
 def _value(text: str) -> Any:
@@ -256,7 +256,7 @@ def metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     return metrics, [column for column in runs.columns if column not in metrics]
 
 
-def known(name: str, names: Sequence[str], what: str) -> None:
+def check_name(name: str, names: Sequence[str], what: str) -> None:
     """Raise ConfigError for a name that the runs have not; ``what`` is ``key`` or ``metric``."""
     if name not in names:
         by_leaf = [n for n in names if n.rpartition(".")[2] == name]
@@ -292,7 +292,7 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
                 f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
             )
         key, values = settings.alternatives(condition)
-        known(key, metrics_and_keys(runs)[1], "key")
+        check_name(key, metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
         fitting = set[str]()
         for value in values:
@@ -323,8 +323,11 @@ def verify(runs: pd.DataFrame) -> None:
     if wrong:
         raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
     if unsealed:
-        told = "finished by an earlier nmrun, which kept no hashes; not verified"
-        print(f"nmrun: runs {told}: {unsealed}", file=sys.stderr)
+        print(
+            "nmrun: runs finished by an earlier nmrun, which kept no hashes; not verified: "
+            f"{unsealed}",
+            file=sys.stderr,
+        )
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -343,7 +346,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     differing = [key for key in keys if values[key].map(label).nunique() > 1]
     metrics = [key for key in runs.columns if "/" in key]
     # a CSV file may lack some
-    first, last = ([key for key in own if key in runs] for own in (FIRST, LAST))
+    first, last = ([key for key in columns if key in runs] for columns in (FIRST, LAST))
     short = typed(runs[[*first, *differing, *metrics, *last]])
     short.attrs["shared"] = {key: values[key].iloc[0] for key in keys if key not in differing}
     return short

@@ -217,11 +217,11 @@ def detectable(n: int, level: float) -> float:
     """The mean difference that a paired t-test of ``n`` pairs finds four times in five, in
     deviations.
     """
-    return found_at(n - 1, level) / math.sqrt(n)
+    return detectable_mean(n - 1, level) / math.sqrt(n)
 
 
 @functools.cache
-def found_at(freedom: float, level: float) -> float:
+def detectable_mean(freedom: float, level: float) -> float:
     """The mean that a two-sided t-test finds with a probability of 0.8, in true standard errors.
 
     The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.

@@ -134,10 +134,10 @@ class Table:
 
     @functools.cached_property
     def _beside(self) -> dict[tuple[Key, str], dict[Key, Cell]]:
-        found: dict[tuple[Key, str], dict[Key, Cell]] = {}
+        cells: dict[tuple[Key, str], dict[Key, Cell]] = {}
         for (row, column), cell in self.cells.items():
-            found.setdefault((column, self.metric_of(row, column)), {})[row] = cell
-        return found
+            cells.setdefault((column, self.metric_of(row, column)), {})[row] = cell
+        return cells
 
     @functools.cached_property
     def steps(self) -> dict[tuple[Key, str], float]:
@@ -474,10 +474,10 @@ def against(table: Table, baseline: str, test: str = "t") -> Table:
 def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
     """The rows of a baseline, and by place the one of them that a cell is compared with."""
     every = named_rows(table.rows, table.row_keys, baseline)
-    one = " ".join(every[0]) == baseline
+    exact = " ".join(every[0]) == baseline
     rivals: dict[Place, Key] = {}
     for row, column in table.cells:
-        like = every if one else [other for other in every if not _unlike(table, row, other)]
+        like = every if exact else [other for other in every if not _unlike(table, row, other)]
         if not like or row in every or (like[0], column) not in table.cells:
             continue
         if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, like[0])):
@@ -489,12 +489,12 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     """The row of all these labels, or else those of this recipe. Raises ConfigError for none."""
     by_name = {" ".join(row): row for row in rows}
     recipe = keys.index("recipe") if "recipe" in keys else 0
-    found = [by_name[name]] if name in by_name else [row for row in rows if row[recipe] == name]
-    if not found:
+    matches = [by_name[name]] if name in by_name else [row for row in rows if row[recipe] == name]
+    if not matches:
         raise ConfigError(
             f"--baseline {name}: no such row{did_you_mean(name, by_name)} (there are {', '.join(by_name)})"
         )
-    return found
+    return matches
 
 
 def _unlike(table: Table, row: Key, other: Key) -> set[str]:

@@ -99,9 +99,9 @@ def _whole(
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
     part = root / f".{place.name}-{os.getpid()}"
-    for left in root.glob(f".{place.name}-*"):
-        if (left / locks.NAME).is_file() and not locks.is_locked(left):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
+    for remnant in root.glob(f".{place.name}-*"):
+        if (remnant / locks.NAME).is_file() and not locks.is_locked(remnant):  # by a kill
+            shutil.rmtree(remnant, ignore_errors=True)
     try:
         part.mkdir()
     except OSError as error:

@@ -49,9 +49,9 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     else:
         config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
     makers = {"hf_causal": _causal, "hf_encoder": _encoder}
-    made, names, notes = makers.get(name, _gpt2)(run, config, folder)
-    made.save_pretrained(folder)
-    state, layers = made.state_dict(), []
+    network, names, notes = makers.get(name, _gpt2)(run, config, folder)
+    network.save_pretrained(folder)
+    state, layers = network.state_dict(), []
     for layer in run.layers:
         dim = (
             0
@@ -64,7 +64,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     write_about(run.about([layer.plain for layer in layers]), folder)
     notes += _tokenizer(run, folder)
     return [
-        f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(made).__name__}",
+        f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(network).__name__}",
         *notes,
     ]
 
@@ -120,8 +120,8 @@ def _gpt2(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, s
     ours.load_state_dict(run.state)
     tokens = torch.arange(4 * config.n_positions).view(4, -1) % config.vocab_size
     with torch.no_grad():
-        expected, found = ours(tokens), theirs(tokens).logits
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        expected, logits = ours(tokens), theirs(tokens).logits
+    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise ValueError(
             "Hugging Face's GPT-2 does not compute with these weights what the run's does"
         )
@@ -149,9 +149,9 @@ def _encoder(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str
     ).eval()
     _fill(ours, run.state)
     config.num_labels = classes
-    found = _classifier(ours, config)
-    if found is not None:
-        return *found, []
+    classifier = _classifier(ours, config)
+    if classifier is not None:
+        return *classifier, []
     head = {name: run.state[f"head.{name}"].contiguous() for name in ("weight", "bias")}
     (folder / "head.safetensors").write_bytes(save(head))
     note = f"  the encoder, for AutoModel; no classifier of transformers has this head ({options['pooling']}): head.safetensors"
@@ -165,20 +165,20 @@ def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, st
         theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     except ValueError:  # there is none for this architecture
         return None
-    state, wanted = ours.state_dict(), theirs.state_dict().keys()
+    state, keys = ours.state_dict(), theirs.state_dict().keys()
     names = {name: f"{theirs.base_model_prefix}.{name.removeprefix('encoder.')}" for name in state}
     for part in ("weight", "bias"):
         names[f"head.{part}"] = next(
             (
                 f"classifier.{to}{part}"
                 for to in ("", "out_proj.")
-                if f"classifier.{to}{part}" in wanted
+                if f"classifier.{to}{part}" in keys
             ),
             "",
         )
-        if f"classifier.dense.{part}" in wanted:  # RoBERTa's classifier has the pooler in it
+        if f"classifier.dense.{part}" in keys:  # RoBERTa's classifier has the pooler in it
             names[f"encoder.pooler.dense.{part}"] = f"classifier.dense.{part}"
-    if set(names.values()) != wanted:
+    if set(names.values()) != keys:
         return None
     try:
         _fill(theirs, {names[name]: tensor for name, tensor in state.items()})

@@ -50,12 +50,12 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     except ImportError as error:
         raise ValueError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
     refuse_pruned_activations(run)
-    model, name, example, sizes = _built(run)
+    model, name, example, sizes = _build(run)
     graph = _graph(model, name, example(2), sizes)
-    layers = _located(graph.graph, run, onnx.numpy_helper)
+    layers = _locate(graph.graph, run, onnx.numpy_helper)
     about = run.about(layers)
-    told = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
-    onnx.helper.set_model_props(graph, told)
+    metadata = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
+    onnx.helper.set_model_props(graph, metadata)
     outside = sum(tensor.nbytes for tensor in run.state.values()) > LARGEST
     onnx.save_model(
         graph, str(folder / "model.onnx"), save_as_external_data=outside, location="model.onnx.data"
@@ -69,10 +69,10 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
         inputs = example(batch)
         with torch.no_grad():
             expected = model(inputs)
-        (found,) = session.run(None, {name: inputs.numpy()})
+        (logits,) = session.run(None, {name: inputs.numpy()})
         difference = max(
             difference,
-            float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max()),
+            float((torch.from_numpy(logits) - expected).abs().max() / expected.abs().max()),
         )
     if not difference < 1e-3:  # nor if it is NaN
         raise ValueError(
@@ -91,14 +91,14 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     ]
 
 
-def _built(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
+def _build(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
     """The run's network on the CPU; its input's name; what draws an input of so many images or
     texts; and the input's dimensions that may have other sizes."""
     model, task = network(run)
     batch = {0: torch.export.Dim("batch")}
     if "shape" in task.inputs:
         shape = tuple(task.inputs["shape"])
-        return model, "images", lambda n: torch.randn(n, *shape, generator=_seeded(n)), batch
+        return model, "images", lambda n: torch.randn(n, *shape, generator=_generator(n)), batch
     if not isinstance(model, GPTNetwork):
         name = run.result["config"]["model"]["name"]
         raise ValueError(
@@ -107,12 +107,12 @@ def _built(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], d
     tokens, context = model.wte.num_embeddings, model.wpe.num_embeddings
 
     def texts(n: int) -> Tensor:
-        return torch.randint(tokens, (n, max(2, context // n)), generator=_seeded(n))
+        return torch.randint(tokens, (n, max(2, context // n)), generator=_generator(n))
 
     return model, "tokens", texts, {**batch, 1: torch.export.Dim("length", max=context)}
 
 
-def _seeded(seed: int) -> torch.Generator:
+def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -120,7 +120,7 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
     names: dict[str, Any] = {"input_names": [name], "output_names": ["logits"]}
     try:
         with _no_talk():
-            made = torch.onnx.export(
+            program = torch.onnx.export(
                 model,
                 (inputs,),
                 dynamo=True,
@@ -128,15 +128,15 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
                 verbose=False,
                 **names,
             )
-        assert made is not None
-        return made.model_proto
+        assert program is not None
+        return program.model_proto
     except Exception as error:  # the exporter has many kinds, each with pages of text
         raise ValueError(
             f"torch's ONNX exporter cannot take this model: {str(error).strip().splitlines()[0]}"
         ) from None
 
 
-def _located(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
+def _locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     """The sparse weights in the graph, with the axis that is summed over; they get the model's
     names back, and +0.0 for -0.0. ValueError if one is no longer N:M along that axis."""
     stored = {initializer.name: initializer for initializer in graph.initializer}
@@ -148,9 +148,9 @@ def _located(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
         for node in graph.node
         if node.op_type in ("Conv", "Gemm", "MatMul")
     }
-    found = []
+    layers = []
     for layer in run.layers:
-        name = _named(layer.name, run.state[layer.name], values, axes)
+        name = _initializer(layer.name, run.state[layer.name], values, axes)
         if name is None:
             continue
         weight = values.pop(name) + 0.0  # a folded batch norm's negative factor makes -0.0
@@ -161,8 +161,8 @@ def _located(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
         stored[name].CopyFrom(helper.from_array(np.ascontiguousarray(weight.numpy()), layer.name))
         for node in graph.node:
             node.input[:] = [layer.name if used == name else used for used in node.input]
-        found.append({**layer.plain, "dim": axes[name], "tensorrt": holds})
-    return found
+        layers.append({**layer.plain, "dim": axes[name], "tensorrt": holds})
+    return layers
 
 
 def _axis(node: Any) -> int:
@@ -171,7 +171,7 @@ def _axis(node: Any) -> int:
     return 1 if node.op_type == "Conv" else 0
 
 
-def _named(
+def _initializer(
     name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]
 ) -> str | None:
     """Which initializer is this weight: the one of its name, else one that equals it as it is or

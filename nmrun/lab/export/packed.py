@@ -29,7 +29,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
     With ``precision="int8"`` those linear layers are int8 whose outputs in the run's own validation
     are near enough; the metric of that is told before and after.
     """
-    low, told = _in_int8(run) if precision else (dict[str, Rounded](), [])
+    low, lines = _in_int8(run) if precision else (dict[str, Rounded](), [])
     tensors, layers, expected = dict(run.state), [], dict(run.state)
     for layer in run.layers:
         weight = tensors.pop(layer.name)
@@ -51,13 +51,13 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
     for name, tensor in expected.items():
         if sha256_of(back[name]) != sha256_of(tensor):
             raise ValueError(f"{name} does not come back from the packed file with the same bits")
-    before, after = (sum(t.nbytes for t in held.values()) for held in (run.state, tensors))
+    before, after = (sum(t.nbytes for t in state.values()) for state in (run.state, tensors))
     which = f", {len(low)} of them in int8" if precision else ""
     if count := sum(kind == DENSE_INT8 for *_, kind in low.values()):
         which += f" ({count} by dense products, which are faster)"
     return [
         f"{FILE}: {run.pattern} in {len(run.layers)} layers{which}, {after / before:.1%} of the plain size",
-        *told,
+        *lines,
     ]
 
 
@@ -66,49 +66,49 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     if why := int8.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
-    found, left = sites(model)
+    by_module, refusals = sites(model)
     before: dict[str, float] = {}
-    watch(model, found, lambda: before.update(task.evaluate(model, SPLIT)))
+    watch(model, by_module, lambda: before.update(task.evaluate(model, SPLIT)))
     sparse = {layer.name: layer for layer in run.layers}
-    kept = {name: why for name, why in left.items() if name in sparse}
+    reasons = {name: why for name, why in refusals.items() if name in sparse}
     parts: dict[str, list[Site]] = defaultdict(list)
-    for site in (site for held in found.values() for site in held):
+    for site in (site for group in by_module.values() for site in group):
         name = site.name.partition("[")[0]  # of the weight that this is a part of
         if name in sparse:
             what = "convolutions stay as they are"
             if site.seen is not None:
                 site.candidates, what = int8_layers(site, True, TOLERANCE)
             if INT8 not in site.candidates:
-                kept[name] = what
+                reasons[name] = what
             parts[name].append(site)
-    low, known = dict[str, Rounded](), dict[Any, dict[str, float]]()
-    for name in parts.keys() - kept.keys():
-        kind = _faster(parts[name], known)
+    low, timings = dict[str, Rounded](), dict[Any, dict[str, float]]()
+    for name in parts.keys() - reasons.keys():
+        kind = _faster(parts[name], timings)
         low[name] = *_rounded(run.state[name], sparse[name].dim), kind
         for site in parts[name]:
             site.layer = site.candidates[kind]
-    for module, held in found.items():
-        if any(site.layer is not None for site in held):
-            install(model, module, held)
+    for module, group in by_module.items():
+        if any(site.layer is not None for site in group):
+            install(model, module, group)
     after, metric = task.evaluate(model, SPLIT)[task.metric], task.metric
-    told = [f"  eval/{metric}: {before[metric]:.6g} before, {after:.6g} in int8"]
-    return low, told + [f"  {name} is not int8: {why}" for name, why in sorted(kept.items())]
+    lines = [f"  eval/{metric}: {before[metric]:.6g} before, {after:.6g} in int8"]
+    return low, lines + [f"  {name} is not int8: {why}" for name, why in sorted(reasons.items())]
 
 
-def _faster(parts: list[Site], known: dict[Any, dict[str, float]]) -> str:
+def _faster(parts: list[Site], timings: dict[Any, dict[str, float]]) -> str:
     """The int8 layer that the parts of one weight become: the fastest for what they were given.
-    ``known`` has the times of parts alike."""
+    ``timings`` has the times of parts alike."""
     total: Counter[str] = Counter()
     for site in parts:
         key = (*site.alike, *site.candidates)
-        if key not in known:
-            known[key], _ = times([site])
-        total.update(known[key])
+        if key not in timings:
+            timings[key], _ = times([site])
+        total.update(timings[key])
     both = set.intersection(*(set(site.candidates) for site in parts))
     return min(both, key=lambda name: total[name])
 
 
 def _rounded(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """A matrix whose groups run along ``dim`` as int8, and the scales of its rows."""
-    made, scales = int8.rounded(weight.movedim(dim, -1))
-    return made.movedim(-1, dim).contiguous(), scales
+    values, scales = int8.rounded(weight.movedim(dim, -1))
+    return values.movedim(-1, dim).contiguous(), scales

@@ -209,9 +209,9 @@ def smallest(table: Table, ends: bool = True) -> str:
         def text(value: float, name: str = metric) -> str:
             return printed(value, name, places(value, name, value / 5))  # two digits
 
-        of = f" in {metric}" if len(by_metric) > 1 else ""
+        where = f" in {metric}" if len(by_metric) > 1 else ""
         rest = f" ({text(finite[0])} to {text(finite[-1])})" if ends and len(finite) > 1 else ""
-        texts.append(f"{text(statistics.median(finite))}{rest}{of}")
+        texts.append(f"{text(statistics.median(finite))}{rest}{where}")
     return ", ".join(texts)
 
 

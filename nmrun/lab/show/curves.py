@@ -128,10 +128,10 @@ class History:
             epochs, last = (max(line.get(key, 0) for line in lines) for key in ("epoch", "step"))
             return lambda steps: steps * (epochs / max(last, 1))
         timed = [(line["step"], line[SPEED]) for line in lines if line.get(SPEED)]
-        known = np.array([0, *(step for step, _ in timed)], dtype=float)
-        spent = np.diff(known) / np.array([speed for _, speed in timed], dtype=float)
+        knots = np.array([0, *(step for step, _ in timed)], dtype=float)
+        spent = np.diff(knots) / np.array([speed for _, speed in timed], dtype=float)
         passed = np.concatenate([[0.0], np.cumsum(spent)])
-        return lambda steps: np.interp(steps, known, passed)
+        return lambda steps: np.interp(steps, knots, passed)
 
     def _read(self, run: Run) -> list[dict[str, Any]]:
         folder = str(run["folder"])

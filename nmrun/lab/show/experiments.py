@@ -36,7 +36,7 @@ class Unfinished(ConfigError):
 class Section:
     """An experiment as it is reported: its tables, and those that its pictures are of."""
 
-    asked: Experiment
+    experiment: Experiment
     scale: str
     tables: list[Table]
     drawn: list[Table]
@@ -56,15 +56,15 @@ def sections(
     where there is nothing to show of any.
     """
     shown = []
-    for asked in every:
+    for experiment in every:
         theirs = replace(
             query,
-            rows=query.rows or keys(asked.rows),
-            cols=query.cols or keys(asked.cols),
-            metrics=query.metrics or keys(asked.metric),
+            rows=query.rows or keys(experiment.rows),
+            cols=query.cols or keys(experiment.cols),
+            metrics=query.metrics or keys(experiment.metric),
         )
         try:
-            collected = runs(asked, scale, overrides, theirs.metrics)
+            collected = runs(experiment, scale, overrides, theirs.metrics)
         except Unfinished as error:
             if len(every) == 1:
                 raise
@@ -72,31 +72,32 @@ def sections(
             continue
         if intact:
             verify(collected)
-        shown.append(_section(asked, scale, theirs, collected))
+        shown.append(_section(experiment, scale, theirs, collected))
     if not shown:
         raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
     return shown
 
 
-def _section(asked: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
+def _section(experiment: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
     rows, cols = (
         tuple(key for key in each if key in collected.columns) for each in (query.rows, query.cols)
     )
     query = replace(query, rows=rows, cols=cols)
     tables = compare(collected, query).tables
-    if asked.baseline and not query.baseline:
-        tables = [compared(table, asked.baseline, query.test) for table in tables]
+    if experiment.baseline and not query.baseline:
+        tables = [compared(table, experiment.baseline, query.test) for table in tables]
     tables = [
-        replace(table, paper=asked.paper, paper_source=asked.paper_source) for table in tables
+        replace(table, paper=experiment.paper, paper_source=experiment.paper_source)
+        for table in tables
     ]
     of_pictures = replace(query, statistic="mean", digits=None, baseline="")
     if "metric" in cols:  # pictures are of one metric, and tell ratios apart
         of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])
-    return Section(asked, scale, tables, compare(collected, of_pictures).tables)
+    return Section(experiment, scale, tables, compare(collected, of_pictures).tables)
 
 
 def runs(
-    asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
+    experiment: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
 ) -> pd.DataFrame:
     """The runs of an experiment, as ``nmrun.lab.compare.runs.collect`` has those of folders. One
     without a result has the status ``missing``.
@@ -106,7 +107,7 @@ def runs(
     Unfinished if no run is finished.
     """
     rows = []
-    for config in configs(asked, scale, overrides):
+    for config in configs(experiment, scale, overrides):
         folder = run_folder(config)
         there = RunFolder(folder)
         if there.problem:
@@ -124,9 +125,9 @@ def runs(
         rows.append(run)
     table = pd.DataFrame(rows, dtype=object)
     if not (table["status"] == "finished").any():
-        command = " ".join([f"nmrun -m experiment={asked.name} scale={scale}", *overrides])
+        command = " ".join([f"nmrun -m experiment={experiment.name} scale={scale}", *overrides])
         raise Unfinished(
-            f"experiment={asked.name} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
+            f"experiment={experiment.name} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
         )
     return table
 
@@ -156,9 +157,11 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
         body = Markup("").join(map(_html, sections))
         return formats.document("page.html", title="nmrun: experiments", body=body)
     mark = "%" if style_ == "latex" else "#"
-    heads = [f"{mark} {s.asked.title} ({s.asked.source}), scale {s.scale}\n" for s in sections]
+    heads = [
+        f"{mark} {s.experiment.title} ({s.experiment.source}), scale {s.scale}\n" for s in sections
+    ]
     notes = [
-        f"{'% ' if style_ == 'latex' else ''}{s.asked.note}\n\n" if s.asked.note else ""
+        f"{'% ' if style_ == 'latex' else ''}{s.experiment.note}\n\n" if s.experiment.note else ""
         for s in sections
     ]
     return "\n".join(
@@ -173,14 +176,14 @@ def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
     files = []
     for section in sections:
         for i, (kind, figure) in enumerate(_figures(section), 1):
-            files.append(folder / f"{section.asked.name}-{section.scale}-{i}-{kind}.png")
+            files.append(folder / f"{section.experiment.name}-{section.scale}-{i}-{kind}.png")
             style.save(figure, files[-1])
     return files
 
 
 def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
     """Each picture with its kind; those for which nothing was logged are left out."""
-    for figure_of in section.asked.figures:
+    for figure_of in section.experiment.figures:
         kind, _, key = figure_of.partition(" ")
         for table in section.drawn:
             figure = plots.draw(kind, table, key)
@@ -191,11 +194,11 @@ def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
 def _html(section: Section) -> Markup:
     return formats.filled(
         "experiment.html",
-        asked=section.asked,
+        experiment=section.experiment,
         scale=section.scale,
         tables=[formats.html_table(g) for table in section.tables for g in formats.grids(table)],
         pictures=[
-            style.embedded(figure, f"{section.asked.name}-{i}-{kind}")
+            style.embedded(figure, f"{section.experiment.name}-{i}-{kind}")
             for i, (kind, figure) in enumerate(_figures(section), 1)
         ],
     )

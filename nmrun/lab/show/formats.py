@@ -233,14 +233,14 @@ def _latex_over_all_cells(drawn: Grid, aliases: Mapping[str, str] | None) -> str
 @functools.cache
 def _templates() -> jinja2.Environment:
     """Whatever users wrote becomes text."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters["signs"] = lambda text: text.replace("+-", "\N{PLUS-MINUS SIGN}")
-    return made
+    templates.filters["signs"] = lambda text: text.replace("+-", "\N{PLUS-MINUS SIGN}")
+    return templates
 
 
 def filled(template: str, **values: Any) -> Markup:

@@ -13,7 +13,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Comparison, Query, compare, one_metric
 from nmrun.lab.compare.overall import Overall
-from nmrun.lab.compare.runs import known, usual_metric
+from nmrun.lab.compare.runs import check_name, usual_metric
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import curves, points
 from nmrun.lab.show.curves import History
@@ -107,16 +107,16 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     """
     if kind == "overall":
         return [over_all_cells(compare(runs, query), layout)]
-    wanted = ",".join(query.metrics) if kind == "curves" else ""
-    if wanted:  # logged while training goes on; the results need not have it
+    metric = ",".join(query.metrics) if kind == "curves" else ""
+    if metric:  # logged while training goes on; the results need not have it
         query = replace(query, metrics=())
     one_metric(query)
     tables = compare(runs, query).tables
-    if wanted:
-        known(
-            wanted, sorted({key for table in tables for key in History(table).logged()}), "metric"
+    if metric:
+        check_name(
+            metric, sorted({key for table in tables for key in History(table).logged()}), "metric"
         )
-    drawn = [draw(kind, table, wanted or logged(table), layout) for table in tables]
+    drawn = [draw(kind, table, metric or logged(table), layout) for table in tables]
     figures = [figure for figure in drawn if figure is not None]
     if not figures:
         raise ConfigError(f"--kind {kind}: {KINDS[kind].nothing}")
@@ -151,7 +151,7 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
             color=INK, marker="D", markersize=5, linestyle="none", elinewidth=1.6, label="all cells, 95 %",
         )  # fmt: skip
         labels = (" ".join(notation.column(keys, each.row, layout.labels)) for each in rows)
-        axes.set_xticks(range(len(rows)), ["\n".join(textwrap.wrap(one, 14)) for one in labels])
+        axes.set_xticks(range(len(rows)), ["\n".join(textwrap.wrap(label, 14)) for label in labels])
         axes.set_ylabel(f"better than {against} by\nstandard deviations of a run")
         if layout.ylim:
             axes.set_ylim(layout.ylim)

@@ -65,9 +65,9 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
         apart = min(0.06, 0.7 / max(1, len(lines))) if numbers is None else 0.0
         for i, row in enumerate(lines):
             shift = apart * (i - (len(lines) - 1) / 2)
-            told = {"label": label(table, row, layout)} if not others else {}
+            entry = {"label": label(table, row, layout)} if not others else {}
             how = {**look(table, row), **(REFERENCE if row in table.references else {})}
-            _errors(axes, table, row, columns, numbers, shift, {**how, **told})
+            _errors(axes, table, row, columns, numbers, shift, {**how, **entry})
         lined = [row for row in table.rows if row in bands]
         for row, line in zip(lined, itertools.cycle(REFERENCE_LINES), strict=False):
             _band(axes, table, row, line, layout)
@@ -232,7 +232,7 @@ def _name(figure: Figure, axes: Axes, points: list[Name]) -> None:
     """
     figure.draw_without_rendering()  # positions are known after the layout
     inch = figure.dpi / 72
-    taken = [
+    boxes = [
         Bbox.from_bounds(left + inch * (aside - HALF), low - inch * HALF, *(2 * inch * HALF,) * 2)
         for _, x, y, aside, _ in points
         for left, low in [axes.transData.transform((x, y))]
@@ -250,8 +250,8 @@ def _name(figure: Figure, axes: Axes, points: list[Name]) -> None:
                 va="bottom" if up > 0 else "top",
             )
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
-                taken.append(box)
+            if not any(box.overlaps(other) for other in boxes):
+                boxes.append(box)
                 break
             text.remove()
 

@@ -147,9 +147,9 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
     lines: list[Line] = [
         (
             [short(value) for value in values],
-            [(", ".join(sorted(of, key=lambda seed: (len(seed), seed))), False)],
+            [(", ".join(sorted(group, key=lambda seed: (len(seed), seed))), False)],
         )
-        for values, of in seeds.items()
+        for values, group in seeds.items()
     ]
     caption = f"{len(lines)} combinations" + (
         f", of which {MOST} are shown" if len(lines) > MOST else ""

@@ -120,8 +120,8 @@ def seeds(table: Table) -> str:
     counts = sorted({cell.n for cell in table.cells.values() if cell.n})
     if not counts:
         return "no seed"
-    many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{many} seed{'s' * (counts != [1])}"
+    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{number} seed{'s' * (counts != [1])}"
 
 
 def title(figure: Figure, table: Table, layout: Layout) -> None:

@@ -78,7 +78,7 @@ def of_one_row(n: int) -> float:
 
 
 def of(*tables: Table) -> dict[str, overall.Overall]:
-    return {each.row[0]: each for each in overall.of(tables, "sr_ste")}
+    return {each.row[0]: each for each in overall.against(tables, "sr_ste")}
 
 
 def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
@@ -150,7 +150,7 @@ def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
     assert found.mean.value == pytest.approx(wanted.mean.value)
     assert (found.failed, found.runs) == (2, 8)
     said = formats.render(
-        Comparison([words(failed)], overall.of([words(failed)], "sr_ste")), "markdown"
+        Comparison([words(failed)], overall.against([words(failed)], "sr_ste")), "markdown"
     )
     assert "2 of 8" in said
     (cell,) = {
@@ -299,7 +299,7 @@ def test_intervals_cover_and_tests_err_as_they_say(
     rows: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From runs to the corrected p-values, with three data sets of unlike numbers of cells."""
-    monkeypatch.setattr(overall, "found_at", lambda *_: 1.0)  # takes most of the time
+    monkeypatch.setattr(overall, "detectable_mean", lambda *_: 1.0)  # takes most of the time
     rng, tries = np.random.default_rng(10 * rows + n), 600 // (rows - 1)
     covered, rejected = 0, 0
     for _ in range(tries):
@@ -307,7 +307,7 @@ def test_intervals_cover_and_tests_err_as_they_say(
             drawn(rng, data, np.exp(rng.standard_normal(cells)), rows, n)
             for data, cells in (("a", 5), ("b", 1), ("c", 2))
         ]
-        found = [each.mean for each in overall.of(tables, "r0")]
+        found = [each.mean for each in overall.against(tables, "r0")]
         covered += sum(one.low <= 0 <= one.high for one in found if one.low is not None)
         rejected += any(one.significant for one in found)
         assert all((one.p is None) == (n < 3) for one in found)
@@ -326,7 +326,7 @@ def test_intervals_cover_what_there_is_in_the_units_found(
     """The true difference of each cell, over the unit that its other rows gave. The mean over many
     tables is the true one in true deviations.
     """
-    monkeypatch.setattr(overall, "found_at", lambda *_: 1.0)
+    monkeypatch.setattr(overall, "detectable_mean", lambda *_: 1.0)
     rng, tries, covered, values = np.random.default_rng(rows + n), 250, 0, []
     for _ in range(tries):
         tables, truths = [], []
@@ -340,7 +340,7 @@ def test_intervals_cover_what_there_is_in_the_units_found(
                     better * math.sqrt(2) * spread / unit / overall.inverse((n,) * (rows - 2))
                 )
             tables.append(table)
-        one = next(each.mean for each in overall.of(tables, "r0") if each.row == ("r1",))
+        one = next(each.mean for each in overall.against(tables, "r0") if each.row == ("r1",))
         truth = statistics.fmean(truths)
         assert one.low is not None
         assert one.high is not None
@@ -356,7 +356,7 @@ def test_the_smallest_difference_is_found_four_times_in_five() -> None:
     # what it would be with the true spreads; each sample says its own
     error = np.hypot(*spreads) / 2 / np.sqrt(5)
     freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
-    true = error * overall.found_at(freedom, 0.05)
+    true = error * overall.detectable_mean(freedom, 0.05)
     for _ in range(tries):
         parts = [DataSetPart([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
         p = mean(parts).p
@@ -441,7 +441,7 @@ def test_the_caption_says_how_each_data_set_was_tuned() -> None:
             (images(), [], {"3": [("ste",)], "-": [("asp",)]}),
         )
     ]
-    said = formats.render(Comparison(tables, overall.of(tables, "sr_ste")), "markdown")
+    said = formats.render(Comparison(tables, overall.against(tables, "sr_ste")), "markdown")
     assert "in test/perplexity, test/accuracy over all" in said
     assert f"{budget} (shakespeare)" in said
     assert "3 (ste), not known how many (asp) (digits)" in said
@@ -449,7 +449,7 @@ def test_the_caption_says_how_each_data_set_was_tuned() -> None:
 
 def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:
     tables = [against(each, "sr_ste") for each in (words(), images())]
-    rows = overall.of(tables, "sr_ste")
+    rows = overall.against(tables, "sr_ste")
     (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout(labels={"asp": "Ours"})).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["Ours", "STE"]
     drawn = {str(line.get_label()): line for line in axes.get_lines()}
