@@ -10,7 +10,7 @@ from nmrun.lab.keys.datasets import OwnDataset
 from nmrun.lab.keys.options import find_builder
 from nmrun.registry import find
 
-if TYPE_CHECKING:  # what a mistake needs of this room is found without torch
+if TYPE_CHECKING:  # what a mistake needs of this package is found without torch
     import torch
 
     from nmrun.lab.keys.config import Config
@@ -55,10 +55,10 @@ def _own_task(target: str, config: Config, device: torch.device) -> Task:
 
     builder = find("dataset._target_", target, {})
     try:
-        own: Any = builder(config, device)
+        task: Any = builder(config, device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     knows_shares = (
-        isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
+        isinstance(task, Task) and "mine" in inspect.signature(task.micro_batches).parameters
     )
-    return own if knows_shares else Adopted(own)
+    return task if knows_shares else Adopted(task)

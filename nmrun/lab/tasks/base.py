@@ -168,35 +168,35 @@ class Adopted(Task):
     ``micro_batches`` may lack ``mine``.
     """
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
+    def __init__(self, task: Any) -> None:
+        self.task = task
         self.batches_per_epoch, self.inputs, self.metric = (
-            own.batches_per_epoch,
-            own.inputs,
-            own.metric,
+            task.batches_per_epoch,
+            task.inputs,
+            task.metric,
         )
         names = ("has_test", "counted_with_values", "about", "batches_of", "notes", "signature")
         for name in names:
-            setattr(self, name, getattr(own, name, getattr(Task, name)))
+            setattr(self, name, getattr(task, name, getattr(Task, name)))
 
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        return picked(self.own.micro_batches(epoch, index, parts), mine)
+        return picked(self.task.micro_batches(epoch, index, parts), mine)
 
     def size(self, batch: Batch) -> int:
-        return int(self.own.size(batch))
+        return int(self.task.size(batch))
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        loss: Tensor = self.own.loss(model, batch)
+        loss: Tensor = self.task.loss(model, batch)
         return loss
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        found: dict[str, float] = self.own.evaluate(model, split)
-        return found
+        metrics: dict[str, float] = self.task.evaluate(model, split)
+        return metrics
 
     def example(self) -> Batch:
-        batch: Batch = self.own.example()
+        batch: Batch = self.task.example()
         return batch
 
 
@@ -240,8 +240,8 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 # Who is told how far an evaluation is: with the batch that begins, from 0, and their number.
-Told = Callable[[int, int], None]
-evaluating: ContextVar[Told | None] = ContextVar("evaluating", default=None)
+Progress = Callable[[int, int], None]
+evaluating: ContextVar[Progress | None] = ContextVar("evaluating", default=None)
 
 
 def watched(batches: Sequence[T]) -> Iterator[T]:

@@ -40,13 +40,13 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
         ) from None
 
 
-def check_vocabulary(source: str, known: int, of_data: int) -> None:
+def check_vocabulary(source: str, of_model: int, of_data: int) -> None:
     """Raises ConfigError where the data have more tokens than a network, or so few that they are
     another tokenizer's.
     """
-    if not (1 - UNUSED) * known <= of_data <= known:
+    if not (1 - UNUSED) * of_model <= of_data <= of_model:
         raise ConfigError(
-            f"model.pretrained={source}: it knows {known} tokens and the data have {of_data}: take its own tokenizer (dataset.tokenizer)"
+            f"model.pretrained={source}: it knows {of_model} tokens and the data have {of_data}: take its own tokenizer (dataset.tokenizer)"
         )
 
 

@@ -38,8 +38,8 @@ def cache_folder() -> Path:
 
 def places(name: str) -> list[Path]:
     """Where a file or folder of data can be: below ``NMRUN_DATA``, or else in the current folder."""
-    given = Path(name).expanduser()
-    return [data_folder() / given, given]
+    path = Path(name).expanduser()
+    return [data_folder() / path, path]
 
 
 def path_of(name: str) -> Path:
@@ -79,8 +79,8 @@ def cached(
     root = cache_folder()
     folder = root / key
     while folder.is_dir():
-        if (found := _whole(folder)) is not None:
-            return found
+        if (content := _whole(folder)) is not None:
+            return content
         _remove_damaged(folder)
     arrays = make()
     root.mkdir(parents=True, exist_ok=True)
@@ -91,17 +91,17 @@ def cached(
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())  # the folder's new name must not outlive a power cut alone
-        made = {name: _about(half_done / f"{name}.npy") for name in arrays}
-        atomic.write(half_done / LIST, json.dumps(made) + "\n")
+        records = {name: _about(half_done / f"{name}.npy") for name in arrays}
+        atomic.write(half_done / LIST, json.dumps(records) + "\n")
         half_done.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was faster, with the same
             raise
     finally:
         shutil.rmtree(half_done, ignore_errors=True)
-    if (found := _whole(folder)) is None:
+    if (content := _whole(folder)) is None:
         raise RunError(f"{folder}: what was written there does not come back; is the disk damaged?")
-    return found
+    return content
 
 
 def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
@@ -109,18 +109,18 @@ def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
     looks at the sizes each time, and at the hashes once.
     """
     try:
-        made = documents.read_json(folder / LIST)
-        for name, about in made.items():
+        records = documents.read_json(folder / LIST)
+        for name, about in records.items():
             path = folder / f"{name}.npy"
             if path.stat().st_size != about["bytes"]:
                 return None
             if folder not in _seen and _about(path) != about:
                 return None
-        found = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in made}
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in records}
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None
     _seen.add(folder)
-    return found or None
+    return arrays or None
 
 
 def _about(path: Path) -> dict[str, Any]:

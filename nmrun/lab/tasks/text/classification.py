@@ -95,8 +95,8 @@ class TextClassification(InMemory, Categorical):
             )
         kind = torch.float32 if classes == 1 else torch.int64
         self.splits = {
-            name: Encoded(*tokenizer.encode(some), torch.tensor(labels, dtype=kind))
-            for name, (some, labels) in splits.items()
+            name: Encoded(*tokenizer.encode(inputs), torch.tensor(labels, dtype=kind))
+            for name, (inputs, labels) in splits.items()
         }
         self.has_test = "test" in splits
         self.padding, self.classes, self.device = tokenizer.padding, classes, torch.device(device)
@@ -156,30 +156,30 @@ class TextClassification(InMemory, Categorical):
         """What the model says of a split's texts, and of those beside it: rows, and (texts,
         classes).
         """
-        found: Tally = {}
+        outputs: Tally = {}
         for name in self._beside(split):
             rows, logits = [], []
-            for some, batch, counts in ranks.in_step(self._evaluated(name, rank, world)):
-                said = self.scores(model, batch)
-                rows.append(some[: len(some) * counts])
-                logits.append(said[: len(said) * counts])
-            found[name] = torch.cat(rows), torch.cat(logits).cpu()
-        return found
+            for numbers, batch, counts in ranks.in_step(self._evaluated(name, rank, world)):
+                output = self.scores(model, batch)
+                rows.append(numbers[: len(numbers) * counts])
+                logits.append(output[: len(output) * counts])
+            outputs[name] = torch.cat(rows), torch.cat(logits).cpu()
+        return outputs
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name in self._beside(split):
-            rows, said = (
+            rows, outputs = (
                 torch.cat(parts) for parts in zip(*(tally[name] for tally in tallies), strict=True)
             )
             order = self._by_length(name)
-            logits, labels = said[rows.argsort()][order], self.splits[name].labels[order]
+            logits, labels = outputs[rows.argsort()][order], self.splits[name].labels[order]
             mine = {
                 "loss": float(self._loss(logits, labels)),
                 **scores(self.metrics, self._predictions(logits), labels),
             }
-            found |= {key + name.removeprefix(split): value for key, value in mine.items()}
-        return found
+            metrics |= {key + name.removeprefix(split): value for key, value in mine.items()}
+        return metrics
 
     def _beside(self, split: str) -> list[str]:
         """The splits that are evaluated along with this one, and this one."""
@@ -244,7 +244,7 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
     import numpy as np
 
     guess, truth = predictions.numpy(), labels.numpy()
-    found = {}
+    values = {}
     for name in metrics:
         if name == "accuracy":
             value = (guess == truth).mean()
@@ -262,8 +262,8 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
             varied = len(np.unique(guess)) > 1 and len(np.unique(truth)) > 1
             correlation = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
             value = correlation(guess, truth).statistic if varied else 0.0
-        found[name] = float(value)
-    return found
+        values[name] = float(value)
+    return values
 
 
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
@@ -362,6 +362,6 @@ class PretrainedTokenizer:
 
 def _flat(tokens: list[list[int]], segments: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     starts = np.cumsum([0, *map(len, tokens)])
-    numbers = np.fromiter((n for some in tokens for n in some), np.int32, starts[-1])
-    kinds = np.fromiter((n for some in segments for n in some), np.uint8, starts[-1])
+    numbers = np.fromiter((n for text in tokens for n in text), np.int32, starts[-1])
+    kinds = np.fromiter((n for text in segments for n in text), np.uint8, starts[-1])
     return torch.from_numpy(numbers), torch.from_numpy(kinds), torch.from_numpy(starts)

@@ -53,10 +53,10 @@ def vocabulary(texts: Mapping[str, bytes], tokenizer: str) -> Vocabulary:
             lambda tokens: "".join(characters[token] for token in tokens),
         )
     words = list(dict.fromkeys(itertools.chain.from_iterable(_lines(decoded["train"]))))
-    known = {word: number for number, word in enumerate(words)}
+    index = {word: number for number, word in enumerate(words)}
     return Vocabulary(
         lambda text: [
-            _number(known, word, "words") for word in text.replace("\n", f" {END} ").split()
+            _number(index, word, "words") for word in text.replace("\n", f" {END} ").split()
         ],
         lambda tokens: "".join(
             "\n" if words[token] == END else f"{words[token]} " for token in tokens
@@ -64,10 +64,10 @@ def vocabulary(texts: Mapping[str, bytes], tokenizer: str) -> Vocabulary:
     )
 
 
-def _number(known: Mapping[str, int], piece: str, what: str) -> int:
-    number = known.get(piece, known.get(UNKNOWN))
+def _number(numbers: Mapping[str, int], piece: str, what: str) -> int:
+    number = numbers.get(piece, numbers.get(UNKNOWN))
     if number is None:
-        raise ConfigError(f"{piece!r} is none of the {len(known)} {what} of the data")
+        raise ConfigError(f"{piece!r} is none of the {len(numbers)} {what} of the data")
     return number
 
 
@@ -123,20 +123,20 @@ def _words(texts: Mapping[str, str]) -> Encoded:
             ),
         )
     }
-    known = dict(numbers)
+    index = dict(numbers)
     for name in texts.keys() - {"train"}:
         arrays[name] = array("i")
         for line, words in enumerate(_lines(texts[name]), 1):
             for word in words:
-                number = known.get(word, known.get(UNKNOWN))
+                number = index.get(word, index.get(UNKNOWN))
                 if number is None:
                     raise ConfigError(
                         f"line {line} of the {name} text has the word {word!r}; the training text has neither it nor {UNKNOWN}"
                     )
                 arrays[name].append(number)
     return {
-        name: np.array(numbers, _smallest(len(known))) for name, numbers in arrays.items()
-    }, len(known)
+        name: np.array(numbers, _smallest(len(index))) for name, numbers in arrays.items()
+    }, len(index)
 
 
 def _lines(text: str) -> Iterator[list[str]]:

@@ -43,12 +43,12 @@ WIKITEXT_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 def text_files(config: Config, device: torch.device) -> LanguageModelling:
     options = config.dataset.as_kind(TextFiles)
-    given = {"train": options.train, "val": options.val, "test": options.test}
-    paths = {split: storage.path_of(path) for split, path in given.items() if path is not None}
+    names = {"train": options.train, "val": options.val, "test": options.test}
+    paths = {split: storage.path_of(path) for split, path in names.items() if path is not None}
     for split, path in paths.items():
         if not path.is_file():
             raise ConfigError(
-                f"dataset.{split}={given[split]}: there is no such file, neither in "
+                f"dataset.{split}={names[split]}: there is no such file, neither in "
                 f"{storage.data_folder()} (NMRUN_DATA) nor here"
             )
     return task(config, paths, device)
@@ -113,10 +113,12 @@ def of_texts(
     if tokenizer in ("byte", "character"):  # faster than a look into the cache would be worth
         arrays = encoded()
     else:
-        own = [
+        tokenizer_files = [
             path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()
         ]
-        arrays = storage.cached([what[0], tokenizer, *what[1:]], [*sources, *own], encoded)
+        arrays = storage.cached(
+            [what[0], tokenizer, *what[1:]], [*sources, *tokenizer_files], encoded
+        )
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
     return LanguageModelling.of(
@@ -142,8 +144,10 @@ def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[st
 def hub(config: Config, device: torch.device) -> LanguageModelling:
     """Raises ConfigError where the texts cannot be loaded, or their column is none of texts."""
     options = config.dataset.as_kind(HubText)
-    asked = {"train": options.train, "val": options.val, "test": options.test}
-    splits = {name: _rows(options, split) for name, split in asked.items() if split is not None}
+    expressions = {"train": options.train, "val": options.val, "test": options.test}
+    splits = {
+        name: _rows(options, split) for name, split in expressions.items() if split is not None
+    }
 
     def joined() -> dict[str, bytes]:
         return {name: BETWEEN.join(rows[options.column]).encode() for name, rows in splits.items()}

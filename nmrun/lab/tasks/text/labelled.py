@@ -76,16 +76,16 @@ def load_glue(
     not as they should be.
     """
     spec = TASKS[task]
-    found = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
-    texts, labels = found["train"]
+    splits = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
+    texts, labels = splits["train"]
     order = list(range(len(texts)))
     random.Random(split_seed).shuffle(order)
     cut = len(order) - math.ceil(held_out * len(order))
     for split, rows in (("train", order[:cut][:limit]), ("val", order[cut:])):
-        found[split] = [texts[row] for row in rows], [labels[row] for row in rows]
+        splits[split] = [texts[row] for row in rows], [labels[row] for row in rows]
     if held_out == 0:
-        found |= {split.replace("test", "val"): found.pop(split) for split, _ in spec.tests}
-    return found
+        splits |= {split.replace("test", "val"): splits.pop(split) for split, _ in spec.tests}
+    return splits
 
 
 def glue(config: Config, device: torch.device) -> TextClassification:
@@ -161,15 +161,15 @@ def _from_hub(task: str, spec: Spec, split: str) -> Rows:
     import datasets
 
     try:
-        found = datasets.load_dataset("nyu-mll/glue", task, split=split)
+        table = datasets.load_dataset("nyu-mll/glue", task, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         line = textwrap.shorten(str(error) or type(error).__name__, 300)
         raise ConfigError(
             f"dataset=glue: there is no glue/{spec.folder} in NMRUN_DATA, and Hugging Face's datasets cannot load it ({line})"
         ) from None
     return list(
-        zip(*(found[column] for column in spec.hub_texts or spec.texts), strict=True)
-    ), list(found["label"])
+        zip(*(table[column] for column in spec.hub_texts or spec.texts), strict=True)
+    ), list(table["label"])
 
 
 GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")
@@ -239,4 +239,4 @@ def _sentence(rng: random.Random) -> tuple[str, int]:
         verdict = rng.choice(GOOD if good else BAD)
         balance += 1 if good != turned else -1
         words.insert(rng.randint(0, len(words)), ["not", verdict] if turned else [verdict])
-    return " ".join(word for some in words for word in some), int(balance > 0)
+    return " ".join(word for phrase in words for word in phrase), int(balance > 0)

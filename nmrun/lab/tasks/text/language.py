@@ -154,10 +154,10 @@ class LanguageModelling(Categorical):
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, following, new, counts in ranks.in_step(self._evaluated(split, rank, world)):
+        for tokens, following, tail, counts in ranks.in_step(self._evaluated(split, rank, world)):
             logits = model(tokens)
             if counts:
-                total += cross_entropy(logits[:, -new:], following[:, -new:], reduction="sum")
+                total += cross_entropy(logits[:, -tail:], following[:, -tail:], reduction="sum")
         return {"loss": float(total)}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
@@ -185,9 +185,9 @@ class LanguageModelling(Categorical):
             first = (1 + whole) * stride
             batches.append((np.array([first]), predicted - first, rest))
         for number, counts in watched(turns(len(batches), rank, world)):
-            places, length, new = batches[number]
+            places, length, tail = batches[number]
             tokens, following = self._batch(split, places, length)
-            yield tokens, following, new, counts
+            yield tokens, following, tail, counts
 
     def example(self) -> Batch:
         return self._batch("train", np.arange(2), self.context)

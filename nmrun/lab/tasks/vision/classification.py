@@ -126,8 +126,8 @@ class Classification(ItemBatches, Categorical):
         return list(zip(images.split(sizes), labels.split(sizes), strict=True))
 
     def _share(self, epoch: int, index: int, pieces: Sequence[range]) -> Share:
-        wanted = range(pieces[0].start, pieces[-1].stop)
-        return self.augment.share(generator(self.seed, epoch, index), self.batch_size, wanted)
+        places = range(pieces[0].start, pieces[-1].stop)
+        return self.augment.share(generator(self.seed, epoch, index), self.batch_size, places)
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
         """The images at hand of a share of a training batch, as they are stored, with their labels."""
@@ -173,8 +173,8 @@ class Classification(ItemBatches, Categorical):
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
         for number, counts in watched(turns(-(-len(labels) // at_once), rank, world)):
-            some = slice(number * at_once, (number + 1) * at_once)
-            yield self.normalise(images[some]), labels[some], counts
+            rows = slice(number * at_once, (number + 1) * at_once)
+            yield self.normalise(images[rows]), labels[rows], counts
 
     def example(self) -> Batch:
         return self.normalise(self.images[:2]), self.labels[:2]

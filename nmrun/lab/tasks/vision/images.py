@@ -271,8 +271,8 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
     classes = len(names)
     pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
     parts = split(pool, test, classes, **sizes)
-    said = about(parts, (3, options.resolution, options.resolution), classes, place)
-    return ImageStream(config, paths, parts, classes, device, said, names)
+    description = about(parts, (3, options.resolution, options.resolution), classes, place)
+    return ImageStream(config, paths, parts, classes, device, description, names)
 
 
 def load_folder(dataset: str, place: Path, size: int) -> Loaded:
@@ -316,18 +316,18 @@ def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[
     listed: dict[str, list[tuple[str, int]]] = {}
     for part, folder in folders.items():
         try:
-            found = ImageFolder(str(folder))
+            source = ImageFolder(str(folder))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"dataset={dataset}: {folder}: {str(error).split(' Supported')[0].rstrip('.')}"
             ) from None
-        classes = classes or found.classes
-        if found.classes != classes:
-            odd = sorted({*found.classes} ^ {*classes})[0]
+        classes = classes or source.classes
+        if source.classes != classes:
+            odd = sorted({*source.classes} ^ {*classes})[0]
             raise ConfigError(
                 f"dataset={dataset}: {place}: train and {part} have not the same classes, for instance {odd}"
             )
-        listed[part] = found.samples
+        listed[part] = source.samples
     return classes, listed
 
 
@@ -435,12 +435,12 @@ def split(
     class that has too few images.
     """
     splits, rest = {}, pool
-    for name, given, size in (
+    for name, part, size in (
         ("test", test, test_size),
         ("val", val, val_size),
         ("train", None, train_size),
     ):
-        source = rest if given is None else given
+        source = rest if part is None else part
         counts = torch.bincount(source[1], minlength=classes)
         if size is not None:
             quotas = torch.tensor(
@@ -451,13 +451,11 @@ def split(
                     f"dataset.{name}_size={size}: {int(quotas[number])} images of class {number}, of which there are {counts[number]}"
                 )
         else:
-            quotas = (
-                counts if given is not None or name == "train" else (counts / 10).round().long()
-            )
-        chosen, left = _take(source[1], quotas, split_seed)
+            quotas = counts if part is not None or name == "train" else (counts / 10).round().long()
+        chosen, others = _take(source[1], quotas, split_seed)
         splits[name] = source[0][chosen], source[1][chosen]
-        if given is None:
-            rest = source[0][left], source[1][left]
+        if part is None:
+            rest = source[0][others], source[1][others]
     empty = [name for name, (images, _) in splits.items() if not len(images)]
     if empty:
         raise ConfigError(
@@ -472,9 +470,9 @@ def _take(labels: Tensor, quotas: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     by_class = labels[order].argsort(stable=True)  # rows of ``order``, class by class
     counts = torch.bincount(labels, minlength=len(quotas))
     rank = torch.arange(len(labels)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    taken = torch.zeros(len(labels), dtype=torch.bool)
-    taken[by_class] = rank < torch.repeat_interleave(quotas, counts)
-    return order[taken], order[~taken]
+    mask = torch.zeros(len(labels), dtype=torch.bool)
+    mask[by_class] = rank < torch.repeat_interleave(quotas, counts)
+    return order[mask], order[~mask]
 
 
 def about(splits: dict[str, Labelled], shape: Sequence[int], classes: int, place: Path) -> str:
