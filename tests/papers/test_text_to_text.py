@@ -18,7 +18,7 @@ from nmrun.lab import tasks
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.train import build, flops, runner, weights
 from nmrun.lab.words.identity import run_folder
-from nmrun.papers.text_to_text.task import NOTHING, SCORES, WORDS, TextToText, asked
+from nmrun.papers.text_to_text.task import NOTHING, SCORES, WORDS, TextToText, prompt
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 
@@ -76,7 +76,7 @@ def made(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
 def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved: Path) -> None:
     texts, labels = FILES[task][3:]
     names, answers = WORDS[task]
-    (first,) = asked(task, texts[0])
+    (first,) = prompt(task, texts[0])
     assert first.startswith(f"{task} {names[0]}: {texts[0][0]}")
     assert len(answers) == (0 if task == "stsb" else len(labelled.TASKS[task].labels))
     write(data, task, 16 * [line for line in FILES[task][2] if "torn" not in line])
@@ -89,7 +89,7 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
         said, asked_of = batch[2][row], batch[0][row][batch[1][row]]
         assert (
             own.decode(asked_of, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            == asked(task, text)[0]
+            == prompt(task, text)[0]
         )
         answer = own.decode(
             said[said != NOTHING], skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -99,9 +99,9 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
 
 def test_words_of_the_paper() -> None:
     """Raffel et al. 2020, appendix D."""
-    assert asked("rte", ("A.", "B.")) == ("rte sentence1: A. sentence2: B.",)
-    assert asked("qqp", ("Why?", "How?")) == ("qqp question1: Why? question2: How?",)
-    assert asked("sst2", ("it 's good",)) == ("sst2 sentence: it 's good",)
+    assert prompt("rte", ("A.", "B.")) == ("rte sentence1: A. sentence2: B.",)
+    assert prompt("qqp", ("Why?", "How?")) == ("qqp question1: Why? question2: How?",)
+    assert prompt("sst2", ("it 's good",)) == ("sst2 sentence: it 's good",)
 
 
 def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Path) -> None:

@@ -359,7 +359,7 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
             length_penalty=penalty,
         )
         source = task.micro_batches(0, 0, 1)[0][0]
-        assert list(task._translated(task._generator(model), source)) == [wanted] * len(source)
+        assert list(task._translations(task._generator(model), source)) == [wanted] * len(source)
     metrics = task.evaluate(model, "val")
     steps = [(end, a), (a, b), (b, end), (end, c), (c, end)]
     wanted_loss = -sum(math.log(table[step]) for step in steps) / 5
@@ -383,7 +383,7 @@ def test_translations_are_matched_with_the_references_of_their_sentences() -> No
     def copying(generator: Any, tokens: torch.Tensor) -> Any:
         return ([vocabulary.symbols[t] for t in line.tolist() if t > 3] for line in tokens)
 
-    task._translated = copying  # type: ignore[method-assign, assignment]
+    task._translations = copying  # type: ignore[method-assign, assignment]
     assert task.evaluate(transformer(task).eval(), "val")["bleu"] == pytest.approx(100)
     task.references = {"val": plain[::-1]}
     assert task.evaluate(transformer(task).eval(), "val")["bleu"] < 50

@@ -198,9 +198,9 @@ def _image(
         kind = int(random.integers(len(KINDS)))
         pixels = _shape(random, kind, side)
         behind = [(k, old & ~pixels, old.sum()) for k, old in seen]
-        if any(left.sum() < LEAST * whole for _, left, whole in behind):
+        if any(visible.sum() < LEAST * whole for _, visible, whole in behind):
             continue  # it would hide another one
-        seen = [(k, left) for k, left, _ in behind]
+        seen = [(k, visible) for k, visible, _ in behind]
         image[pixels] = random.integers(110, 256, 3, np.uint8)
         seen.append((kind, pixels))
     return image, seen

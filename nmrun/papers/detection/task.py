@@ -97,17 +97,19 @@ class Detection(ItemTask):
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """What was found, as :data:`nmrun.papers.detection.task.CocoResult`."""
-        said, ids = [], images_of(self.splits[split])
+        results, ids = [], images_of(self.splits[split])
         for places, batch, counts in ranks.in_step(self.evaluated(split, rank, world)):
             detections = model(_images(batch))
             for place, of_image in zip(places, detections, strict=True) if counts else ():
-                said += coco_detections(ids[place], of_image, self.categories)
-        return {"found": said}
+                results += coco_detections(ids[place], of_image, self.categories)
+        return {"results": results}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
         order = {image: place for place, image in enumerate(images_of(self.splits[split]))}
-        said = [one for tally in tallies for one in tally["found"]]
-        return precision(self.splits[split], sorted(said, key=lambda one: order[one["image_id"]]))
+        results = [result for tally in tallies for result in tally["results"]]
+        return precision(
+            self.splits[split], sorted(results, key=lambda result: order[result["image_id"]])
+        )
 
 
 def _images(batch: Batch) -> list[Tensor]:
@@ -120,13 +122,13 @@ def _images(batch: Batch) -> list[Tensor]:
 
 def _targets(batch: Batch) -> list[dict[str, Tensor]]:
     bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=batch[0].device)
-    made = []
+    per_image = []
     for (height, width), boxes, labels, bytes_ in zip(batch[1].tolist(), *batch[2:], strict=True):
         there = labels > 0
         pixels = (bytes_[there][..., None] >> bits & 1).flatten(-2)
         masks = pixels[:, :height, :width]
-        made.append({"boxes": boxes[there], "labels": labels[there], "masks": masks})
-    return made
+        per_image.append({"boxes": boxes[there], "labels": labels[there], "masks": masks})
+    return per_image
 
 
 class InstanceFiles(Dataset[Item]):
@@ -153,8 +155,8 @@ class InstanceFiles(Dataset[Item]):
         pixels = np.asarray(image)
         height, width = pixels.shape[:2]
         if (height, width) != (about["height"], about["width"]):
-            said = f"{about['width']}x{about['height']}"
-            return None, None, None, [], f"{about['file_name']} is {width}x{height}, and {said} by its annotations"  # fmt: skip
+            size = f"{about['width']}x{about['height']}"
+            return None, None, None, [], f"{about['file_name']} is {width}x{height}, and {size} by its annotations"  # fmt: skip
         boxes, labels, masks = targets(pictures.coco, annotations, self.labels)
         drawn = generator(self.seed, max(epoch, 0), number, 1)
         if self.flip and epoch >= 0 and float(torch.rand((), generator=drawn)) < 0.5:
@@ -213,11 +215,11 @@ def targets(
     coco: Any, annotations: Sequence[Mapping[str, Any]], labels: Mapping[int, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[NDArray[np.uint8]]]:
     """Boxes (K, 4) from x, y to x, y in pixels, labels (K,), and a mask (height, width) for each."""
-    some = [annotation for annotation in annotations if learned(annotation)]
-    boxes = np.array([a["bbox"] for a in some], np.float32).reshape(-1, 4)
+    instances = [annotation for annotation in annotations if learned(annotation)]
+    boxes = np.array([a["bbox"] for a in instances], np.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
-    numbers = np.array([labels[a["category_id"]] for a in some], np.int64)
-    return boxes, numbers, [coco.annToMask(a) for a in some]
+    numbers = np.array([labels[a["category_id"]] for a in instances], np.int64)
+    return boxes, numbers, [coco.annToMask(a) for a in instances]
 
 
 def coco_detections(
@@ -251,7 +253,7 @@ def coco_detections(
     ]
 
 
-def precision(split: Split, said: Sequence[CocoResult]) -> dict[str, float]:
+def precision(split: Split, results: Sequence[CocoResult]) -> dict[str, float]:
     """COCO's average precision by pycocotools, 0 to 1: ``box_ap`` and ``mask_ap`` are means over
     intersections over union of 0.5 to 0.95. With ``50`` and ``75`` they are those at 0.5 and 0.75.
     """
@@ -260,7 +262,9 @@ def precision(split: Split, said: Sequence[CocoResult]) -> dict[str, float]:
     scores = {}
     for name, kind, left_out in (("box", "bbox", "segmentation"), ("mask", "segm", "bbox")):
         # with a box beside it, a mask would get the box's area
-        mine = [{key: value for key, value in one.items() if key != left_out} for one in said]
+        mine = [
+            {key: value for key, value in result.items() if key != left_out} for result in results
+        ]
         stats = [0.0, 0.0, 0.0]
         if mine:
             with quiet():

@@ -49,8 +49,8 @@ def sintel(config: Config, device: torch.device) -> FlowTask:
         )
     parts = {"train": scenes[val + test :], "val": scenes[:val], "test": scenes[val : val + test]}
     splits = {
-        name: Split(frames, [row for row in rows if scene_of[row] in some])
-        for name, some in parts.items()
+        name: Split(frames, [row for row in rows if scene_of[row] in part])
+        for name, part in parts.items()
     }
     return FlowTask(config, splits, device, _about("Sintel", splits), options.workers)
 
@@ -83,8 +83,8 @@ def _read(dataset: str, folder: str, path: str | None, **options: Any) -> Any:
     """torchvision's data set of this name. Raises ConfigError for files that are missing."""
     from torchvision import datasets
 
-    asked = folder if path is None else str(Path(path) / folder)
-    place = storage.find(dataset, [asked], HOW[folder])
+    name = folder if path is None else str(Path(path) / folder)
+    place = storage.find(dataset, [name], HOW[folder])
     try:
         frames = getattr(datasets, folder)(str(place.parent), **options)
     except (OSError, IndexError, ValueError) as error:

@@ -73,10 +73,10 @@ class FlowTask(ItemTask):
         loss = error = torch.zeros((), dtype=torch.float64, device=self.device)
         pairs = pixels = 0
         for _, batch, counts in ranks.in_step(self.evaluated(split, rank, world)):
-            said = flows(model, *batch[:2])
+            estimates = flows(model, *batch[:2])
             if counts:
-                errors = (said[-1] - batch[2]).square().sum(1).sqrt()
-                loss = loss + sequence_loss(said, batch[2]) * len(errors)
+                errors = (estimates[-1] - batch[2]).square().sum(1).sqrt()
+                loss = loss + sequence_loss(estimates, batch[2]) * len(errors)
                 error = error + errors.double().sum()
                 pairs, pixels = pairs + len(errors), pixels + errors.numel()
         return {"loss": float(loss), "error": float(error), "pairs": pairs, "pixels": pixels}
@@ -99,13 +99,13 @@ def flows(model: Any, first: Tensor, second: Tensor) -> list[Tensor]:
     return [flow.float()[..., :height, :width] for flow in model(*frames)]
 
 
-def sequence_loss(said: Sequence[Tensor], flow: Tensor) -> Tensor:
+def sequence_loss(estimates: Sequence[Tensor], flow: Tensor) -> Tensor:
     """Teed and Deng 2020, equation 7: the absolute error of each flow (B, 2, H, W), the later the
     heavier. Pixels that move by 400 or more do not count, as in the authors' code.
     """
     near = flow.square().sum(1, keepdim=True) < LARGEST**2
-    each = torch.stack([(near * (one - flow).abs()).mean() for one in said])
-    powers = torch.arange(len(said) - 1, -1, -1, device=flow.device)
+    each = torch.stack([(near * (estimate - flow).abs()).mean() for estimate in estimates])
+    powers = torch.arange(len(estimates) - 1, -1, -1, device=flow.device)
     return (GAMMA**powers * each).sum()
 
 
@@ -168,7 +168,7 @@ def raft(name: str, updates: int, evaluated_updates: int) -> nn.Module:
 
     model: nn.Module = getattr(optical_flow, name)()
 
-    def counted(module: nn.Module, frames: Any, options: dict[str, Any]) -> Any:
+    def set_updates(module: nn.Module, frames: Any, options: dict[str, Any]) -> Any:
         height, width = frames[0].shape[-2:]
         if min(height, width) < LEAST:
             raise ConfigError(
@@ -177,9 +177,9 @@ def raft(name: str, updates: int, evaluated_updates: int) -> nn.Module:
         number = updates if module.training else evaluated_updates
         return frames, {"num_flow_updates": number, **options}
 
-    def forgotten(module: Any, frames: Any, flows: Any) -> None:
+    def drop_pyramid(module: Any, frames: Any, flows: Any) -> None:
         del module.corr_block.corr_pyramid  # else no copy can be made of the network
 
-    model.register_forward_pre_hook(counted, with_kwargs=True)
-    model.register_forward_hook(forgotten)
+    model.register_forward_pre_hook(set_updates, with_kwargs=True)
+    model.register_forward_hook(drop_pyramid)
     return model

@@ -47,11 +47,11 @@ def load_squad(
         raise ConfigError(
             f"dataset.held_out={held_out}: of {len(train)} articles for training that leaves {cut}"
         )
-    first, held, test = (
+    first, val, test = (
         [question for article in articles for question in article]
         for articles in (train[:cut], train[cut:], dev)
     )
-    return {"train": first[:limit], "val": held, "test": test}
+    return {"train": first[:limit], "val": val, "test": test}
 
 
 def squad(config: Config, device: torch.device) -> Reading:
@@ -68,29 +68,32 @@ def read(path: Path) -> list[list[Question]]:
     """
     try:
         articles = json.loads(path.read_text(encoding="utf-8"))["data"]
-        found = [[question for text in a["paragraphs"] for question in _of(text)] for a in articles]
+        questions = [
+            [question for text in a["paragraphs"] for question in _questions(text)]
+            for a in articles
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no file of SQuAD: {type(error).__name__} {error}") from None
-    for question in (question for article in found for question in article):
+    for question in (question for article in questions for question in article):
         for answer, start in question.answers:
             if question.text[start : start + len(answer)] != answer:
                 raise ConfigError(
                     f"{path}: question {question.key}: its text has no {answer!r} at {start}"
                 )
-    if not any(found):
+    if not any(questions):
         raise ConfigError(f"{path}: it has no questions")
-    return found
+    return questions
 
 
-def _of(paragraph: dict[str, Any]) -> list[Question]:
+def _questions(paragraph: dict[str, Any]) -> list[Question]:
     return [
         Question(
-            asked["id"],
-            asked["question"].strip(),
+            entry["id"],
+            entry["question"].strip(),
             paragraph["context"],
-            tuple((answer["text"], answer["answer_start"]) for answer in asked["answers"]),
+            tuple((answer["text"], answer["answer_start"]) for answer in entry["answers"]),
         )
-        for asked in paragraph["qas"]
+        for entry in paragraph["qas"]
     ]
 
 
@@ -109,11 +112,11 @@ def generated(size: int = 2000, split_seed: int = 0) -> dict[str, list[Question]
     split.
     """
     rng = random.Random(split_seed)
-    found: dict[str, Question] = {}
-    while len(found) < size + 2 * HELD_OUT:
-        question = _question(rng, str(len(found)))
-        found.setdefault(question.text, question)
-    rows = list(found.values())
+    by_text: dict[str, Question] = {}
+    while len(by_text) < size + 2 * HELD_OUT:
+        question = _question(rng, str(len(by_text)))
+        by_text.setdefault(question.text, question)
+    rows = list(by_text.values())
     return {
         "train": rows[:size],
         "val": rows[size : size + HELD_OUT],
@@ -131,10 +134,10 @@ def generated_questions(config: Config, device: torch.device) -> Reading:
 def _question(rng: random.Random, key: str) -> Question:
     people = rng.sample(PEOPLE, 4)
     kinds = [rng.choice(list(FACTS)) for _ in people]
-    said = [FACTS[kind] for kind in kinds]
-    values = [rng.choice(choices) for _, choices in said]
+    facts = [FACTS[kind] for kind in kinds]
+    values = [rng.choice(choices) for _, choices in facts]
     sentences = [
-        form.format(who, value) for (form, _), who, value in zip(said, people, values, strict=True)
+        form.format(who, value) for (form, _), who, value in zip(facts, people, values, strict=True)
     ]
     text, about = " ".join(sentences), rng.randrange(len(people))
     if rng.random() < 0.2:  # the text does not tell this of that person

@@ -58,7 +58,9 @@ class Reading(InMemory):
         device: torch.device | str = "cpu",
     ) -> None:
         self.questions = splits
-        self.windows = {name: windows(some, tokenizer, stride) for name, some in splits.items()}
+        self.windows = {
+            name: windows(questions, tokenizer, stride) for name, questions in splits.items()
+        }
         count = len(self.windows["train"])
         if batch_size > count:
             raise ConfigError(
@@ -82,7 +84,7 @@ class Reading(InMemory):
                 f"trainer.label_smoothing={config.trainer.label_smoothing} is for classes; this data set has answers"
             )
         return cls(
-            limited(splits, most, lambda some, most: some[:: -(-len(some) // most)]),
+            limited(splits, most, lambda questions, most: questions[:: -(-len(questions) // most)]),
             tokenizer(config.dataset.as_kind(Encoding)),
             config.dataset.as_kind(Windowed).stride,
             batch_size=config.trainer.batch_size,
@@ -92,62 +94,64 @@ class Reading(InMemory):
         )
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        *asked, spans = batch
-        return _losses(model(*asked).float(), asked[1], spans).mean()
+        *inputs, spans = batch
+        return _losses(model(*inputs).float(), inputs[1], spans).mean()
 
     def example(self) -> Batch:
         """Two windows of the mean length of all."""
-        some = self.windows["train"]
-        mean = round(float(np.mean([len(window.tokens) for window in some])))
-        nearest = sorted(range(len(some)), key=lambda row: abs(len(some[row].tokens) - mean))
+        text_windows = self.windows["train"]
+        mean = round(float(np.mean([len(window.tokens) for window in text_windows])))
+        nearest = sorted(
+            range(len(text_windows)), key=lambda row: abs(len(text_windows[row].tokens) - mean)
+        )
         return self._batch("train", nearest[:2])
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """Of each window its number, loss, best span's score and characters, and the score of none."""
-        rows, found = [], []
-        for some, batch, counts in ranks.in_step(self._evaluated(split, rank, world)):
-            *asked, spans = batch
-            said = model(*asked).float()
-            losses = _losses(said, asked[1], spans).cpu().double()
-            begins, ends = (self._places(split, some, side) for side in ("begins", "ends"))
+        rows, results = [], []
+        for numbers, batch, counts in ranks.in_step(self._evaluated(split, rank, world)):
+            *inputs, spans = batch
+            logits = model(*inputs).float()
+            losses = _losses(logits, inputs[1], spans).cpu().double()
+            begins, ends = (self._places(split, numbers, side) for side in ("begins", "ends"))
             best, start, end = (
-                t.cpu() for t in best_spans(said, (begins != NOWHERE).to(said.device))
+                t.cpu() for t in best_spans(logits, (begins != NOWHERE).to(logits.device))
             )
-            each = torch.arange(len(some))
-            none = (said[:, 0, 0] + said[:, 0, 1]).cpu().double()
+            each = torch.arange(len(numbers))
+            none = (logits[:, 0, 0] + logits[:, 0, 1]).cpu().double()
             characters = begins[each, start].double(), ends[each, end].double()
-            rows += some[: len(some) * counts]
-            found.append(
-                torch.stack([losses, best.double(), *characters, none], 1)[: len(some) * counts]
+            rows += numbers[: len(numbers) * counts]
+            results.append(
+                torch.stack([losses, best.double(), *characters, none], 1)[: len(numbers) * counts]
             )
-        return {"rows": rows, "found": torch.cat(found)}
+        return {"rows": rows, "results": torch.cat(results)}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
         rows = [row for tally in tallies for row in tally["rows"]]
         order = np.argsort(rows, kind="stable")
-        found = torch.cat([tally["found"] for tally in tallies])[torch.from_numpy(order)]
+        results = torch.cat([tally["results"] for tally in tallies])[torch.from_numpy(order)]
         questions = self.questions[split]
         best: list[tuple[float, int, int]] = [(-np.inf, 0, 0)] * len(questions)
         none = [np.inf] * len(questions)
         for window, (_, score, start, end, without) in zip(
-            self.windows[split], found.tolist(), strict=True
+            self.windows[split], results.tolist(), strict=True
         ):
             if score > best[window.row][0]:
                 best[window.row] = score, int(start), int(end)
             none[window.row] = min(none[window.row], without)
-        given = [
+        answers = [
             "" if self.may_have_none and none[row] > score else questions[row].text[start:end]
             for row, (score, start, end) in enumerate(best)
         ]
-        return {"loss": float(found[:, 0].mean()), **scores(given, questions)}
+        return {"loss": float(results[:, 0].mean()), **scores(answers, questions)}
 
     def _evaluated(
         self, split: str, rank: int, world: int
     ) -> Iterator[tuple[list[int], Batch, bool]]:
         """A rank's batches of a split, short windows first: numbers, windows, whether they count."""
-        some = self.windows[split]
-        order = sorted(range(len(some)), key=lambda row: len(some[row].tokens))
+        text_windows = self.windows[split]
+        order = sorted(range(len(text_windows)), key=lambda row: len(text_windows[row].tokens))
         pieces = [
             order[at : at + EVALUATED_AT_ONCE] for at in range(0, len(order), EVALUATED_AT_ONCE)
         ]
@@ -161,15 +165,15 @@ class Reading(InMemory):
         return self._order[1]
 
     def _batch(self, split: str, rows: Sequence[int]) -> Batch:
-        some = [self.windows[split][row] for row in rows]
-        tokens, mask = self._padded([window.tokens for window in some], self.padding)
-        segments, _ = self._padded([window.segments for window in some], 0)
-        spans = torch.tensor([w.span(self.questions[split][w.row]) for w in some])
+        text_windows = [self.windows[split][row] for row in rows]
+        tokens, mask = self._padded([window.tokens for window in text_windows], self.padding)
+        segments, _ = self._padded([window.segments for window in text_windows], 0)
+        spans = torch.tensor([w.span(self.questions[split][w.row]) for w in text_windows])
         return tuple(sent(tensor, self.device) for tensor in (tokens, mask, segments, spans))
 
     def _places(self, split: str, rows: Sequence[int], side: str) -> Tensor:
-        some: list[TextWindow] = [self.windows[split][row] for row in rows]
-        return self._padded([getattr(window, side) for window in some], NOWHERE)[0]
+        text_windows: list[TextWindow] = [self.windows[split][row] for row in rows]
+        return self._padded([getattr(window, side) for window in text_windows], NOWHERE)[0]
 
     @staticmethod
     def _padded(columns: Sequence[Any], filling: int) -> tuple[Tensor, Tensor]:
@@ -180,25 +184,25 @@ class Reading(InMemory):
         return filled, mask
 
 
-def best_spans(said: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def best_spans(logits: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The best span of each window, of at most 30 tokens: the sums of both scores, the first and
     last tokens (windows,).
 
-    ``said`` are the scores of beginning and end (windows, length, 2). ``of_text`` says where the
+    ``logits`` are the scores of beginning and end (windows, length, 2). ``of_text`` says where the
     text is; without one the sum is minus infinity.
     """
-    length = said.shape[1]
-    first, last = (said[:, :, side].masked_fill(~of_text, -torch.inf) for side in (0, 1))
-    allowed = torch.ones(length, length, dtype=torch.bool, device=said.device)
+    length = logits.shape[1]
+    first, last = (logits[:, :, side].masked_fill(~of_text, -torch.inf) for side in (0, 1))
+    allowed = torch.ones(length, length, dtype=torch.bool, device=logits.device)
     allowed = allowed.triu().tril(LONGEST - 1)
     sums = (first[:, :, None] + last[:, None, :]).masked_fill(~allowed, -torch.inf)
     best, at = sums.flatten(1).max(1)
     return best, at // length, at % length
 
 
-def _losses(said: Tensor, mask: Tensor, spans: Tensor) -> Tensor:
+def _losses(logits: Tensor, mask: Tensor, spans: Tensor) -> Tensor:
     """Of each window, the mean cross entropy of its two ends."""
-    masked = said.masked_fill(~mask[:, :, None], torch.finfo(said.dtype).min)
+    masked = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
     ends = functional.cross_entropy(masked, spans, reduction="none")  # over the tokens
     return ends.mean(1)
 
@@ -219,49 +223,49 @@ def normal(answer: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", letters).split()
 
 
-def exact(given: str, right: str) -> float:
+def exact(answer: str, right: str) -> float:
     """1 if two answers have the same words in the same order, else 0."""
-    return float(normal(given) == normal(right))
+    return float(normal(answer) == normal(right))
 
 
-def f1(given: str, right: str) -> float:
+def f1(answer: str, right: str) -> float:
     """The harmonic mean of precision and recall of an answer's words. Where one of them has no
     words: 1 if the other has none either, else 0.
     """
-    own, wanted = normal(given), normal(right)
-    if not own or not wanted:
-        return float(own == wanted)
-    common = sum((Counter(own) & Counter(wanted)).values())
-    # 2 p r / (p + r), p = common / own, r = common / wanted
-    return 2 * common / (len(own) + len(wanted))
+    words, right_words = normal(answer), normal(right)
+    if not words or not right_words:
+        return float(words == right_words)
+    common = sum((Counter(words) & Counter(right_words)).values())
+    # 2 p r / (p + r), p = common / words, r = common / right words
+    return 2 * common / (len(words) + len(right_words))
 
 
-def scores(given: Sequence[str], questions: Sequence[Question]) -> dict[str, float]:
+def scores(answers: Sequence[str], questions: Sequence[Question]) -> dict[str, float]:
     """Means over questions: of each the best over its right answers, the empty one if it has none
     (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
 
     ``exact_match`` and ``f1`` are from 0 to 1. Where some have no answer they are there for both
     kinds too (``f1_answered``, ``f1_unanswered``, ...).
     """
-    found: dict[str, float] = {}
-    asked = list(zip(given, questions, strict=True))
+    metrics: dict[str, float] = {}
+    pairs = list(zip(answers, questions, strict=True))
     parts = {
-        "": asked,
-        "_answered": [pair for pair in asked if pair[1].answers],
-        "_unanswered": [pair for pair in asked if not pair[1].answers],
+        "": pairs,
+        "_answered": [pair for pair in pairs if pair[1].answers],
+        "_unanswered": [pair for pair in pairs if not pair[1].answers],
     }
-    for part, some in parts.items():
-        if not some or (part and len(parts["_unanswered"]) == 0):
+    for part, group in parts.items():
+        if not group or (part and len(parts["_unanswered"]) == 0):
             continue
         for name, score in (("f1", f1), ("exact_match", exact)):
             # an answer without words, such as "the", is no right one where there are others
-            right = [[text for text, _ in q.answers if normal(text)] or [""] for _, q in some]
+            right = [[text for text, _ in q.answers if normal(text)] or [""] for _, q in group]
             best = [
-                max(score(own, text) for text in texts)
-                for (own, _), texts in zip(some, right, strict=True)
+                max(score(answer, text) for text in texts)
+                for (answer, _), texts in zip(group, right, strict=True)
             ]
-            found[f"{name}{part}"] = sum(best) / len(best)
-    return found
+            metrics[f"{name}{part}"] = sum(best) / len(best)
+    return metrics
 
 
 NOWHERE = -1  # where a token of the question stands in the text
@@ -308,12 +312,12 @@ def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) ->
     return [w for row, q in enumerate(questions) for w in _by_words(row, q, tokenizer, stride)]
 
 
-def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Iterator[TextWindow]:
+def _by_words(row: int, question: Question, tokenizer: Words, stride: int) -> Iterator[TextWindow]:
     """Begin, question, end, text, end."""
-    ahead = [tokenizer.begin, *tokenizer.numbers(asked.question), tokenizer.end]
-    words, numbers = list(re.finditer(Words.WORD, asked.text)), tokenizer.numbers(asked.text)
+    ahead = [tokenizer.begin, *tokenizer.numbers(question.question), tokenizer.end]
+    words, numbers = list(re.finditer(Words.WORD, question.text)), tokenizer.numbers(question.text)
     room = tokenizer.max_length - len(ahead) - 1
-    step = _step(asked, room, stride)
+    step = _step(question, room, stride)
     for first in range(0, max(1, len(words) - stride), step):
         part = words[first : first + room]
         outside = [NOWHERE] * len(ahead)
@@ -329,17 +333,17 @@ def _by_words(row: int, asked: Question, tokenizer: Words, stride: int) -> Itera
 def _by_pretrained(
     questions: Sequence[Question], tokenizer: PretrainedTokenizer, stride: int
 ) -> Iterator[TextWindow]:
-    own = tokenizer.tokenizer
-    if not own.is_fast:
+    pretrained = tokenizer.tokenizer
+    if not pretrained.is_fast:
         raise ConfigError(
             "dataset.tokenizer: this one does not tell where in the text its tokens stand"
         )
-    extra = own.num_special_tokens_to_add(pair=True)
-    for row, asked in enumerate(questions):
-        ahead = len(own(asked.question, add_special_tokens=False)["input_ids"])
-        _step(asked, tokenizer.max_length - ahead - extra, stride)
-        cut = own(
-            asked.question, asked.text, truncation="only_second", max_length=tokenizer.max_length,
+    extra = pretrained.num_special_tokens_to_add(pair=True)
+    for row, question in enumerate(questions):
+        ahead = len(pretrained(question.question, add_special_tokens=False)["input_ids"])
+        _step(question, tokenizer.max_length - ahead - extra, stride)
+        cut = pretrained(
+            question.question, question.text, truncation="only_second", max_length=tokenizer.max_length,
             stride=stride, return_overflowing_tokens=True, return_offsets_mapping=True,
         )  # fmt: skip
         for number, tokens in enumerate(cut["input_ids"]):
@@ -353,10 +357,10 @@ def _by_pretrained(
             )
 
 
-def _step(asked: Question, room: int, stride: int) -> int:
+def _step(question: Question, room: int, stride: int) -> int:
     if room <= stride:
         raise ConfigError(
-            f"dataset.max_length: the question {asked.key} leaves room for {max(0, room)} tokens of "
+            f"dataset.max_length: the question {question.key} leaves room for {max(0, room)} tokens of "
             f"its text, and windows share dataset.stride={stride}"
         )
     return room - stride
@@ -382,7 +386,7 @@ def gpt_reader(
     activation: str,
 ) -> GPTReaderNetwork:
     """A reader, whose head has a bias, as in transformers; see ``gpt_classifier``."""
-    known = embedded(vocabulary, max_length, context, embeddings)
+    size = embedded(vocabulary, max_length, context, embeddings)
     return GPTReaderNetwork(
-        known, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
+        size, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
     )

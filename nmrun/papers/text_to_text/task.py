@@ -94,7 +94,7 @@ class TextToText(TextClassification):
         )
 
     def size(self, batch: Batch) -> int:
-        return len(_kept(batch[-1], batch[-1]))
+        return len(_answer_tokens(batch[-1], batch[-1]))
 
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
         lengths = (self.answers != NOTHING).sum(1)
@@ -104,20 +104,20 @@ class TextToText(TextClassification):
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         """(tokens of all answers, vocabulary)."""
-        return _kept(model(*batch), batch[-1]).float()
+        return _answer_tokens(model(*batch), batch[-1]).float()
 
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
-        return functional.cross_entropy(logits, _kept(batch[-1], batch[-1]))
+        return functional.cross_entropy(logits, _answer_tokens(batch[-1], batch[-1]))
 
     def scores(self, model: Any, batch: Batch) -> Tensor:
         """The logarithm of each answer's probability (texts, answers)."""
         tokens, mask, _ = batch
-        found = []
+        scores = []
         for answer in self.answers.to(tokens.device):
             targets = answer[answer != NOTHING].expand(len(tokens), -1)
             likely = model(tokens, mask, targets).float().log_softmax(-1)
-            found.append(likely.gather(-1, targets[:, :, None])[:, :, 0].sum(1))
-        return torch.stack(found, 1)
+            scores.append(likely.gather(-1, targets[:, :, None])[:, :, 0].sum(1))
+        return torch.stack(scores, 1)
 
     def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
         tokens, mask, *_ = super()._batch(split, rows, length)
@@ -139,7 +139,7 @@ class TextToText(TextClassification):
         return best if self.values is None else self.values[best]
 
 
-def _kept(values: Tensor, targets: Tensor) -> Tensor:
+def _answer_tokens(values: Tensor, targets: Tensor) -> Tensor:
     """What belongs to the tokens of answers, one after the other. Tensors without values, for
     counting FLOPs, do not tell where answers end."""
     return values.flatten(0, 1) if targets.is_meta else values[targets != NOTHING]
@@ -160,7 +160,7 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
 
 
-def asked(task: str, text: Text) -> Text:
+def prompt(task: str, text: Text) -> Text:
     """One text that names its task and its parts, such as ``rte sentence1: A. sentence2: B.``."""
     parts = (f"{name}: {part}" for name, part in zip(WORDS[task][0], text, strict=True))
     return (" ".join([task, *parts]),)
@@ -169,7 +169,7 @@ def asked(task: str, text: Text) -> Text:
 def glue_text(config: Config, device: torch.device) -> TextToText:
     options = config.dataset.as_kind(Glue)
     splits = {
-        name: ([asked(options.task, text) for text in texts], labels)
+        name: ([prompt(options.task, text) for text in texts], labels)
         for name, (texts, labels) in labelled.load_glue(
             options.task, options.held_out, options.split_seed, options.limit
         ).items()

@@ -137,29 +137,30 @@ def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
     try:
         if Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.bin").stat().st_size == 0:
             raise ValueError("the .bin is empty")
-        found = data.load_indexed_dataset(prefix, dictionary)
+        dataset = data.load_indexed_dataset(prefix, dictionary)
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigError(
             f"{prefix}: not a binarised text of fairseq: {str(error).splitlines()[0]}"
         ) from None
-    if found is None:
+    if dataset is None:
         others = ", ".join(sorted(file.name for file in folder.glob("*.idx"))) or "no others"
         raise ConfigError(
             f"{prefix}.idx, {prefix}.bin: there are no such files; there are {others}"
         )
-    lengths = np.asarray(found.sizes, np.int64)
+    lengths = np.asarray(dataset.sizes, np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
     # the sentences lie one after the other: no need to read them
-    if isinstance(found, fairseq("data").MMapIndexedDataset):
-        tokens = np.memmap(f"{prefix}.bin", dtype=found._index.dtype, mode="r")
+    if isinstance(dataset, fairseq("data").MMapIndexedDataset):
+        tokens = np.memmap(f"{prefix}.bin", dtype=dataset._index.dtype, mode="r")
         if len(tokens) != starts[-1]:
             raise ConfigError(
                 f"{prefix}.bin: it has {len(tokens)} tokens, and by its .idx it should have {starts[-1]}"
             )
         return Corpus(tokens, starts)
-    if found.supports_prefetch:  # an older format, which has to be read before it can be looked at
-        found.prefetch(range(len(found)))
-    return Corpus(np.concatenate([found[row].numpy() for row in range(len(found))]), starts)
+    # an older format, which has to be read before it can be looked at
+    if dataset.supports_prefetch:
+        dataset.prefetch(range(len(dataset)))
+    return Corpus(np.concatenate([dataset[row].numpy() for row in range(len(dataset))]), starts)
 
 
 def _text(
@@ -254,20 +255,20 @@ def generated(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[Token
     many different sentences.
     """
     sizes = {"train": options.size, "val": options.val_size, "test": options.test_size}
-    wanted = sum(sizes.values())
+    total = sum(sizes.values())
     possible = sum(len(ORDERS) * options.words**length for length in range(2, options.longest + 1))
-    if wanted > possible:
+    if total > possible:
         raise ConfigError(
-            f"dataset=copy_reverse: its sizes add up to {wanted} sentences, and with dataset.words={options.words} and "
+            f"dataset=copy_reverse: its sizes add up to {total} sentences, and with dataset.words={options.words} and "
             f"dataset.longest={options.longest} there are {possible} different ones"
         )
     random = np.random.default_rng(options.split_seed)
-    found: dict[tuple[int, ...], TokenPair] = {}
-    while len(found) < wanted:
+    pairs: dict[tuple[int, ...], TokenPair] = {}
+    while len(pairs) < total:
         pair = _sentence(random, vocabulary, options.words, options.longest)
-        found[tuple(pair[0])] = pair
-    drawn = list(found.values())
-    mixed = iter([drawn[place] for place in random.permutation(wanted)])
+        pairs[tuple(pair[0])] = pair
+    drawn = list(pairs.values())
+    mixed = iter([drawn[place] for place in random.permutation(total)])
     return {name: list(itertools.islice(mixed, size)) for name, size in sizes.items()}
 
 

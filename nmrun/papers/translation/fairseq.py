@@ -39,14 +39,14 @@ def fairseq(module: str) -> Any:
 def undisturbed() -> Iterator[None]:
     """Keep Hydra's ConfigStore, the root logger and the filters of warnings; log nothing."""
     store, root = ConfigStore.instance(), logging.getLogger()
-    kept = copy.deepcopy(store.repo), root.level, list(root.handlers), root.manager.disable
+    state = copy.deepcopy(store.repo), root.level, list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        store.repo, root.level, root.handlers[:], root.manager.disable = kept
+        store.repo, root.level, root.handlers[:], root.manager.disable = state
         root.manager._clear_cache()  # type: ignore[attr-defined]  # of which loggers are enabled, which depends on the level
 
 

@@ -88,9 +88,9 @@ def prepare(
     folder = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         if joint:
-            models = [_learned([*lines["train"][0], *lines["train"][1]], vocabulary)] * 2
+            models = [_bpe([*lines["train"][0], *lines["train"][1]], vocabulary)] * 2
         else:
-            models = [_learned(side, vocabulary) for side in lines["train"]]
+            models = [_bpe(side, vocabulary) for side in lines["train"]]
         pieces = {
             split: [
                 sentencepiece.SentencePieceProcessor(model_proto=models[side]).encode(
@@ -158,7 +158,7 @@ def read(file: Path) -> list[str]:
         raise ConfigError(f"{file}: damaged: {error}") from None
 
 
-def _learned(text: Iterable[str], vocabulary: int) -> bytes:
+def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
     """A model of sentencepiece."""
     from sentencepiece import SentencePieceTrainer
 
@@ -183,14 +183,14 @@ def _dictionaries(sides: list[list[list[str]]], joint: bool) -> list[Any]:
     counts = [Counter(piece for sentence in side for piece in sentence) for side in sides]
     if joint:
         counts = [counts[0] + counts[1]] * 2
-    made = []
+    dictionaries = []
     for count in counts:
         dictionary = fairseq("data").Dictionary()
         for piece, number in count.items():
             dictionary.add_symbol(piece, number)
         dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
-        made.append(dictionary)
-    return made
+        dictionaries.append(dictionary)
+    return dictionaries
 
 
 def _binarise(sentences: list[list[str]], dictionary: Any, name: Path) -> None:
@@ -241,32 +241,32 @@ def main(argv: list[str]) -> int:
         default=250,
         help="training pairs with more subwords on a side are left out",
     )
-    asked = parser.parse_args(argv)
-    languages = asked.source, asked.target
-    if asked.corpus == "parallel":
-        given = {split: getattr(asked, split) for split in ("train", "valid", "test")}
-        if missing := [f"--{split}" for split, prefix in given.items() if prefix is None]:
+    options = parser.parse_args(argv)
+    languages = options.source, options.target
+    if options.corpus == "parallel":
+        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
+        if missing := [f"--{split}" for split, prefix in prefixes.items() if prefix is None]:
             raise ConfigError(
-                f"prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
+                f"prepare parallel: {', '.join(missing)} missing: the text without its .{options.source} and .{options.target}"
             )
-    if asked.to.exists():
-        raise ConfigError(f"--to {asked.to}: it is there already")
-    if asked.corpus == "multi30k":
+    if options.to.exists():
+        raise ConfigError(f"--to {options.to}: it is there already")
+    if options.corpus == "multi30k":
         texts = multi30k_files(languages, "test_2016_flickr")
     else:
         texts = {
-            split: (beside(prefix, asked.source), beside(prefix, asked.target))
-            for split, prefix in given.items()
+            split: (beside(prefix, options.source), beside(prefix, options.target))
+            for split, prefix in prefixes.items()
         }
-    said = prepare(
+    summary = prepare(
         texts,
         languages,
-        asked.to,
-        asked.vocabulary,
-        joint=not asked.separate,
-        longest=asked.longest,
+        options.to,
+        options.vocabulary,
+        joint=not options.separate,
+        longest=options.longest,
     )
     print(
-        f"{said}\n  nmrun dataset=fairseq dataset.path={asked.to} dataset.subwords=sentencepiece model=fairseq_transformer"
+        f"{summary}\n  nmrun dataset=fairseq dataset.path={options.to} dataset.subwords=sentencepiece model=fairseq_transformer"
     )
     return 0

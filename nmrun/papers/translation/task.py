@@ -162,8 +162,8 @@ class Translation(Categorical):
             logits = _logits(model, *inputs)
             if counts:
                 total += functional.cross_entropy(logits, target, reduction="sum")
-                found = map(self.detokenize, self._translated(generator, inputs[0]))
-                translations |= dict(zip(rows.tolist(), found, strict=True))
+                texts = map(self.detokenize, self._translations(generator, inputs[0]))
+                translations |= dict(zip(rows.tolist(), texts, strict=True))
         return {"loss": float(total), "translations": translations}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
@@ -171,9 +171,11 @@ class Translation(Categorical):
         100), whose signature goes to ``notes``.
         """
         loss = sum(tally["loss"] for tally in tallies) / int(self.splits[split][1].starts[-1])
-        found = {row: text for tally in tallies for row, text in tally["translations"].items()}
+        translations = {
+            row: text for tally in tallies for row, text in tally["translations"].items()
+        }
         bleu, signature = corpus_bleu(
-            [found[row] for row in range(len(found))], self.references[split]
+            [translations[row] for row in range(len(translations))], self.references[split]
         )
         self.notes = {"bleu": signature}
         return {
@@ -186,8 +188,8 @@ class Translation(Categorical):
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         rows, cuts = bucketed(self.splits[split], self.max_tokens)
         for number, counts in watched(turns(len(cuts) - 1, rank, world)):
-            some = rows[cuts[number] : cuts[number + 1]]
-            yield some, self._batch(split, some), counts
+            batch_rows = rows[cuts[number] : cuts[number + 1]]
+            yield batch_rows, self._batch(split, batch_rows), counts
 
     def example(self) -> Batch:
         """Two sentences of middling length: what an item costs depends on it."""
@@ -212,13 +214,13 @@ class Translation(Categorical):
         }
         return fairseq("sequence_generator").SequenceGenerator([model], self.target, **options)
 
-    def _translated(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
+    def _translations(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
         """The symbols of the best translation of each sentence."""
         lengths = source.ne(self.source.pad()).sum(1)
-        found = generator.generate(
+        results = generator.generate(
             [], {"net_input": {"src_tokens": source, "src_lengths": lengths}}
         )
-        for hypotheses in found:
+        for hypotheses in results:
             tokens = hypotheses[0]["tokens"].tolist()
             yield [
                 self.target.symbols[token]

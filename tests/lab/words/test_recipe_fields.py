@@ -60,7 +60,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sample_recipes", raising=False)
     fields.recipe_fields.cache_clear()
-    fields._parsed.cache_clear()
+    fields._tree.cache_clear()
     return "sample_recipes.mine.Mine"
 
 
