@@ -119,8 +119,8 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if problems := [line for override in overrides if (line := _put(composed, override, keys))]:
         raise ConfigError(problems)
     config = schema.check(composed)
-    if found := list(rules.refusals({**config.plain, "recipe": plain["recipe"]})):
-        raise ConfigError(found)
+    if problems := list(rules.refusals({**config.plain, "recipe": plain["recipe"]})):
+        raise ConfigError(problems)
     return config
 
 
