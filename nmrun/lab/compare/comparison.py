@@ -115,7 +115,7 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
             query.digits,
             query.baseline,
         )
-        for part in _grouped(runs, query.groups)
+        for part in _groups(runs, query.groups)
     ]
     if query.baseline:
         tables = [against(table, query.baseline, query.test) for table in tables]
@@ -143,7 +143,7 @@ def one_metric(query: Query) -> None:
         raise ConfigError(f"--metric {','.join(query.metrics)}: one at a time")
 
 
-def _grouped(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
+def _groups(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
     return [part for _, part in runs.groupby(keys)] if keys else [runs]
 
 
@@ -219,7 +219,7 @@ def divide(runs: pd.DataFrame, query: Query) -> list[TableSection]:
         check_name(key, list(runs.columns), "key")
     one_metric(query)
     parts = []
-    for group in _grouped(runs, query.groups):
+    for group in _groups(runs, query.groups):
         apart = _apart(group, (*query.row_keys, *query.column_keys))
         outer = [key for key in apart if key.partition(".")[0] != "recipe"]
         labels = group[outer].map(label).apply(tuple, axis=1) if outer else None

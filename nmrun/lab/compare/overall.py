@@ -116,7 +116,7 @@ def against(tables: Sequence[Table], baseline: str) -> list[Overall]:
         failed = sum(cell.without.get("failed", 0) for cell in cells)
         runs = failed + sum(cell.n for cell in cells)
         rows.append(Overall(row, parts, mean(list(parts.values())), failed, runs))
-    return _corrected(rows)
+    return _correct(rows)
 
 
 def better(means: Sequence[float]) -> int:
@@ -211,7 +211,7 @@ def _part(cells: Sequence[_Cell]) -> DataSetPart:
     return DataSetPart(means, gaps, least, all(cell.apart for cell in cells))
 
 
-def _corrected(rows: list[Overall]) -> list[Overall]:
+def _correct(rows: list[Overall]) -> list[Overall]:
     tested = [number for number, each in enumerate(rows) if each.mean.p is not None]
     if not tested:
         return rows

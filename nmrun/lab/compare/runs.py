@@ -155,7 +155,7 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
         for run in wandb.Api(timeout=60).runs(project):
             try:
                 summary, config = (documents.plain(_plain(p)) for p in (run.summary, run.config))
-                result = {**_nested(summary), "config": config, "id": run.id}
+                result = {**_nest(summary), "config": config, "id": run.id}
                 rows.append(row(result, Path(run.url)))
             except (KeyError, TypeError, AttributeError, ValueError):
                 others += 1
@@ -171,7 +171,7 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _nested(summary: dict[str, Any]) -> dict[str, Any]:
+def _nest(summary: dict[str, Any]) -> dict[str, Any]:
     """A flat summary as ``result.json`` has it; runs of earlier versions are so already."""
     if "metrics" in summary:
         return summary
@@ -209,13 +209,13 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     if wrong:
         raise ConfigError(f"{path}, line {wrong[0]}: {len(head)} values are needed")
     return [
-        _completed({name: _value(text) for name, text in zip(head, line, strict=True)})
+        _complete({name: _value(text) for name, text in zip(head, line, strict=True)})
         | {"folder": f"{path}:{number}"}
         for number, line in enumerate(lines, 2)
     ]
 
 
-def _completed(run: dict[str, Any]) -> dict[str, Any]:
+def _complete(run: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in run.items() if value == value}
     config: dict[str, Any] = {}
     for name, value in values.items():
@@ -362,7 +362,7 @@ def as_text(lines: Lines, style: str) -> str | bytes:
     """
     if style == "csv":
         out = io.StringIO()
-        neutral = ([_no_formula(_joined(cell)) for cell in line] for line in lines)
+        neutral = ([_no_formula(_join(cell)) for cell in line] for line in lines)
         csv.writer(out, lineterminator="\n").writerows(neutral)
         return out.getvalue()
     head, *rest = lines
@@ -378,7 +378,7 @@ def as_text(lines: Lines, style: str) -> str | bytes:
     return packed.getvalue()
 
 
-def _joined(value: Any) -> Any:
+def _join(value: Any) -> Any:
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 

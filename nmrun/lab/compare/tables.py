@@ -234,7 +234,7 @@ def build(
         differing,
         commits,
         _candidates(members) if "best/" in metric else {},
-        _tuned(members),
+        _tuning(members),
         pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
         digits=digits,
         runs=runs,
@@ -406,7 +406,7 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
 # --- how its runs were tuned ----------------------------------------------------------------------
 
 
-def _tuned(members: Mapping[Place, Sequence[Run]]) -> list[str]:
+def _tuning(members: Mapping[Place, Sequence[Run]]) -> list[str]:
     """By how many trials of ``nmrun tune`` each row was tuned, and over which settings."""
     by_trials: dict[str, list[str]] = {}  # names of rows
     by_spaces: dict[str, list[str]] = {}

@@ -84,7 +84,7 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     low, timings = dict[str, Rounded](), dict[Any, dict[str, float]]()
     for name in parts.keys() - reasons.keys():
         kind = _faster(parts[name], timings)
-        low[name] = *_rounded(run.state[name], sparse[name].dim), kind
+        low[name] = *_round(run.state[name], sparse[name].dim), kind
         for site in parts[name]:
             site.layer = site.candidates[kind]
     for module, group in by_module.items():
@@ -108,7 +108,7 @@ def _faster(parts: list[Site], timings: dict[Any, dict[str, float]]) -> str:
     return min(both, key=lambda name: total[name])
 
 
-def _rounded(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _round(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """A matrix whose groups run along ``dim`` as int8, and the scales of its rows."""
     values, scales = int8.rounded(weight.movedim(dim, -1))
     return values.movedim(-1, dim).contiguous(), scales

@@ -114,7 +114,7 @@ def kind(group: str, name: str = "") -> Any:
     """
     path = UNNAMED.get(group) or KINDS.get(group, {}).get(name) if group else "groups.Run"
     if path is None:
-        return _added(group, name)
+        return _load(group, name)
     module, _, leaf = path.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), leaf)
 
@@ -137,7 +137,7 @@ def points(group: str) -> Mapping[str, EntryPoint]:
 
 
 @functools.cache
-def _added(group: str, name: str) -> Any:
+def _load(group: str, name: str) -> Any:
     from nmrun.lab.keys.groups import Named
 
     point = points(group)[name]

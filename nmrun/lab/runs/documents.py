@@ -67,7 +67,7 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
         return True
 
 
-def _quoted(dumper: Any, text: str) -> Any:
+def _represent_text(dumper: Any, text: str) -> Any:
     try:  # to OmegaConf 1e-3 is a number, and to some readers y is true
         float("1" if text in ("y", "Y", "n", "N") else text)
     except ValueError:
@@ -77,7 +77,7 @@ def _quoted(dumper: Any, text: str) -> Any:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _quoted)
+_Dumper.add_representer(str, _represent_text)
 
 
 def yaml_of(plain: dict[str, Any]) -> str:

@@ -199,7 +199,7 @@ class RunFolder:
             return {}, f"it cannot be read: {error.strerror}", False
         except ValueError as error:
             return {}, f"it is damaged: {error}", False
-        if problem := _misshapen(result):
+        if problem := _wrong_shape(result):
             return {}, problem, False
         if result.keys() & {"files", "sha256"} and result.get("sha256") != _hash(result):
             raw = json.loads(data.decode())  # its texts as they were hashed
@@ -261,7 +261,7 @@ def _hash(result: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _misshapen(result: Any) -> str:
+def _wrong_shape(result: Any) -> str:
     """What a reader of a result would stumble over; empty where it has the shape of one."""
     if not isinstance(result, dict):
         return "it is damaged: no object"

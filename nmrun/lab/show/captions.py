@@ -44,10 +44,10 @@ def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     key, word = ("trainer.steps", "step") if by_steps else ("trainer.epochs", "epoch")
     count = has.get(key, "")
     length = count and f"{count} {word}{'s' * (count != '1')}"
-    return ", ".join(filter(None, [where, has.get("optimizer"), rate, length, _pruned(table)]))
+    return ", ".join(filter(None, [where, has.get("optimizer"), rate, length, _pruning(table)]))
 
 
-def _pruned(table: Table) -> str:
+def _pruning(table: Table) -> str:
     """What was pruned in one shot, by which calibration data; nothing where all runs trained."""
     if not table.pruned:
         return ""

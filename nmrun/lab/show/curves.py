@@ -165,7 +165,7 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
     # where training begins is of no interest: the axis begins where the curves are after a tenth
     if scale(metric) == 100.0 and not layout.ylim:
         every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
-    return _labelled(figure, every, table, notation.metric(metric), layout)
+    return _add_labels(figure, every, table, notation.metric(metric), layout)
 
 
 def flips(table: Table, history: History, layout: Layout) -> Figure | None:
@@ -181,7 +181,7 @@ def flips(table: Table, history: History, layout: Layout) -> Figure | None:
         axes.set_yscale("symlog", linthresh=1.0, linscale=1.5)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0.0)
-    return _labelled(figure, every, table, "flip rate (% of the mask)", layout)
+    return _add_labels(figure, every, table, "flip rate (% of the mask)", layout)
 
 
 def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
@@ -215,7 +215,7 @@ def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
                 )
         axes.set_yscale("log")
     what = "mean change of the second moment\n(band: range over seeds)"
-    return _labelled(figure, every, table, what, layout)
+    return _add_labels(figure, every, table, what, layout)
 
 
 def _over_training(
@@ -274,7 +274,9 @@ def _mark(axes: Axes, switches: list[float], colour: str) -> None:
         mark.set_gid(MARK)
 
 
-def _labelled(figure: Figure, every: list[Axes], table: Table, what: str, layout: Layout) -> Figure:
+def _add_labels(
+    figure: Figure, every: list[Axes], table: Table, what: str, layout: Layout
+) -> Figure:
     if layout.ylim:
         every[0].set_ylim(layout.ylim)
     x_label(figure, OVER[layout.x])

@@ -121,7 +121,7 @@ def runs(
         run = row(there.result or missing, folder)
         if run["status"] == "finished":
             run["test/score"] = run.get(f"test/{run['metric']}")
-            run |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
+            run |= {key: value for key in metrics if (value := _from_log(folder, key)) is not None}
         rows.append(run)
     table = pd.DataFrame(rows, dtype=object)
     if not (table["status"] == "finished").any():
@@ -132,7 +132,7 @@ def runs(
     return table
 
 
-def _logged(folder: Path, metric: str) -> float | None:
+def _from_log(folder: Path, metric: str) -> float | None:
     kind, _, key = metric.partition("/")
     if kind not in KINDS:
         return None

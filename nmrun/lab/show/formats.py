@@ -92,7 +92,7 @@ def render(
 def grids(table: Table) -> list[Grid]:
     """The values, and where there is a baseline the differences to it."""
     head = [*table.row_keys, *(words(table.column_keys, column) for column in table.columns)]
-    with_units = [*table.row_keys, *(_headed(table, column) for column in table.columns)]
+    with_units = [*table.row_keys, *(_head(table, column) for column in table.columns)]
     keys, values = len(table.row_keys), [_values(table, *line) for line in table.with_paper]
     if not table.baseline:
         return [Grid(captions.caption(table), keys, with_units, values, captions.method(table))]
@@ -112,7 +112,7 @@ def _labels(table: Table, row: Key, metric: Callable[[str], str]) -> list[str]:
     return [metric(label) if key == "metric" else short(label) for key, label in pairs]
 
 
-def _headed(table: Table, column: Key) -> str:
+def _head(table: Table, column: Key) -> str:
     pairs = zip(table.column_keys, column, strict=True)
     return words(
         table.column_keys, tuple(labelled(text) if key == "metric" else text for key, text in pairs)
@@ -331,7 +331,7 @@ def environment(
             *above,
             " & ".join(lines[0]) + r" \\",
             r"\midrule",
-            *_ruled(lines[1:], references),
+            *_body(lines[1:], references),
             r"\bottomrule",
             r"\end{tabular}",
             rf"\end{{table{star}}}",
@@ -356,7 +356,7 @@ def _line(
     return [*labels, *("--" if text == "-" else _math(text) for text in table.published(row))]
 
 
-def _ruled(lines: Sequence[Sequence[str]], references: int) -> list[str]:
+def _body(lines: Sequence[Sequence[str]], references: int) -> list[str]:
     """The rows, with a rule below the references, which come first."""
     rows = [" & ".join(line) + r" \\" for line in lines]
     if 0 < references < len(rows):

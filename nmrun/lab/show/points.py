@@ -110,7 +110,7 @@ def _errors(
         for x, column in zip(places, columns, strict=True)
         if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
     ]
-    at, means, deviations = _broken(table, points)
+    at, means, deviations = _coordinates(table, points)
     axes.errorbar(
         at,
         means,
@@ -120,7 +120,9 @@ def _errors(
     )
 
 
-def _broken(table: Table, points: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
+def _coordinates(
+    table: Table, points: Sequence[Point]
+) -> tuple[list[float], list[float], list[float]]:
     """The numbers of points, with a gap between columns that differ in more than the ratio."""
     keys, before = table.column_keys, None
     x: list[float] = []
@@ -191,7 +193,7 @@ def flops(table: Table, layout: Layout) -> Figure | None:
         how = look(table, row)
         if row in table.references:
             how |= REFERENCE
-        at, means, deviations = _broken(table, points)
+        at, means, deviations = _coordinates(table, points)
         drawn = axes.errorbar(
             at, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
         )

@@ -187,7 +187,7 @@ def high_enough(figure: Figure, layout: Layout) -> None:
     if layout.height is not None:
         figure.set_figheight(layout.height)
         return
-    _as_written(figure)
+    _turn_off_formulas(figure)
     figure.draw_without_rendering()  # sizes are known after the layout
     shown = [axes.get_window_extent() for axes in figure.axes if axes.axison]
     lacking = AXES - min(box.height for box in shown) / figure.dpi
@@ -207,7 +207,7 @@ def x_label(figure: Figure, text: str) -> None:
             axes.set_xlabel(text)
 
 
-def _as_written(figure: Figure) -> None:
+def _turn_off_formulas(figure: Figure) -> None:
     """Dollar signs in names are no formulas; those of tick labels are."""
     axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis)]
     ticks = [text for axis in axes for text in axis.get_ticklabels(which="both")]
@@ -219,7 +219,7 @@ def _as_written(figure: Figure) -> None:
 
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``."""
-    _as_written(figure)
+    _turn_off_formulas(figure)
     drawn = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
     with looks(out.stem):
@@ -231,7 +231,7 @@ def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text. Its
     ``name``, which no other picture has, is for those who cannot see it.
     """
-    _as_written(figure)
+    _turn_off_formulas(figure)
     drawn = io.StringIO()
     with looks(name):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})

@@ -96,7 +96,7 @@ class ItemReader:
             # else it draws from torch's own, which a resumed run would notice
             generator=torch.Generator(),
         )
-        return _checked(loader)
+        return _check(loader)
 
     def close(self) -> None:
         """End the processes that read."""
@@ -112,7 +112,7 @@ class ItemReader:
 # process of a loader that is collected as part of a cycle.
 
 
-def _checked(loader: DataLoader[Any]) -> Iterator[Collated]:
+def _check(loader: DataLoader[Any]) -> Iterator[Collated]:
     for *batch, problem in loader:
         if problem:
             raise RunError(problem)
@@ -163,7 +163,7 @@ class ItemTask(ItemBatches):
             )
         self.device, self.about, self.batch_size = device, about, size
         self.batches_per_epoch = min(count // size, trainer.limit_batches or count)
-        self.splits = limited(splits, trainer.limit_evaluation, _thinned)
+        self.splits = limited(splits, trainer.limit_evaluation, _thin)
         places = [(split.source, row) for split in self.splits.values() for row in split.rows]
         ends = np.cumsum([len(split.rows) for split in self.splits.values()]).tolist()
         self.numbers = {
@@ -223,5 +223,5 @@ class ItemTask(ItemBatches):
         return tuple(part.to(self.device, non_blocking=True) for part in batch)
 
 
-def _thinned(split: Split, most: int) -> Split:
+def _thin(split: Split, most: int) -> Split:
     return Split(split.source, split.rows[:: -(-len(split.rows) // most)])

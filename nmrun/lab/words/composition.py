@@ -177,7 +177,7 @@ def composed(words: Sequence[str], cache: Cache) -> DictConfig:
     """What ``hydra.compose("nmrun", words)`` composes. It takes a tenth of the time where only
     recipe, ratio and values of keys differ from a config in ``cache``, which is added to.
     """
-    overrides = [_parsed(word) for word in words]
+    overrides = [_parse(word) for word in words]
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     values = [override for override in overrides if _sets_a_value(override, loader)]
@@ -229,7 +229,7 @@ def jobs_of(
 
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
-def _parsed(word: str) -> Override:
+def _parse(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 

@@ -158,20 +158,20 @@ class _Look:
         """Join the options of groups and the values of keys to jobs, and check each."""
         first = {group: options[0] for group, options in self.chosen.items()}
         swept = {group: options for group, options in self.chosen.items() if len(options) > 1}
-        base = self._composed(first)
+        base = self._compose(first)
         variants = {
             (group, _word(option)): base
             if option == first[group]
-            else self._composed({**first, group: option})
+            else self._compose({**first, group: option})
             for group, options in swept.items()
             for option in options
         }
         self._drop_unknown(base, variants.values())
-        plain = self._resolved(base)
+        plain = self._resolve(base)
         # an option changes its group in the config; an overlay such as debug any keys
         parts = {}
         for (group, option), variant in variants.items():
-            full = self._resolved(variant)
+            full = self._resolve(variant)
             keys = (
                 [group] if group in plain else [key for key in full if full[key] != plain.get(key)]
             )
@@ -210,7 +210,7 @@ class _Look:
             if not wrong and not self.findings.problems:
                 self.findings.problems += rules.refusals(config, self.here)
 
-    def _composed(self, choices: dict[str, Any]) -> DictConfig:
+    def _compose(self, choices: dict[str, Any]) -> DictConfig:
         """Compose the config with these options of groups, without the values of keys."""
         chosen = (
             f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"
@@ -218,7 +218,7 @@ class _Look:
         )
         return composed([*self.for_hydra, *chosen], self.findings.composed)
 
-    def _resolved(self, config: DictConfig) -> dict[str, Any]:
+    def _resolve(self, config: DictConfig) -> dict[str, Any]:
         """Resolve a config, with the first value of each key, which interpolations may refer to."""
         config = config.copy()
         for key, several in self.values.items():

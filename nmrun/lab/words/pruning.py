@@ -66,7 +66,7 @@ def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = Fa
     rest = [
         override for override in overrides if not _is_ours(override) and not _is_track(override)
     ]
-    config = _of_run(Path(folders[0]), rest, trusted) if folders else _composed(rest, config_dir)
+    config = _of_run(Path(folders[0]), rest, trusted) if folders else _compose(rest, config_dir)
     if config.is_dense:
         raise ConfigError("sparsity=dense: nothing would be pruned")
     if config.dry:
@@ -86,7 +86,7 @@ def _is_track(override: Override) -> bool:
     return override.key_or_group.partition(".")[0] == "track"
 
 
-def _composed(overrides: list[Override], config_dir: str | None) -> Config:
+def _compose(overrides: list[Override], config_dir: str | None) -> Config:
     words = [*(str(override.input_line) for override in overrides), f"recipe={STAND_IN}"]
     if problems := precheck.look(words, config_dir=config_dir).problems:
         raise ConfigError(problems)

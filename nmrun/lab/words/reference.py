@@ -112,7 +112,7 @@ def _class_fields(group: str, values: Mapping[str, Any]) -> Mapping[str, Field]:
 
 def _keys(group: str, fields: Mapping[str, Field]) -> tuple[Key, ...]:
     return tuple(
-        Key(f"{group}.{key}".lstrip("."), field.meaning, _takes(field), _typed(field.default))
+        Key(f"{group}.{key}".lstrip("."), field.meaning, _takes(field), _text(field.default))
         for key, field in fields.items()
     )
 
@@ -122,7 +122,7 @@ def _takes(field: Field) -> str:
     return "; ".join(filter(None, ["" if field.check is None else field.check.allowed, tuned]))
 
 
-def _typed(value: Any) -> str:
+def _text(value: Any) -> str:
     """A value as a command line has it: a text in a list in quotes where it is no plain word."""
     if not isinstance(value, list):
         return shown(value)
@@ -151,7 +151,7 @@ def about(topic: str, config_dir: str | None = None) -> str:
     if group in GROUPS:
         choices = options(group, config_dir)
         if equals and group != "sparsity":  # any ratio is an option there
-            return "\n".join(_option(_named(choices, group, name)))
+            return "\n".join(_option(_find(choices, group, name)))
         return "\n".join(_option(choices[0]) if not choices[0].name else _list(choices))
     group = topic.partition(".")[0] if "." in topic else ""
     if group in ("", *GROUPS):
@@ -168,7 +168,7 @@ def about(topic: str, config_dir: str | None = None) -> str:
     raise ConfigError(f"{topic}: no such key, group or option{_hint(topic)}")
 
 
-def _named(among: list[Option], group: str, name: str) -> Option:
+def _find(among: list[Option], group: str, name: str) -> Option:
     for option in among:
         if option.name == name:
             return option
@@ -188,9 +188,7 @@ def _hint(topic: str) -> str:
 def _list(among: Iterable[Option]) -> Iterator[str]:
     """A group's options, a paragraph each."""
     for option in among:
-        yield from _wrapped(
-            f"{option.group}={option.name}: {option.about} {option.use}", "", "    "
-        )
+        yield from _wrap(f"{option.group}={option.name}: {option.about} {option.use}", "", "    ")
 
 
 def _option(option: Option) -> Iterator[str]:
@@ -199,17 +197,17 @@ def _option(option: Option) -> Iterator[str]:
         if re.search(r"^(?:    |- )", paragraph, re.M):  # a formula or a list stays as it is
             yield from textwrap.indent(_plain(paragraph), "  ").splitlines()
         else:
-            yield from _wrapped(paragraph, "  ", "  ")
+            yield from _wrap(paragraph, "  ", "  ")
     for key in option.keys:
         yield key.name
-        yield from _wrapped(key.meaning, "  ", "  ")
+        yield from _wrap(key.meaning, "  ", "  ")
         yield from _values(key, f"default {key.default}")
 
 
 def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
     """One meaning of a key: the options that have it by their defaults."""
     names = [name for owners in defaults.values() for name in owners if name]
-    yield from _wrapped(f"of {', '.join(names)}: " * bool(names) + key.meaning, "  ", "  ")
+    yield from _wrap(f"of {', '.join(names)}: " * bool(names) + key.meaning, "  ", "  ")
     few = len(defaults) == 1
     shown = (
         value if few else f"{value} ({', '.join(owners)})" for value, owners in defaults.items()
@@ -219,10 +217,10 @@ def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
 
 def _values(key: Key, default: str) -> Iterator[str]:
     takes = f"takes {key.takes}; " if key.takes else ""
-    yield from _wrapped(takes + default, "    ", "    ")
+    yield from _wrap(takes + default, "    ", "    ")
 
 
-def _wrapped(text: str, first: str, other: str) -> list[str]:
+def _wrap(text: str, first: str, other: str) -> list[str]:
     width = min(100, shutil.get_terminal_size().columns)
     return textwrap.wrap(
         _plain(text), width, initial_indent=first, subsequent_indent=other,

@@ -41,7 +41,7 @@ def check(composed: DictConfig) -> Config:
     for group in (*NAMED, *UNNAMED):
         _convert(ranges(group, plain[group]), plain[group])
     plain.pop("seeds", None)  # a run has one
-    plain["optimizer"]["decay"] = _decayed(plain["optimizer"], plain["model"])
+    plain["optimizer"]["decay"] = _decay(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
         return Config({**plain, "recipe": {"name": "dense"}, "sparsity": dict(NO_SPARSITY)}, None)
@@ -103,7 +103,7 @@ def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None
             holder[key] = allowed.convert(holder[key])
 
 
-def _decayed(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """Which parameters decay: as asked for, or as is usual with the model. Without weight decay it
     is one run, whatever the answer."""
     if optimizer["weight_decay"] == 0:

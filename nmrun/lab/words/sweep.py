@@ -211,7 +211,7 @@ def read(folder: Path) -> Record:
     """The record as it stands. What is missing or not whole, as after a kill, is left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        lines, _ = documents.read_lines(folder / JOBS, _parsed)
+        lines, _ = documents.read_lines(folder / JOBS, _parse)
     try:
         head = documents.read_json(folder / HEAD)
         begun, jobs, words = (
@@ -230,7 +230,7 @@ def read(folder: Path) -> Record:
 
 
 # The record grows, and is read before each job: a thousand lines a thousand times.
-_parsed = functools.lru_cache(maxsize=8192)(documents.parsed)
+_parse = functools.lru_cache(maxsize=8192)(documents.parsed)
 
 
 def _is_beginning(line: dict[str, Any]) -> bool:
@@ -318,7 +318,7 @@ def span(seconds: float) -> str:
 def planned(folder: Path) -> list[str]:
     """The jobs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
     plans = [line for line in read(folder).ends if line.get("plan")]
-    swept = [key for key in _varied([line["overrides"] for line in plans]) if key not in SAID]
+    swept = [key for key in _varying_keys([line["overrides"] for line in plans]) if key not in SAID]
     rows = []
     for line in plans:
         words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
@@ -335,7 +335,7 @@ def lines(folder: Path) -> list[str]:
     places = [line["folder"] for line in good if line.get("folder")]
     if not places:
         return []
-    varied = _varied([line["overrides"] for line in record.ends])
+    varied = _varying_keys([line["overrides"] for line in record.ends])
     # <dataset>/<model>/<recipe>/<ratio>/<run>
     above = {str(Path(place).parents[3]) for place in places}
     path = above.pop() if len(above) == 1 else os.path.commonpath(places)
@@ -346,7 +346,7 @@ def lines(folder: Path) -> list[str]:
     return [f"  {shlex.join(words)}"]
 
 
-def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
+def _varying_keys(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
     """The keys in which jobs differ, in their order."""
     values: dict[str, set[str]] = {}
     for words in jobs:

@@ -110,7 +110,7 @@ class Reading(InMemory):
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """Of each window its number, loss, best span's score and characters, and the score of none."""
         rows, results = [], []
-        for numbers, batch, counts in ranks.in_step(self._evaluated(split, rank, world)):
+        for numbers, batch, counts in ranks.in_step(self._evaluation(split, rank, world)):
             *inputs, spans = batch
             logits = model(*inputs).float()
             losses = _losses(logits, inputs[1], spans).cpu().double()
@@ -146,7 +146,7 @@ class Reading(InMemory):
         ]
         return {"loss": float(results[:, 0].mean()), **scores(answers, questions)}
 
-    def _evaluated(
+    def _evaluation(
         self, split: str, rank: int, world: int
     ) -> Iterator[tuple[list[int], Batch, bool]]:
         """A rank's batches of a split, short windows first: numbers, windows, whether they count."""
@@ -166,17 +166,17 @@ class Reading(InMemory):
 
     def _batch(self, split: str, rows: Sequence[int]) -> Batch:
         text_windows = [self.windows[split][row] for row in rows]
-        tokens, mask = self._padded([window.tokens for window in text_windows], self.padding)
-        segments, _ = self._padded([window.segments for window in text_windows], 0)
+        tokens, mask = self._pad([window.tokens for window in text_windows], self.padding)
+        segments, _ = self._pad([window.segments for window in text_windows], 0)
         spans = torch.tensor([w.span(self.questions[split][w.row]) for w in text_windows])
         return tuple(sent(tensor, self.device) for tensor in (tokens, mask, segments, spans))
 
     def _places(self, split: str, rows: Sequence[int], side: str) -> Tensor:
         text_windows: list[TextWindow] = [self.windows[split][row] for row in rows]
-        return self._padded([getattr(window, side) for window in text_windows], NOWHERE)[0]
+        return self._pad([getattr(window, side) for window in text_windows], NOWHERE)[0]
 
     @staticmethod
-    def _padded(columns: Sequence[Any], filling: int) -> tuple[Tensor, Tensor]:
+    def _pad(columns: Sequence[Any], filling: int) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor([len(column) for column in columns])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         filled = torch.full(mask.shape, filling)

@@ -157,7 +157,7 @@ class Translation(Categorical):
         generator = self._generator(model)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         translations: dict[int, str] = {}
-        for rows, batch, counts in ranks.in_step(self._evaluated(split, rank, world)):
+        for rows, batch, counts in ranks.in_step(self._evaluation(split, rank, world)):
             *inputs, target = batch
             logits = _logits(model, *inputs)
             if counts:
@@ -184,7 +184,7 @@ class Translation(Categorical):
             "bleu": bleu,
         }
 
-    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
+    def _evaluation(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         rows, cuts = bucketed(self.splits[split], self.max_tokens)
         for number, counts in watched(turns(len(cuts) - 1, rank, world)):

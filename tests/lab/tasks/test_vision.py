@@ -358,7 +358,7 @@ def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path
         mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
         prepared.append((pixels - mean) / std)
         assert list(prepared[-1].shape) == given["shape"]
-    found = torch.cat([images for images, _, _ in task._evaluated("test")])
+    found = torch.cat([images for images, _, _ in task._evaluation("test")])
     assert len(found) == len(files)
     inside = np.s_[..., 1:-1, 1:-1]  # what lies beyond the cut is mixed into its border, or not
     near = [np.abs(np.stack(prepared) - image.numpy())[inside].max((1, 2, 3)) for image in found]
@@ -831,7 +831,7 @@ def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path: Path) -> None:
     ])  # fmt: skip
     files = sorted((place / "val").rglob("*.png"))
     expected = torch.stack([usual(Image.open(file)) for file in files])
-    images, truths, counts = zip(*task._evaluated("test"), strict=True)
+    images, truths, counts = zip(*task._evaluation("test"), strict=True)
     assert all(counts)
     found, labels = torch.cat(images), torch.cat(truths)
     assert len(found) == len(files) == 12

@@ -159,7 +159,7 @@ class TextClassification(InMemory, Categorical):
         outputs: Tally = {}
         for name in self._beside(split):
             rows, logits = [], []
-            for numbers, batch, counts in ranks.in_step(self._evaluated(name, rank, world)):
+            for numbers, batch, counts in ranks.in_step(self._evaluation(name, rank, world)):
                 output = self.scores(model, batch)
                 rows.append(numbers[: len(numbers) * counts])
                 logits.append(output[: len(output) * counts])
@@ -185,7 +185,9 @@ class TextClassification(InMemory, Categorical):
         """The splits that are evaluated along with this one, and this one."""
         return [name for name in self.splits if name == split or name.startswith(f"{split}_")]
 
-    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Tensor, Batch, bool]]:
+    def _evaluation(
+        self, split: str, rank: int, world: int
+    ) -> Iterator[tuple[Tensor, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         batches = self._by_length(split).split(EVALUATED_AT_ONCE)
         for number, counts in watched(turns(len(batches), rank, world)):

@@ -44,7 +44,7 @@ def vocabulary(texts: Mapping[str, bytes], tokenizer: str) -> Vocabulary:
             lambda text: list(pieces.encode(text, add_special_tokens=False).ids),
             lambda tokens: str(pieces.decode(list(tokens))),
         )
-    decoded = {name: _decoded(name, text) for name, text in texts.items()}
+    decoded = {name: _decode(name, text) for name, text in texts.items()}
     if tokenizer == "character":
         characters = sorted(set().union(*decoded.values()))
         numbers = {character: number for number, character in enumerate(characters)}
@@ -85,13 +85,13 @@ def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
     """
     if tokenizer == "byte":
         return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256
-    decoded = {name: _decoded(name, text) for name, text in texts.items()}
+    decoded = {name: _decode(name, text) for name, text in texts.items()}
     if tokenizer == "character":
         return _characters(decoded)
     return _words(decoded) if tokenizer == "word" else _pieces(decoded, tokenizer)
 
 
-def _decoded(name: str, text: bytes) -> str:
+def _decode(name: str, text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:

@@ -154,7 +154,7 @@ class LanguageModelling(Categorical):
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, following, tail, counts in ranks.in_step(self._evaluated(split, rank, world)):
+        for tokens, following, tail, counts in ranks.in_step(self._evaluation(split, rank, world)):
             logits = model(tokens)
             if counts:
                 total += cross_entropy(logits[:, -tail:], following[:, -tail:], reduction="sum")
@@ -165,7 +165,7 @@ class LanguageModelling(Categorical):
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
 
-    def _evaluated(
+    def _evaluation(
         self, split: str, rank: int, world: int
     ) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
         """A rank's batches of a split: inputs, targets, how many targets at a window's end no

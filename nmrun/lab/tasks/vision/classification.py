@@ -152,7 +152,7 @@ class Classification(ItemBatches, Categorical):
         device, count = self.normalise.mean.device, 0
         loss = torch.zeros((), dtype=torch.float64, device=device)
         right = torch.zeros((), dtype=torch.int64, device=device)
-        for images, labels, counts in ranks.in_step(self._evaluated(split, rank, world)):
+        for images, labels, counts in ranks.in_step(self._evaluation(split, rank, world)):
             logits = model(images).float()
             if counts:
                 loss += functional.cross_entropy(logits, labels, reduction="sum")
@@ -166,7 +166,7 @@ class Classification(ItemBatches, Categorical):
         )
         return {"loss": loss / count, "accuracy": right / count}
 
-    def _evaluated(
+    def _evaluation(
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """A rank's batches of a split: normalised images, labels, and whether they count."""

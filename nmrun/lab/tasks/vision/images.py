@@ -284,12 +284,12 @@ def load_folder(dataset: str, place: Path, size: int) -> Loaded:
     then. Raises ConfigError for a folder that is not so.
     """
     if place.is_file():
-        arrays = storage.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
+        arrays = storage.cached(["images", size], [place], lambda: _unpack(dataset, place, size))
     else:
         classes, listed = listing(dataset, place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
         arrays = storage.cached(
-            ["images", size], paths, lambda: _decoded(dataset, classes, listed, size)
+            ["images", size], paths, lambda: _decode_all(dataset, classes, listed, size)
         )
     present = [part for part in SPLITS if f"{part}_images" in arrays]
     copied = {
@@ -331,7 +331,7 @@ def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[
     return classes, listed
 
 
-def _decoded(
+def _decode_all(
     dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int
 ) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes)}
@@ -381,7 +381,7 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
         raise OSError(f"{path} is damaged, or not an image ({error})") from None
 
 
-def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
+def _unpack(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
     if not hasattr(tarfile, "data_filter"):
         raise ConfigError(
             f"dataset={dataset}: Python {platform.python_version()} has no safe way to unpack {archive}; "
@@ -395,7 +395,7 @@ def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]
             inside = Path(folder)
             while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
                 inside = entries[0]
-            return _decoded(dataset, *listing(dataset, inside), size)
+            return _decode_all(dataset, *listing(dataset, inside), size)
         except (tarfile.TarError, OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise ConfigError(

@@ -104,7 +104,7 @@ class ImageStream(Classification):
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
         return self._on_device(*self.reader.training(epoch, index, share.rows.tolist()))
 
-    def _evaluated(
+    def _evaluation(
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
