@@ -36,8 +36,8 @@ SHAPES = ("dataset=generated_shapes", "dataset.size=8", "dataset.resolution=32",
 
 def task(tmp_path: Path, *overrides: str) -> Detection:
     words = ("trainer.batch_size=4", *overrides)
-    found: Any = tasks.build(config(tmp_path, *words), CPU)
-    return found
+    built: Any = tasks.build(config(tmp_path, *words), CPU)
+    return built
 
 
 def write(place: Path, sides: tuple[int, ...] = (30, 20, 26, 41)) -> dict[str, Any]:
@@ -46,22 +46,22 @@ def write(place: Path, sides: tuple[int, ...] = (30, 20, 26, 41)) -> dict[str, A
     """
     for name in ("train2017", "val2017"):
         (place / name).mkdir(parents=True)
-        kept: dict[str, list[Any]] = {"images": [], "annotations": []}
+        dataset: dict[str, list[Any]] = {"images": [], "annotations": []}
         for number, width in enumerate(sides):
             pixels = np.random.default_rng([number, len(name)]).integers(0, 256, (24, width, 3))
             Image.fromarray(pixels.astype(np.uint8)).save(place / name / f"{number}.png")
             image = {"id": 10 + number, "file_name": f"{number}.png", "height": 24, "width": width}
-            kept["images"].append(image)
+            dataset["images"].append(image)
             corners = [3, 4, 11, 4, 11, 10, 3, 10]
             common = {"image_id": 10 + number, "segmentation": [corners], "area": 48}
             box = {"bbox": [3, 4, 8, 6], **common}
-            kept["annotations"] += [
+            dataset["annotations"] += [
                 {"id": 2 * number + 1, "category_id": 7, "iscrowd": 0, **box},
                 {"id": 2 * number + 2, "category_id": 90, "iscrowd": 1, **box},
             ]
-        kept["categories"] = [{"id": 90, "name": "b"}, {"id": 7, "name": "a"}]
+        dataset["categories"] = [{"id": 90, "name": "b"}, {"id": 7, "name": "a"}]
         (place / "annotations").mkdir(exist_ok=True)
-        (place / "annotations" / f"instances_{name}.json").write_text(json.dumps(kept))
+        (place / "annotations" / f"instances_{name}.json").write_text(json.dumps(dataset))
     return json.loads((place / "annotations" / "instances_train2017.json").read_text())
 
 
@@ -149,13 +149,13 @@ def square(image: int, left: int, score: float) -> dict[str, Any]:
     """A detection of 40 x 40 pixels at (left, 20)."""
     mask = torch.zeros(1, 1, 100, 100)
     mask[..., 20:60, left : left + 40] = 0.9
-    said = {
+    detections = {
         "boxes": torch.tensor([[left, 20.0, left + 40, 60]]),
         "labels": torch.tensor([1]),
         "scores": torch.tensor([score]),
         "masks": mask,
     }
-    (one,) = coco_detections(image, said, [7])
+    (one,) = coco_detections(image, detections, [7])
     return one
 
 

@@ -27,8 +27,8 @@ MOTION = ("dataset=generated_motion", "dataset.size=6", *SMALL)
 
 
 def task(tmp_path: Path, *overrides: str) -> FlowTask:
-    found: Any = tasks.build(config(tmp_path, "trainer.batch_size=2", *overrides), CPU)
-    return found
+    built: Any = tasks.build(config(tmp_path, "trainer.batch_size=2", *overrides), CPU)
+    return built
 
 
 def write_flo(file: Path, flow: np.ndarray) -> None:
@@ -107,10 +107,10 @@ def test_sintels_layout_gives_what_was_written(tmp_path: Path) -> None:
 def test_the_sequence_loss_by_hand() -> None:
     flow = torch.zeros(1, 2, 1, 2)
     flow[0, :, 0, 1] = torch.tensor([300.0, 300.0])  # moves by 424: does not count
-    said = [torch.full((1, 2, 1, 2), value) for value in (4.0, 2.0, 1.0)]
+    estimates = [torch.full((1, 2, 1, 2), value) for value in (4.0, 2.0, 1.0)]
     # of two pixels one counts, with an absolute error of 4, 2 and 1 in both directions
     expected = 0.5 * (0.8**2 * 4 + 0.8 * 2 + 1)
-    torch.testing.assert_close(sequence_loss(said, flow), torch.tensor(expected))
+    torch.testing.assert_close(sequence_loss(estimates, flow), torch.tensor(expected))
 
 
 class Says(nn.Module):

@@ -38,8 +38,8 @@ TEXT = "Rosa Parks was born in Tuskegee, Alabama, in 1913. She refused to give u
 
 
 def asked(*answers: str, text: str = TEXT, key: str = "q") -> dict[str, Any]:
-    found = [{"text": answer, "answer_start": text.index(answer)} for answer in answers]
-    return {"id": key, "question": "Who or where? ", "answers": found}
+    entries = [{"text": answer, "answer_start": text.index(answer)} for answer in answers]
+    return {"id": key, "question": "Who or where? ", "answers": entries}
 
 
 def article(*questions: dict[str, Any], text: str = TEXT) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def test_articles_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     write(tmp_path, "train-v1.1", *every)
     write(tmp_path, "dev-v1.1", article(asked("1913", key="d")))
-    found = data.load_squad("v1.1", held_out=0.2)
-    of = {name: {q.key.partition("-")[0] for q in some} for name, some in found.items()}
+    splits = data.load_squad("v1.1", held_out=0.2)
+    of = {name: {q.key.partition("-")[0] for q in some} for name, some in splits.items()}
     assert (len(of["train"]), len(of["val"]), of["test"]) == (8, 2, {"d"})
     assert not of["train"] & of["val"]
-    assert (len(found["train"]), len(found["val"])) == (24, 6)
-    assert data.load_squad("v1.1", held_out=0.2, limit=4)["train"] == found["train"][:4]
-    assert data.load_squad("v1.1", held_out=0.2, split_seed=1)["val"] != found["val"]
+    assert (len(splits["train"]), len(splits["val"])) == (24, 6)
+    assert data.load_squad("v1.1", held_out=0.2, limit=4)["train"] == splits["train"][:4]
+    assert data.load_squad("v1.1", held_out=0.2, split_seed=1)["val"] != splits["val"]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_real_articles() -> None:
         of = questions[window.row]
         start, end = window.span(of)
         if start:
-            said = of.text[window.begins[start] : window.ends[end]]
-            assert of.answers[0][0] in said  # an answer can begin within a word
+            span = of.text[window.begins[start] : window.ends[end]]
+            assert of.answers[0][0] in span  # an answer can begin within a word
 
 
 # --- windows --------------------------------------------------------------------------------------
@@ -146,25 +146,25 @@ def test_windows_cover_the_text_and_find_the_answer() -> None:
         Question("a", "where is it?", text, (("w17 w18", text.index("w17")),)),
         Question("b", "what?", text, ()),
     ]
-    found = windows(questions, Words(256, 20), 6)
+    parts = windows(questions, Words(256, 20), 6)
     for row, question in enumerate(questions):
-        own = [window for window in found if window.row == row]
+        parts_of_row = [window for window in parts if window.row == row]
         words = [
             [question.text[a:b] for a, b in zip(w.begins, w.ends, strict=True) if a != NOWHERE]
-            for w in own
+            for w in parts_of_row
         ]
-        assert all(len(w.tokens) <= 20 for w in own)
+        assert all(len(w.tokens) <= 20 for w in parts_of_row)
         assert all(left[-6:] == right[:6] for left, right in itertools.pairwise(words))
         assert words[0] + [word for some in words[1:] for word in some[6:]] == text.split()
-        spans = [window.span(question) for window in own]
+        spans = [window.span(question) for window in parts_of_row]
         holding = ["w17" in some and "w18" in some for some in words]
         assert [span != (0, 0) for span in spans] == (
-            holding if question.answers else [False] * len(own)
+            holding if question.answers else [False] * len(parts_of_row)
         )
-        for window, (start, end) in zip(own, spans, strict=True):
+        for window, (start, end) in zip(parts_of_row, spans, strict=True):
             if start:
                 assert text[window.begins[start] : window.ends[end]] == "w17 w18"
-    assert any(window.span(questions[0]) == (0, 0) for window in found if window.row == 0)
+    assert any(window.span(questions[0]) == (0, 0) for window in parts if window.row == 0)
 
 
 def test_a_question_that_leaves_no_room() -> None:
@@ -187,16 +187,18 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
         [TEXT],
         trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"]),
     )
-    own = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", model_max_length=64)
-    own.save_pretrained(tmp_path)
+    pretrained = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", model_max_length=64
+    )
+    pretrained.save_pretrained(tmp_path)
     tokenizer = PretrainedTokenizer(str(tmp_path), 40)
-    assert tokenizer.padding == own.eos_token_id  # GPT-2's has no token for padding
+    assert tokenizer.padding == pretrained.eos_token_id  # GPT-2's has no token for padding
     text = f"Ünïcode first. {TEXT}"
     question = Question("q", "Where?", text, (("Tuskegee, Alabama", text.index("Tuskegee")),))
-    found = windows([question], tokenizer, 16)
-    spans = [(window, *window.span(question)) for window in found]
+    parts = windows([question], tokenizer, 16)
+    spans = [(window, *window.span(question)) for window in parts]
     holding = [(w, start, end) for w, start, end in spans if start]
-    assert 0 < len(holding) < len(found)
+    assert 0 < len(holding) < len(parts)
     for window, start, end in holding:
         assert text[window.begins[start] : window.ends[end]].strip() == "Tuskegee, Alabama"
 
@@ -262,13 +264,13 @@ def test_scores_by_another_implementation() -> None:
 
 
 def test_the_best_span_by_brute_force() -> None:
-    said = torch.randn(5, 50, 2, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(5, 50, 2, generator=torch.Generator().manual_seed(0))
     of_text = torch.rand(5, 50, generator=torch.Generator().manual_seed(1)) < 0.7
     of_text[4] = False
-    best, start, end = best_spans(said, of_text)
+    best, start, end = best_spans(logits, of_text)
     for row in range(4):
         every = {
-            (i, j): float(said[row, i, 0] + said[row, j, 1])
+            (i, j): float(logits[row, i, 0] + logits[row, j, 1])
             for i in range(50)
             for j in range(i, min(50, i + LONGEST))
             if of_text[row, i] and of_text[row, j]
@@ -287,11 +289,11 @@ class Knows(nn.Module):
         self.spans = spans
 
     def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-        said = torch.zeros(*tokens.shape, 2)
-        for row, (own, inside) in enumerate(zip(tokens, mask, strict=True)):
-            start, end = self.spans[tuple(own[inside].tolist())]
-            said[row, start, 0] = said[row, end, 1] = 9.0
-        return said
+        logits = torch.zeros(*tokens.shape, 2)
+        for row, (row_tokens, inside) in enumerate(zip(tokens, mask, strict=True)):
+            start, end = self.spans[tuple(row_tokens[inside].tolist())]
+            logits[row, start, 0] = logits[row, end, 1] = 9.0
+        return logits
 
 
 def reading(size: int = 300) -> Reading:
@@ -301,9 +303,9 @@ def reading(size: int = 300) -> Reading:
 
 def test_who_knows_the_spans_is_right_and_who_says_none_is_for_questions_without() -> None:
     task = reading()
-    own = task.windows["val"]
-    assert len(own) > len(task.questions["val"])  # some texts are several windows
-    knows = {tuple(w.tokens.tolist()): w.span(task.questions["val"][w.row]) for w in own}
+    text_windows = task.windows["val"]
+    assert len(text_windows) > len(task.questions["val"])  # some texts are several windows
+    knows = {tuple(w.tokens.tolist()): w.span(task.questions["val"][w.row]) for w in text_windows}
     right = task.evaluate(Knows(knows), "val")
     assert right["f1"] == right["exact_match"] == 1.0
     none = task.evaluate(Knows(dict.fromkeys(knows, (0, 0))), "val")
@@ -319,15 +321,15 @@ def test_the_loss_is_the_mean_of_both_ends_cross_entropies() -> None:
     (batch,) = task.micro_batches(0, 0, 1)
     tokens, mask, _, spans = batch
     torch.manual_seed(0)
-    said = torch.randn(*tokens.shape, 2)
-    found = task.loss(lambda *_: said, batch)
+    logits = torch.randn(*tokens.shape, 2)
+    loss = task.loss(lambda *_: logits, batch)
     by_hand = []
     for row, (start, end) in enumerate(spans.tolist()):
         length = int(mask[row].sum())
         for side, place in ((0, start), (1, end)):
-            column = said[row, :length, side]
+            column = logits[row, :length, side]
             by_hand.append(column.logsumexp(0) - column[place])
-    torch.testing.assert_close(found, torch.stack(by_hand).mean())
+    torch.testing.assert_close(loss, torch.stack(by_hand).mean())
 
 
 def test_shares_of_an_evaluation_make_the_whole() -> None:

@@ -54,12 +54,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
-    own = transformers.PreTrainedTokenizerFast(
+    pretrained = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="</s>", model_max_length=128
     )
-    own.save_pretrained(folder)
+    pretrained.save_pretrained(folder)
     torch.manual_seed(2)
-    config = transformers.T5Config(**SMALL, vocab_size=len(own) + 5)
+    config = transformers.T5Config(**SMALL, vocab_size=len(pretrained) + 5)
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
@@ -82,17 +82,19 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
     write(data, task, 16 * [line for line in FILES[task][2] if "torn" not in line])
     built = tasks.build(made(tmp_path, saved, task), torch.device("cpu"))
     assert isinstance(built, TextToText)
-    own = transformers.AutoTokenizer.from_pretrained(saved)
-    assert built.inputs == {"vocabulary": len(own), "max_length": 128}
+    pretrained = transformers.AutoTokenizer.from_pretrained(saved)
+    assert built.inputs == {"vocabulary": len(pretrained), "max_length": 128}
     batch = built._batch("test", torch.arange(2))
     for row, (text, label) in enumerate(zip(texts, labels, strict=True)):
-        said, asked_of = batch[2][row], batch[0][row][batch[1][row]]
+        target, asked_of = batch[2][row], batch[0][row][batch[1][row]]
         assert (
-            own.decode(asked_of, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            pretrained.decode(
+                asked_of, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             == prompt(task, text)[0]
         )
-        answer = own.decode(
-            said[said != NOTHING], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        answer = pretrained.decode(
+            target[target != NOTHING], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert answer == (f"{label:.1f}" if task == "stsb" else answers[int(label)])
 

@@ -141,9 +141,9 @@ def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens() -> N
         for tokens, previous, _, following in batches:
             assert max(tokens.numel(), previous.numel()) <= 64
             assert task.size((tokens, previous, following)) == len(following)
-        found = [pair for batch in batches for pair in decoded(batch)]
-        assert sorted(found) == wanted
-        orders.append(found)
+        pairs = [pair for batch in batches for pair in decoded(batch)]
+        assert sorted(pairs) == wanted
+        orders.append(pairs)
         together.append({frozenset(decoded(batch)) for batch in batches})
     assert orders[0] != orders[1]
     assert together[0] != together[1]
@@ -331,7 +331,7 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
     corpus = Corpus.of([[a, b, end], [c, end]])
 
     def best(penalty: float) -> list[str]:
-        found = {}
+        best = {}
         for length in range(6):
             for words in itertools.product((a, b, c), repeat=length):
                 path = [end, *words, end]
@@ -339,8 +339,8 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
                     sum(math.log(table[x, y]) for x, y in itertools.pairwise(path))
                     / (length + 1) ** penalty
                 )
-                found[score] = [vocabulary.symbols[word] for word in words]
-        return found[max(found)]
+                best[score] = [vocabulary.symbols[word] for word in words]
+        return best[max(best)]
 
     splits = dict.fromkeys(("train", "val"), (corpus, corpus))
     model, references = rigged(table, vocabulary), {"val": ["b c", "b c"]}
@@ -481,11 +481,11 @@ def test_folders_of_fairseq_preprocess_are_read_as_they_are(
     task = built(tmp_path, "dataset=fairseq", f"dataset.path={folder}")
     for side, lines in ((0, GERMAN), (1, ENGLISH)):
         corpus, dictionary = task.splits["train"][side], (task.source, task.target)[side]
-        found = [
+        texts = [
             " ".join(dictionary.symbols[token] for token in sentence(corpus, row))
             for row in range(4)
         ]
-        assert found == [f"{line} </s>" for line in lines]
+        assert texts == [f"{line} </s>" for line in lines]
     assert task.references["test"] == ENGLISH
     assert (task.source == task.target) == bool(options[2:])
 
@@ -635,7 +635,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
         "schedule=inverse_sqrt",
         "schedule.warmup_steps=4",
     )
-    found = []
+    results = []
     for name in ("alone", "cut"):
         made = config(tmp_path / name, *options)
         folder = run_folder(made)
@@ -655,8 +655,10 @@ def test_a_resumed_run_ends_with_the_same_bits(
         result = runner.run(made, folder)
         assert result["status"] == "finished", result
         assert "tok:13a" in result["notes"]["bleu"]
-        found.append(((folder / "model.safetensors").read_bytes(), result["metrics"], rows(folder)))
-    assert found[0][:2] == found[1][:2]
+        results.append(
+            ((folder / "model.safetensors").read_bytes(), result["metrics"], rows(folder))
+        )
+    assert results[0][:2] == results[1][:2]
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     assert {left["name"] for left in result["sparsity"]["left_dense"]} == {
         "encoder.embed_tokens.weight",

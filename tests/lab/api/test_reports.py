@@ -110,14 +110,14 @@ def test_a_table_is_that_of_the_verb(outputs: Path, table: Any) -> None:
 
 
 def test_several_metrics(outputs: Path) -> None:
-    found = nmrun.table(
+    frame = nmrun.table(
         outputs,
         rows="recipe",
         cols="metric",
         metric=["test/accuracy", "seconds"],
         filter="optimizer.lr=0.001",
     )
-    values = found.pivot(index="recipe", columns="metric", values="mean")
+    values = frame.pivot(index="recipe", columns="metric", values="mean")
     assert values.loc["step", "seconds"] == 2.5
     assert values.loc["step", "test/accuracy"] == pytest.approx(0.821)
 

@@ -107,7 +107,7 @@ def test_the_folder_that_is_changed_to_is_shown(folder: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("cd nowhere && nmrun recipe=ste", "cannot be given here"),
         ("sh -c id", "cannot be given here"),
@@ -115,10 +115,10 @@ def test_the_folder_that_is_changed_to_is_shown(folder: Path, capsys) -> None:
         ("nmrun 'recipe=ste", "cannot be read"),
     ],
 )
-def test_no_command_of_ours(command: str, said: str, folder: Path, capsys) -> None:
+def test_no_command_of_ours(command: str, message: str, folder: Path, capsys) -> None:
     seal(folder, "", environment={"command": command})
     assert verb("rerun", str(folder)) == 2
-    assert f"{folder}: its command {said}: {command}" in capsys.readouterr().err
+    assert f"{folder}: its command {message}: {command}" in capsys.readouterr().err
 
 
 def test_another_command_above_the_config_is_refused(folder: Path, capsys) -> None:
@@ -134,9 +134,9 @@ def test_another_command_above_the_config_is_refused(folder: Path, capsys) -> No
 )
 @pytest.mark.parametrize("target", ["brought.build", "torch.hub.load", "nmrun.lab.cli.main"])
 def test_a_model_of_its_own_needs_consent(words: str, target: str, folder: Path, capsys) -> None:
-    own = {"name": "own", "_target_": target, "include": "auto", "exclude": None}
+    settings = {"name": "own", "_target_": target, "include": "auto", "exclude": None}
     layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
-    seal(folder, "nmrun", config={"model": own}, sparsity=layers)
+    seal(folder, "nmrun", config={"model": settings}, sparsity=layers)
     assert verb(*words.replace("RUN", str(folder)).split()) == 2
     assert f"the run imports {target}, which may do anything; --yes" in capsys.readouterr().err
     with pytest.raises(RunError, match=target):

@@ -184,10 +184,15 @@ def test_the_process_stays_as_it_was(initialised: bool) -> None:
 @pytest.mark.slow
 def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
     """The command's own lines, for what the command refuses too."""
-    for said in ("recipe=stpe", "trainer.epochs=-1", "recipe=step recipe.swtich=1", "sparsity=5:4"):
+    for words in (
+        "recipe=stpe",
+        "trainer.epochs=-1",
+        "recipe=step recipe.swtich=1",
+        "sparsity=5:4",
+    ):
         with pytest.raises(ConfigError) as raised:
-            nmrun.run(said)
-        theirs = nmrun_cli(*said.split())
+            nmrun.run(words)
+        theirs = nmrun_cli(*words.split())
         assert theirs.stderr.splitlines() == [f"nmrun: {line}" for line in raised.value.problems]
         assert len(raised.value.problems) == 1
         assert "\n" not in str(raised.value)
@@ -243,16 +248,16 @@ def test_settings_are_read_as_they_were_given(key: str, value: Any, read: Any) -
 @pytest.mark.slow
 def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
     swept = ["recipe=step,dense", "sparsity=2:4,1:4", "seed=0,1"]
-    found = nmrun.sweep([*SHORT, *swept])
-    assert set(found["status"]) == {"finished"}
-    places = [str(Path(folder)) for folder in found["folder"]]
+    frame = nmrun.sweep([*SHORT, *swept])
+    assert set(frame["status"]) == {"finished"}
+    places = [str(Path(folder)) for folder in frame["folder"]]
     assert len(places) == len(set(places)) == 6  # dense has no ratio
     done = nmrun_cli("-m", *SHORT, *swept)
     assert done.stdout.splitlines()[-2].startswith("sweep of 8: 8 skipped")
     assert {
         str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("result.json")
     } == set(places)
-    assert sorted(zip(found["recipe"], found["sparsity"], found["seed"], strict=True)) == [
+    assert sorted(zip(frame["recipe"], frame["sparsity"], frame["seed"], strict=True)) == [
         (recipe, ratio, seed)
         for recipe, ratio in (("dense", "dense"), ("step", "1:4"), ("step", "2:4"))
         for seed in (0, 1)
@@ -265,15 +270,15 @@ def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> 
 
 
 def test_a_sweep_goes_on_behind_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    found = nmrun.sweep([*SHORT, "recipe=ste", "optimizer=sgd", "optimizer.lr=1e30,1e-3"])
-    assert found["status"].tolist() == ["failed", "finished"]
-    assert found["optimizer.lr"].tolist() == [1e30, 1e-3]
+    frame = nmrun.sweep([*SHORT, "recipe=ste", "optimizer=sgd", "optimizer.lr=1e30,1e-3"])
+    assert frame["status"].tolist() == ["failed", "finished"]
+    assert frame["optimizer.lr"].tolist() == [1e30, 1e-3]
     assert "sweep of 2: 1 finished, 1 not done" in capsys.readouterr().out
 
 
 def test_several_seeds_of_a_job_are_several_runs() -> None:
-    found = nmrun.sweep([*SHORT, "seeds=[3,4]"])
-    assert found["seed"].tolist() == [3, 4]
+    frame = nmrun.sweep([*SHORT, "seeds=[3,4]"])
+    assert frame["seed"].tolist() == [3, 4]
 
 
 def test_a_result_shows_itself() -> None:

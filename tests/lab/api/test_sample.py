@@ -38,17 +38,17 @@ def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int |
     """The fourth logit is of no token of the data."""
     logits = torch.tensor([0.3, -0.5, 1.1, 9.0], dtype=torch.float64)
     model, draws = Table(logits.expand(4, 4)), 4000
-    found = continued(model, [0], draws, 5, 3, temperature, top_k, seed=3)
+    tokens = continued(model, [0], draws, 5, 3, temperature, top_k, seed=3)
     wanted = (logits[:3] / temperature).exp()
     if top_k:
         wanted[1] = 0.0
     wanted /= wanted.sum()
-    shares = np.bincount(found, minlength=3) / draws
+    shares = np.bincount(tokens, minlength=3) / draws
     deviation = (wanted * (1 - wanted) / draws).sqrt()
     assert (abs(shares - wanted.numpy()) <= 4 * deviation.numpy()).all()
     assert model.seen == 5
-    assert found[:200] == continued(model, [0], 200, 5, 3, temperature, top_k, seed=3)
-    assert found[:200] != continued(model, [0], 200, 5, 3, temperature, top_k, seed=4)
+    assert tokens[:200] == continued(model, [0], 200, 5, 3, temperature, top_k, seed=3)
+    assert tokens[:200] != continued(model, [0], 200, 5, 3, temperature, top_k, seed=4)
 
 
 def test_without_temperature_the_likeliest_follows() -> None:
@@ -113,15 +113,15 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         vocabulary=8,
         context=12,
     )
-    said = []
+    texts = []
     for seed in (0, 0, 1):
         words = ("--prompt", "to be", "--tokens", "30", "--seed", str(seed))
         assert verb("sample", str(run), *words) == 0, capsys.readouterr().err
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != said[2]
-    assert said[0].startswith("to be")
-    assert len(said[0]) == len("to be") + 30 + 1
-    assert set(said[0]) <= set("to be or not\n")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("to be")
+    assert len(texts[0]) == len("to be") + 30 + 1
+    assert set(texts[0]) <= set("to be or not\n")
     assert verb("sample", str(run), "--prompt", "to bee?") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no hashes" not in line]
     assert line == "nmrun: '?' is none of the 8 characters of the data"
@@ -145,7 +145,7 @@ def test_runs_without_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nowhere"], "nowhere holds no finished run"),
         (["nowhere", "--tokens", "0"], "--tokens 0: a whole number, 1 or more"),
@@ -155,7 +155,7 @@ def test_runs_without_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
         (["nowhere", "--seed", "-1"], "--seed -1: a whole number"),
     ],
 )
-def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb("sample", *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line

@@ -61,7 +61,7 @@ def test_what_would_be_averaged_over_is_divided(outputs: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({}, "name it with --baseline"),
         ({"baseline": "dense", "test": "wilcoxon"}, "the t-test only"),
@@ -69,7 +69,7 @@ def test_what_would_be_averaged_over_is_divided(outputs: str) -> None:
     ],
 )
 def test_over_all_cells_is_refused_before_a_run_is_read(
-    settings: dict[str, Any], said: str
+    settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Query(overall=True, **settings)

@@ -42,16 +42,16 @@ def test_a_table_may_be_of_folders_and_files(tmp_path, write):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a,b\n1,2\n", "it has no column dataset"),
         ("", "it has no column|no file of runs"),
         (",".join(sorted(NEEDED)) + "\n1,2\n", "line 2: 7 values are needed"),
     ],
 )
-def test_another_file_gets_a_line(tmp_path, text, said):
+def test_another_file_gets_a_line(tmp_path, text, message):
     (tmp_path / "runs.csv").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         from_csv(tmp_path / "runs.csv")
 
 

@@ -58,10 +58,10 @@ def test_it_is_compared_in_each(table):
 
 def test_without_sparse_runs_beside_it_it_keeps_a_column(write, table):
     write("dense", "dense", 0, 0.5, optimizer__name="adamw")
-    found = cells(table(*COLUMNS)[1])
-    assert found["dense"]["adamw dense"] == "50.0 (1)"
-    assert found["ste"]["adamw dense"] == "-"
-    assert found["dense"]["sgd 2:4"] == "74 +- 4 (3)"
+    rows = cells(table(*COLUMNS)[1])
+    assert rows["dense"]["adamw dense"] == "50.0 (1)"
+    assert rows["ste"]["adamw dense"] == "-"
+    assert rows["dense"]["sgd 2:4"] == "74 +- 4 (3)"
 
 
 def test_it_is_a_line_for_each_optimizer_in_files(table):
@@ -77,8 +77,8 @@ def test_it_is_a_line_for_each_optimizer_in_files(table):
 
 
 def test_curves_are_of_its_own_optimizer(tmp_path):
-    found = collect([tmp_path])
-    made = build(found, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
+    collected = collect([tmp_path])
+    made = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
     places = History(made).cells
     for optimizer, ratio in STE:
         of = places[("dense",), (optimizer, ratio)]
@@ -88,9 +88,9 @@ def test_curves_are_of_its_own_optimizer(tmp_path):
 
 @pytest.mark.parametrize("kind", ["ratio", "flops"])
 def test_lines_do_not_lead_from_one_optimizer_to_the_other(kind, tmp_path):
-    found = collect([tmp_path])
-    found["flops/training_arithmetic"] = 1e9
-    made = build(found, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
+    collected = collect([tmp_path])
+    collected["flops/training_arithmetic"] = 1e9
+    made = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
     figure = plots.draw(kind, made, "eval/accuracy")
     (axes,) = figure.axes
     assert {each[0].get_marker() for each in axes.containers} >= {"s"}  # seen where no line is

@@ -45,8 +45,8 @@ def table_of(values: Values, dataset: str, metric: str) -> Table:
         {"dataset": dataset, "model": "mlp", "recipe": recipe, "sparsity": ratio, "seed": seed,
          "status": "finished", "metric": metric, "folder": f"{recipe}{ratio}{seed}", f"test/{metric}": value}
         for ratio, recipes in values.items()
-        for recipe, own in recipes.items()
-        for seed, value in enumerate(own)
+        for recipe, of_seeds in recipes.items()
+        for seed, value in enumerate(of_seeds)
         if value == value
     ]  # fmt: skip
     return build(pd.DataFrame(lines), f"test/{metric}", ["recipe"], ["sparsity"])
@@ -82,19 +82,19 @@ def of(*tables: Table) -> dict[str, overall.Overall]:
 
 
 def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
-    found = of(words())
+    rows = of(words())
     p = {}
     for recipe in ("asp", "ste"):
         gaps = together(WORDS, recipe, -1)  # a lower perplexity is better
         test = stats.ttest_1samp(gaps, 0.0)
         low, high = test.confidence_interval()
-        one, p[recipe] = found[recipe].mean, test.pvalue
+        one, p[recipe] = rows[recipe].mean, test.pvalue
         assert (one.value, one.low, one.high) == pytest.approx((statistics.fmean(gaps), low, high))
         assert one.freedom == pytest.approx(3)
     first, second = sorted(p, key=p.__getitem__)
-    assert found[first].mean.p == pytest.approx(2 * p[first])  # Holm's
-    assert found[second].mean.p == pytest.approx(max(2 * p[first], p[second]))
-    assert [[value > 0 for value in each.means] for each in found.values()] == [
+    assert rows[first].mean.p == pytest.approx(2 * p[first])  # Holm's
+    assert rows[second].mean.p == pytest.approx(max(2 * p[first], p[second]))
+    assert [[value > 0 for value in each.means] for each in rows.values()] == [
         [True, False],
         [False, False],
     ]
@@ -102,38 +102,40 @@ def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
 
 def test_two_data_sets_are_welchs_test() -> None:
     """The mean of two means is half of what Welch's test compares, with one of them negated."""
-    found = of(words(), images())
+    rows = of(words(), images())
     for recipe in ("asp", "ste"):
         a, b = together(WORDS, recipe, -1), together(IMAGES, recipe, 1)
         test = stats.ttest_ind(a, [-gap for gap in b], equal_var=False)
         low, high = test.confidence_interval()
-        one = mean(list(found[recipe].parts.values()))
+        one = mean(list(rows[recipe].parts.values()))
         assert (one.value, one.low, one.high) == pytest.approx(
             ((statistics.fmean(a) + statistics.fmean(b)) / 2, low / 2, high / 2)
         )
         assert one.p == pytest.approx(test.pvalue)
         assert one.freedom == pytest.approx(test.df)
-        assert list(found[recipe].parts) == ["shakespeare", "digits"]
+        assert list(rows[recipe].parts) == ["shakespeare", "digits"]
 
 
 def test_every_cell_counts_alike() -> None:
     small = {"2:4": IMAGES["2:4"]}
-    found = of(words(), images(small))
+    rows = of(words(), images(small))
     a, b = together(WORDS, "asp", -1), together(small, "asp", 1)
     wanted = (2 * statistics.fmean(a) + statistics.fmean(b)) / 3
-    assert found["asp"].mean.value == pytest.approx(wanted)
+    assert rows["asp"].mean.value == pytest.approx(wanted)
 
 
 def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
     two = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
-    five = {ratio: {**own, **two} for ratio, own in WORDS.items()}
-    failed = {ratio: {**own, "asp": [*own["asp"][:3], 5e3]} for ratio, own in five.items()}
+    five = {ratio: {**recipes, **two} for ratio, recipes in WORDS.items()}
+    failed = {
+        ratio: {**recipes, "asp": [*recipes["asp"][:3], 5e3]} for ratio, recipes in five.items()
+    }
     # of three other rows the median deviation is the middle one: S-STE's here, before and after
     bias = overall.inverse((4, 4, 4))
-    calm = {ratio: {**own, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, own in five.items()}
+    calm = {ratio: {**recipes, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, recipes in five.items()}
     value = statistics.fmean(
-        (statistics.fmean(own["sr_ste"]) - statistics.fmean(own["ste"])) / statistics.stdev(two["s_ste"]) / bias
-        for own in five.values()
+        (statistics.fmean(recipes["sr_ste"]) - statistics.fmean(recipes["ste"])) / statistics.stdev(two["s_ste"]) / bias
+        for recipes in five.values()
     )  # fmt: skip
     failing = value * overall.inverse((4, 4, 4)) / overall.inverse((3, 4, 4))
     for values, wanted in ((failed, failing), (calm, value)):
@@ -143,16 +145,21 @@ def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
 def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
     """With three of the four seeds the difference is that of these three."""
     more = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
-    whole = {ratio: {**own, **more} for ratio, own in WORDS.items()}
-    failed = {ratio: {**own, "asp": [*own["asp"][:3], 50.0]} for ratio, own in whole.items()}
-    absent = {ratio: {**own, "asp": [*own["asp"][:3], math.nan]} for ratio, own in whole.items()}
-    found, wanted = of(words(failed))["asp"], of(words(absent))["asp"]
-    assert found.mean.value == pytest.approx(wanted.mean.value)
-    assert (found.failed, found.runs) == (2, 8)
-    said = formats.render(
+    whole = {ratio: {**recipes, **more} for ratio, recipes in WORDS.items()}
+    failed = {
+        ratio: {**recipes, "asp": [*recipes["asp"][:3], 50.0]} for ratio, recipes in whole.items()
+    }
+    absent = {
+        ratio: {**recipes, "asp": [*recipes["asp"][:3], math.nan]}
+        for ratio, recipes in whole.items()
+    }
+    failing, wanted = of(words(failed))["asp"], of(words(absent))["asp"]
+    assert failing.mean.value == pytest.approx(wanted.mean.value)
+    assert (failing.failed, failing.runs) == (2, 8)
+    text = formats.render(
         Comparison([words(failed)], overall.against([words(failed)], "sr_ste")), "markdown"
     )
-    assert "2 of 8" in said
+    assert "2 of 8" in text
     (cell,) = {
         cell.counted() for (row, ratio), cell in words(failed).cells.items() if row == ("asp",)
     }
@@ -168,8 +175,8 @@ def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst: float, failed:
     seed never is.
     """
     spread = [6.9, 7.0, 7.1]  # a deviation of 0.1
-    own = {"2:4": {"sr_ste": spread, "ste": spread, "asp": [7.0, 7.1, worst]}}
-    table = words(own)
+    cells = {"2:4": {"sr_ste": spread, "ste": spread, "asp": [7.0, 7.1, worst]}}
+    table = words(cells)
     assert table.failed == failed
     # two rows are too few for a unit of other rows
     assert words({"2:4": {"ste": spread, "asp": [7.0, 7.1, 99.0]}}).failed == 0
@@ -184,7 +191,10 @@ def test_the_unit_is_corrected_for_its_bias(n: int) -> None:
 
 
 def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
-    alone = {ratio: {name: own[name] for name in ("ste", "sr_ste")} for ratio, own in WORDS.items()}
+    alone = {
+        ratio: {name: recipes[name] for name in ("ste", "sr_ste")}
+        for ratio, recipes in WORDS.items()
+    }
     several = of(words(alone))["ste"].mean
     assert (several.low, several.p) == (None, None)
     assert several.value < 0
@@ -195,15 +205,17 @@ def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
 
 def test_three_seeds_of_each_data_set_for_a_test() -> None:
     two = {
-        ratio: {name: v if name == "asp" else v[:2] for name, v in own.items()}
-        for ratio, own in IMAGES.items()
+        ratio: {name: v if name == "asp" else v[:2] for name, v in recipes.items()}
+        for ratio, recipes in IMAGES.items()
     }
-    found = of(words(), images(two))["ste"].mean
-    assert found.low is not None
-    assert found.p is None
+    gap = of(words(), images(two))["ste"].mean
+    assert gap.low is not None
+    assert gap.p is None
     assert of(words(), images())["ste"].mean.p is not None
     # the inverse of one deviation of two has no mean
-    both = {ratio: {name: v[:2] for name, v in own.items()} for ratio, own in IMAGES.items()}
+    both = {
+        ratio: {name: v[:2] for name, v in recipes.items()} for ratio, recipes in IMAGES.items()
+    }
     assert of(images(both))["ste"].mean.low is None
 
 
@@ -230,8 +242,8 @@ def test_equal_differences_are_a_step_apart_at_least() -> None:
 def test_seeds_that_every_cell_has() -> None:
     nan = float("nan")
     holes = {"2:4": {**WORDS["2:4"], "asp": [nan, 6.9, 7.3, 7.0]}, "1:8": WORDS["1:8"]}
-    found = of(words(holes))
-    assert [len(found[recipe].parts["shakespeare"].gaps) for recipe in ("asp", "ste")] == [3, 4]
+    rows = of(words(holes))
+    assert [len(rows[recipe].parts["shakespeare"].gaps) for recipe in ("asp", "ste")] == [3, 4]
     apart = {
         "2:4": {"ste": [7.0, nan], "sr_ste": [7.0, 7.1]},
         "1:8": {"ste": [nan, 8.0], "sr_ste": [8.0, 8.1]},
@@ -251,7 +263,7 @@ def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n: int
     covered = rejected = 0
     for gaps in zip(*every, strict=True):
         one = mean(
-            [DataSetPart([0.0] * c, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)]
+            [DataSetPart([0.0] * c, list(seeds), 0.0) for c, seeds in zip(cells, gaps, strict=True)]
         )
         assert one.low is not None
         assert one.high is not None
@@ -307,10 +319,10 @@ def test_intervals_cover_and_tests_err_as_they_say(
             drawn(rng, data, np.exp(rng.standard_normal(cells)), rows, n)
             for data, cells in (("a", 5), ("b", 1), ("c", 2))
         ]
-        found = [each.mean for each in overall.against(tables, "r0")]
-        covered += sum(one.low <= 0 <= one.high for one in found if one.low is not None)
-        rejected += any(one.significant for one in found)
-        assert all((one.p is None) == (n < 3) for one in found)
+        means = [each.mean for each in overall.against(tables, "r0")]
+        covered += sum(one.low <= 0 <= one.high for one in means if one.low is not None)
+        rejected += any(one.significant for one in means)
+        assert all((one.p is None) == (n < 3) for one in means)
     # rows are compared with the same runs, so their errors come together; with two seeds the
     # approximation errs on the safe side
     assert 0.92 < covered / tries / (rows - 1) < (0.99 if n == 2 else 0.98)
@@ -335,7 +347,7 @@ def test_intervals_cover_what_there_is_in_the_units_found(
             table = drawn(rng, data, spreads, rows, n, better)
             for column, spread in zip(table.columns, spreads, strict=True):
                 others = [table.cells[(f"r{k}",), column].values for k in range(2, rows)]
-                unit = np.median([statistics.stdev(own.values()) for own in others])
+                unit = np.median([statistics.stdev(cell.values()) for cell in others])
                 truths.append(
                     better * math.sqrt(2) * spread / unit / overall.inverse((n,) * (rows - 2))
                 )
@@ -352,7 +364,7 @@ def test_intervals_cover_what_there_is_in_the_units_found(
 
 def test_the_smallest_difference_is_found_four_times_in_five() -> None:
     rng = np.random.default_rng(0)
-    spreads, found, tries = [1.0, 0.5], 0, 2_000
+    spreads, rejected, tries = [1.0, 0.5], 0, 2_000
     # what it would be with the true spreads; each sample says its own
     error = np.hypot(*spreads) / 2 / np.sqrt(5)
     freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
@@ -360,23 +372,23 @@ def test_the_smallest_difference_is_found_four_times_in_five() -> None:
     for _ in range(tries):
         parts = [DataSetPart([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
         p = mean(parts).p
-        found += p is not None and p < 0.05
-    assert 0.77 < found / tries < 0.83
+        rejected += p is not None and p < 0.05
+    assert 0.77 < rejected / tries < 0.83
 
 
 @pytest.fixture
 def runs(write: Callable[..., Any]) -> None:
     for ratio in ("2:4", "1:8"):
-        for recipe, own in IMAGES[ratio].items():
-            for seed, value in enumerate(own):
+        for recipe, values in IMAGES[ratio].items():
+            for seed, value in enumerate(values):
                 write(recipe, ratio, seed, value)
 
 
 def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: Path) -> None:
-    status, said, _ = table("--baseline", "sr_ste", "--overall")
+    status, out, _ = table("--baseline", "sr_ste", "--overall")
     gaps = together(IMAGES, "asp", 1)
     assert status == 0
-    head, _rule, asp, ste = [line for line in said.splitlines() if line[:1] == "|"]
+    head, _rule, asp, ste = [line for line in out.splitlines() if line[:1] == "|"]
     assert [cell.strip() for cell in head.split("|")[1:-1]] == [
         "recipe",
         "better in",
@@ -389,12 +401,12 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
         .startswith(f"{statistics.fmean(gaps):+.2f} [".replace("-", "\N{MINUS SIGN}"))
     )
     assert [line.split("|")[2].strip() for line in (asp, ste)] == ["1 of 2", "0 of 2"]
-    assert "Holm's correction for 2 comparisons" in said
-    assert "not the same" not in said
-    assert "no test" not in said
+    assert "Holm's correction for 2 comparisons" in out
+    assert "not the same" not in out
+    assert "no test" not in out
 
-    status, said, _ = table("--baseline", "sr_ste", "--overall", "--format", "csv")
-    lines = list(csv.DictReader(io.StringIO(said)))
+    status, out, _ = table("--baseline", "sr_ste", "--overall", "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(out)))
     assert [(line["recipe"], line["dataset"]) for line in lines] == [
         ("asp", "digits"), ("asp", "all cells"), ("ste", "digits"), ("ste", "all cells"),
     ]  # fmt: skip
@@ -419,15 +431,15 @@ def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) ->
         write("ste", "2:4", seed, 0.8, trainer__epochs=24)
         for ratio in ("2:4", "1:8"):
             write("asp", ratio, seed, 0.8 + seed / 50)
-    _, said, _ = table("--baseline", "sr_ste", "--overall")
-    assert "in test/accuracy" in said
-    assert "not the same in all cells: epochs" in said
-    assert "no test for fewer than three seeds of a data set" in said
-    assert "no interval for" not in said
+    _, out, _ = table("--baseline", "sr_ste", "--overall")
+    assert "in test/accuracy" in out
+    assert "not the same in all cells: epochs" in out
+    assert "no test for fewer than three seeds of a data set" in out
+    assert "no interval for" not in out
     for seed in range(2):
         write("sr_ste", "1:8", seed, 0.9 + seed / 100)
-    _, said, _ = table("--baseline", "sr_ste", "--overall")
-    assert "only the two rows compared" in said
+    _, out, _ = table("--baseline", "sr_ste", "--overall")
+    assert "only the two rows compared" in out
     write("step", "2:4", 0, 0.9)
     assert "no interval for fewer than two" in table("--baseline", "sr_ste", "--overall")[1]
 
@@ -441,10 +453,10 @@ def test_the_caption_says_how_each_data_set_was_tuned() -> None:
             (images(), [], {"3": [("ste",)], "-": [("asp",)]}),
         )
     ]
-    said = formats.render(Comparison(tables, overall.against(tables, "sr_ste")), "markdown")
-    assert "in test/perplexity, test/accuracy over all" in said
-    assert f"{budget} (shakespeare)" in said
-    assert "3 (ste), not known how many (asp) (digits)" in said
+    text = formats.render(Comparison(tables, overall.against(tables, "sr_ste")), "markdown")
+    assert "in test/perplexity, test/accuracy over all" in text
+    assert f"{budget} (shakespeare)" in text
+    assert "3 (ste), not known how many (asp) (digits)" in text
 
 
 def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:
@@ -456,8 +468,8 @@ def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None
     for data, name in (("shakespeare", "Tiny Shakespeare"), ("digits", "digits")):
         points = list(zip(*map(list, drawn[name].get_data()), strict=True))
         for place, each in enumerate(rows):
-            own = [y for x, y in points if round(x) == place]
-            assert own == each.parts[data].means
+            heights = [y for x, y in points if round(x) == place]
+            assert heights == each.parts[data].means
     (bars,) = axes.containers
     ends = [tuple(segment[:, 1]) for segment in bars[2][0].get_segments()]
     assert ends == [pytest.approx((each.mean.low, each.mean.high)) for each in rows]
@@ -485,7 +497,7 @@ def test_the_picture_on_the_command_line(runs: None, tmp_path: Path, capsys: Any
     ],
 )
 def test_mistakes(words: tuple[str, ...], complaint: str, runs: None, table: Any) -> None:
-    status, said, wrong = table(*words)
-    assert (status, said) == (2, "")
+    status, out, wrong = table(*words)
+    assert (status, out) == (2, "")
     assert complaint in wrong
     assert wrong.count("\n") == 1

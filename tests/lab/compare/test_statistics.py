@@ -62,17 +62,17 @@ def wilcoxon(gaps: list[float]) -> float:
 
 
 def gap(gaps: list[float], grain: float = 0.0, test: str = "t") -> Difference:
-    found = paired(summarise(gaps), summarise([0.0] * len(gaps)), grain, test)
-    assert found is not None
-    return found
+    difference = paired(summarise(gaps), summarise([0.0] * len(gaps)), grain, test)
+    assert difference is not None
+    return difference
 
 
 def test_pairs_are_those_of_common_seeds() -> None:
-    found = paired(summarise(OURS), summarise(BASE), 0.0)
-    assert found is not None
-    assert (found.n, found.mean) == (4, pytest.approx(0.0125))
-    assert found.p == pytest.approx(t_test(GAPS))
-    assert found.p == pytest.approx(
+    difference = paired(summarise(OURS), summarise(BASE), 0.0)
+    assert difference is not None
+    assert (difference.n, difference.mean) == (4, pytest.approx(0.0125))
+    assert difference.p == pytest.approx(t_test(GAPS))
+    assert difference.p == pytest.approx(
         stats.ttest_rel([0.97, 0.96, 0.99, 0.95], [0.95, 0.95, 0.96, 0.96]).pvalue
     )
     by_rank = paired(summarise(OURS), summarise(BASE), 0.0, "wilcoxon")
@@ -82,9 +82,12 @@ def test_pairs_are_those_of_common_seeds() -> None:
 
 
 def test_the_interval_is_students() -> None:
-    found = gap(GAPS)
+    difference = gap(GAPS)
     interval = stats.ttest_1samp(GAPS, 0.0).confidence_interval(0.95)
-    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert (difference.low, difference.high) == (
+        pytest.approx(interval.low),
+        pytest.approx(interval.high),
+    )
     # Student's t with one degree of freedom is Cauchy's: tan(0.475 pi)
     assert gap([1.0, 3.0]).high == pytest.approx(2.0 + math.tan(0.475 * math.pi))
 
@@ -148,15 +151,15 @@ def test_ties_of_large_values_are_ties() -> None:
     base = [1e6, 2e6 / 3, 1e6 / 7, 31.7, 5e5 + 1 / 3]
     ours = [b + 0.1 * g for b, g in zip(base, exact, strict=True)]
     assert len({abs(a - b) for a, b in zip(ours, base, strict=True)}) > 2
-    found = paired(summarise(ours), summarise(base), 0.1, "wilcoxon")
-    assert found is not None
-    assert found.p == pytest.approx(wilcoxon(exact))
+    difference = paired(summarise(ours), summarise(base), 0.1, "wilcoxon")
+    assert difference is not None
+    assert difference.p == pytest.approx(wilcoxon(exact))
 
 
 def test_holm_by_hand() -> None:
     ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "e": None}
-    found = holm({key: Difference(0.0, 3, p=p) for key, p in ps.items()})
-    assert {key: gap.p for key, gap in found.items()} == {
+    differences = holm({key: Difference(0.0, 3, p=p) for key, p in ps.items()})
+    assert {key: gap.p for key, gap in differences.items()} == {
         "d": pytest.approx(0.02), "a": pytest.approx(0.03), "c": pytest.approx(0.06), "b": pytest.approx(0.06), "e": None,
     }  # fmt: skip
 
@@ -181,8 +184,8 @@ def test_the_documents_table_of_smallest_differences() -> None:
     tests = [int(number) for number in re.findall(r"\d+", head)]
     assert (len(rows), len(tests)) == (3, 4)
     for n, sizes in rows:
-        found = [f"{detectable(int(n), 0.05 / m):.2g}" for m in tests]
-        assert [f"{float(size):.2g}" for size in sizes.split("|")] == found
+        texts = [f"{detectable(int(n), 0.05 / m):.2g}" for m in tests]
+        assert [f"{float(size):.2g}" for size in sizes.split("|")] == texts
 
 
 @pytest.mark.parametrize(("n", "tests"), [(3, 1), (3, 24), (5, 84), (10, 18)])
@@ -198,20 +201,20 @@ def test_half_as_large_a_difference_takes_so_many_seeds(n: int, tests: int) -> N
     level, more = 0.05 / tests, seeds_for_half(n, 0.05 / tests)
     draw = np.random.default_rng(n)
 
-    def found(pairs: int) -> float:
+    def power(pairs: int) -> float:
         gaps = draw.normal(detectable(n, level) / 2, 1.0, (100_000, pairs))
         return float((stats.ttest_1samp(gaps, 0.0, axis=1).pvalue < level).mean())
 
-    assert found(more) > 0.795
-    assert found(more - 1) < 0.8
+    assert power(more) > 0.795
+    assert power(more - 1) < 0.8
 
 
 def test_holm_works_out_what_could_have_been_shown() -> None:
     gaps = {key: Difference(0.0, n, 0.5, p=0.2) for key, n in (("a", 3), ("b", 5))}
-    found = holm(gaps | {"c": Difference(0.0, 2, 0.5)})
-    assert found["a"].least == pytest.approx(0.5 * detectable(3, 0.025))
-    assert found["b"].least == pytest.approx(0.5 * detectable(5, 0.025))
-    assert found["c"].least is None
+    differences = holm(gaps | {"c": Difference(0.0, 2, 0.5)})
+    assert differences["a"].least == pytest.approx(0.5 * detectable(3, 0.025))
+    assert differences["b"].least == pytest.approx(0.5 * detectable(5, 0.025))
+    assert differences["c"].least is None
     # five signs have a p of 2 / 32 at best, six one of 2 / 64
     ranks = holm({n: Difference(0.0, n, 0.5, p=1.0) for n in (5, 6)}, "wilcoxon")
     assert [gap.least for gap in ranks.values()] == [math.inf, math.inf]
@@ -225,8 +228,8 @@ def test_holm_works_out_what_could_have_been_shown() -> None:
 @pytest.mark.parametrize("n", range(2, 11))
 def test_intervals_cover_what_they_say(n: int) -> None:
     gaps = np.random.default_rng(n).normal(0.3, 1.0, (20_000, n))
-    found = student(gaps, 0.0)
-    covered = (found.low <= 0.3) & (found.high >= 0.3)
+    estimate = student(gaps, 0.0)
+    covered = (estimate.low <= 0.3) & (estimate.high >= 0.3)
     assert covered.mean() == pytest.approx(0.95, abs=0.02)
 
 
@@ -240,8 +243,8 @@ def accuracies(share: float, shape: tuple[int, ...], seed: int) -> np.ndarray:
 def test_intervals_cover_no_less_where_accuracies_tie(n: int, share: float) -> None:
     """The least spread makes them wider where an image is much of the spread, and only there."""
     ours, base = (accuracies(share, (20_000, n), seed) for seed in (n, 100 + n))
-    found = student(ours - base, 1 / IMAGES)
-    covered = ((found.low <= 0) & (found.high >= 0)).mean()
+    estimate = student(ours - base, 1 / IMAGES)
+    covered = ((estimate.low <= 0) & (estimate.high >= 0)).mean()
     assert covered > 0.93
     if share == 0.9 and n > 2:
         assert covered < 0.97
@@ -293,16 +296,16 @@ def test_a_table_of_differences(write, table) -> None:
     assert (status, err) == (0, "")
     first, second = out.split("\n\nDifference")[0], "Difference" + out.split("Difference", 1)[1]
     assert set(cells(first)) == {"dense", "ste", "step"}
-    found = cells(second)
-    assert set(found) == {"ste", "step"}
+    rows = cells(second)
+    assert set(rows) == {"ste", "step"}
     # -2.15, and 3.182 times a spread of 0.129 over the root of four: 0.2054
-    assert found["ste"]["1:8"].startswith(f"{M}2.15 [{M}2.36, {M}1.94] p")
-    assert found["ste"]["1:8"].endswith("* (4)")
-    assert found["ste"]["2:4"] == "-"
+    assert rows["ste"]["1:8"].startswith(f"{M}2.15 [{M}2.36, {M}1.94] p")
+    assert rows["ste"]["1:8"].endswith("* (4)")
+    assert rows["ste"]["2:4"] == "-"
     # equal runs, in a column whose smallest step is 1 %: 3.182 over the root of four
-    assert found["step"]["2:4"] == f"0.0 [{M}1.6, +1.6] p=1 (4)"
+    assert rows["step"]["2:4"] == f"0.0 [{M}1.6, +1.6] p=1 (4)"
     raw = t_test([-g for g in GAPS])  # the second smallest of three p-values: times two
-    assert f"p={min(1, 2 * raw):.2g} (4)" in found["step"]["1:8"]
+    assert f"p={min(1, 2 * raw):.2g} (4)" in rows["step"]["1:8"]
     what, how = second.splitlines()[:2]
     assert what.startswith("Difference to dense in percentage points, seed by seed, with its 95 %")
     assert "paired t-test, Holm's correction for 3 comparisons (*: p < 0.05)" in how

@@ -169,9 +169,9 @@ def test_order_of_rows_and_columns(write, table) -> None:
         for ratio in ratios:
             write(recipe, ratio, 0, 0.9)
     write("dense", "dense", 0, 0.9)
-    found = cells(table()[1])
-    assert list(found) == ["dense", "asp", "ste", "sr_ste", "step", "s_ste", "alpha", "zeta"]
-    assert list(found["ste"]) == ["3:4", "10:16", "2:4", "4:8", "1:4", "2:8", "1:16"]
+    rows = cells(table()[1])
+    assert list(rows) == ["dense", "asp", "ste", "sr_ste", "step", "s_ste", "alpha", "zeta"]
+    assert list(rows["ste"]) == ["3:4", "10:16", "2:4", "4:8", "1:4", "2:8", "1:16"]
 
 
 def test_numbers_sort_as_numbers(write, table) -> None:
@@ -191,8 +191,8 @@ def test_ties_at_the_printed_precision_are_all_marked(write, table) -> None:
     write("step", "2:4", 0, 0.98149)
     write("asp", "2:4", 0, 0.98049)
     write("dense", "dense", 0, 0.99)
-    found = {row: cell["2:4"] for row, cell in cells(table()[1]).items()}
-    assert found == {
+    column = {row: cell["2:4"] for row, cell in cells(table()[1]).items()}
+    assert column == {
         "dense": "99.0 (1)",
         "asp": "98.0 (1)",
         "ste": "**98.1 (1)**",
@@ -325,12 +325,12 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> Non
         write("asp", "1:8", seed, 0.6, init=str(pruned))  # of another ratio
         write("dense", "dense", seed, 0.6, init=f"{pruned}/dense.safetensors")
     out = table("--rows", "recipe,init,trainer.distill", "--format", "csv")[1]
-    found = {
+    counts = {
         (line["recipe"], line["init"], line["trainer.distill"], line["sparsity"]): line["n"]
         for line in csv.DictReader(out.splitlines())
     }
     rows = [("wanda", "dense", "null"), ("asp", "dense", "start"), ("asp", "wanda", "dense")]
-    assert found == {
+    assert counts == {
         ("dense", "null", "null", "dense"): "2",
         **{(*row, ratio): "2" for row in rows for ratio in ("2:4", "1:4")},
         ("asp", "wanda 1:4", "null", "1:8"): "2",
@@ -381,7 +381,7 @@ def test_filters(write, table) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depths", "said"),
+    ("depths", "message"),
     [
         ((8, 8), "resnet20 (depth=8) on cifar10 (train_size=5000), adam"),
         ((20, 20), "resnet20 on cifar10 (train_size=5000), adam"),
@@ -389,13 +389,13 @@ def test_filters(write, table) -> None:
     ],
 )
 def test_the_caption_names_what_is_not_the_config_s_own(
-    depths: tuple[int, int], said: str, write, table
+    depths: tuple[int, int], message: str, write, table
 ) -> None:
     for recipe, depth in zip(("ste", "sr_ste"), depths, strict=True):
         model = {"name": "resnet20", "depth": depth, "exclude": ["conv1"]}
         data = {"name": "cifar10", "train_size": 5000, "val_size": None, "flip": True}
         write(recipe, "2:4", 0, 0.9, model=model, dataset=data)
-    assert table()[1].startswith(said)
+    assert table()[1].startswith(message)
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -441,8 +441,8 @@ def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
     bold = {("ste", "2:4"), ("step", "1:8")}
     rows = cells(table()[1])
     turned = cells(table("--rows", "sparsity", "--cols", "recipe")[1])
-    found = {(r, c) for r in rows for c, text in rows[r].items() if text.startswith("**")}
-    assert found == bold
+    marked = {(r, c) for r in rows for c, text in rows[r].items() if text.startswith("**")}
+    assert marked == bold
     assert {(c, r) for r in turned for c, text in turned[r].items() if "**" in text} == bold
     lines = table(
         "--rows", "recipe,sparsity", "--cols", "metric", "--metric", "test/loss,test/accuracy"
@@ -455,9 +455,9 @@ def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
 
 def test_dense_stays_under_a_filter_of_the_ratio(write, table) -> None:
     comparison(write)
-    found = cells(table("--filter", "sparsity=1:8")[1])
-    assert list(found) == ["dense", "ste", "sr_ste", "step"]
-    assert found["dense"] == {"1:8": "99.0 +- 0.5 (3)"}
+    rows = cells(table("--filter", "sparsity=1:8")[1])
+    assert list(rows) == ["dense", "ste", "sr_ste", "step"]
+    assert rows["dense"] == {"1:8": "99.0 +- 0.5 (3)"}
     assert list(cells(table("--filter", "recipe=ste")[1])) == ["ste"]
 
 
@@ -575,7 +575,7 @@ def test_plots_of_two_models_go_below_the_path(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--metric", "test/acuracy"],
@@ -603,12 +603,12 @@ def test_plots_of_two_models_go_below_the_path(
         (["--labels", "step"], ["--labels step: write NAME=TEXT"]),
     ],
 )
-def test_mistakes_get_one_line(write, table, arguments: list[str], said: list[str]) -> None:
+def test_mistakes_get_one_line(write, table, arguments: list[str], message: list[str]) -> None:
     write("ste", "2:4", 0, 0.9)
     status, out, err = table(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("nmrun: ")
-    assert all(part in err for part in said), err
+    assert all(part in err for part in message), err
 
 
 @pytest.mark.parametrize("verb_", ["table", "plot", "report"])

@@ -89,9 +89,9 @@ def test_changed_rows_are_not_drawn(sealed, tmp_path: Path, capsys) -> None:
     (folder / "metrics.jsonl").write_text(data.replace("0.1", "0.9"))
     assert verb(*words) == 2
     assert f"{folder / 'metrics.jsonl'}: it was changed" in capsys.readouterr().err
-    found = Result("finished", {}, {}, folder)
+    finished = Result("finished", {}, {}, folder)
     with pytest.raises(RunError, match=r"metrics\.jsonl: it was changed"):
-        found.history()
+        finished.history()
 
 
 def test_runs_without_hashes_are_counted(sealed, write, table) -> None:

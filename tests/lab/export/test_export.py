@@ -285,8 +285,8 @@ def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
         model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False
     )
     session = runtime.InferenceSession(str(place), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-4, atol=1e-5)
+    (output,) = session.run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), model(x).detach(), rtol=1e-4, atol=1e-5)
     stored = {
         t.name: torch.tensor(onnx.numpy_helper.to_array(t))
         for t in onnx.load(str(place)).graph.initializer
@@ -341,7 +341,7 @@ def test_a_finished_run_is_copied_with_what_it_is(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"a": torch.ones(4, 8)}, "is not 2:4"),  # whatever result.json says
         ({"b": torch.ones(16, 2)}, "is not 1:8"),
@@ -352,17 +352,17 @@ def test_a_finished_run_is_copied_with_what_it_is(
     ],
 )
 def test_what_does_not_hold_is_not_copied(
-    changes: dict[str, Tensor], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Tensor], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
     )
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"),
+    ("name", "content"),
     [
         ("model.safetensors", struct.pack("<f", 2.0)),
         ("metrics.jsonl", b"0.5"),
@@ -370,7 +370,7 @@ def test_what_does_not_hold_is_not_copied(
     ],
 )
 def test_what_was_changed_is_not_copied(
-    name: str, kept: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One bit of a kept weight, whose pattern holds as before, or one of a metric."""
     run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--to", str(to))
@@ -386,7 +386,7 @@ def test_what_was_changed_is_not_copied(
     assert capsys.readouterr().err == ""
     shutil.rmtree(to)
     data = bytearray((run / name).read_bytes())
-    at = data.index(kept) + len(kept) - 1
+    at = data.index(content) + len(content) - 1
     data[at] ^= 1
     (run / name).write_bytes(data)
     assert export() == 1

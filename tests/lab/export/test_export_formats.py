@@ -416,7 +416,7 @@ def test_transformers_loads_an_encoder(
             texts["input_ids"], texts["attention_mask"].bool(), texts["token_type_ids"]
         )
         if pooling == "cls":
-            found = transformers.AutoModelForSequenceClassification.from_pretrained(to)(
+            logits = transformers.AutoModelForSequenceClassification.from_pretrained(to)(
                 **texts
             ).logits
         else:
@@ -424,11 +424,11 @@ def test_transformers_loads_an_encoder(
                 load_file(to / "head.safetensors"),
                 transformers.AutoModel.from_pretrained(to)(**texts)[0],
             )
-            kept = texts["attention_mask"][:, :, None].float()
-            found = nn.functional.linear(
-                (states * kept).sum(1) / kept.sum(1), head["weight"], head["bias"]
+            mask = texts["attention_mask"][:, :, None].float()
+            logits = nn.functional.linear(
+                (states * mask).sum(1) / mask.sum(1), head["weight"], head["bias"]
             )
-    assert same_bits(found, expected)
+    assert same_bits(logits, expected)
     weights = load_file(to / "model.safetensors")
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
     assert len(lines) == 6
@@ -468,16 +468,16 @@ def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
     assert "without a tokenizer" in capsys.readouterr().out
     # their network, with our masked weights put in by hand
-    for block, own in zip(theirs.transformer.h, model.h, strict=True):
+    for block, ours_block in zip(theirs.transformer.h, model.h, strict=True):
         for layer, ours in (
-            (block.attn.c_attn, own.attn.c_attn), (block.attn.c_proj, own.attn.c_proj),
-            (block.mlp.c_fc, own.mlp.c_fc), (block.mlp.c_proj, own.mlp.c_proj),
+            (block.attn.c_attn, ours_block.attn.c_attn), (block.attn.c_proj, ours_block.attn.c_proj),
+            (block.mlp.c_fc, ours_block.mlp.c_fc), (block.mlp.c_proj, ours_block.mlp.c_proj),
         ):  # fmt: skip
             layer.weight.data.copy_(ours.weight.data.T)
     with torch.no_grad():
-        found = transformers.AutoModelForCausalLM.from_pretrained(to)(tokens).logits
-        assert same_bits(found, theirs(tokens).logits)
-        torch.testing.assert_close(found, model(tokens), rtol=1e-4, atol=1e-5)
+        logits = transformers.AutoModelForCausalLM.from_pretrained(to)(tokens).logits
+        assert same_bits(logits, theirs(tokens).logits)
+        torch.testing.assert_close(logits, model(tokens), rtol=1e-4, atol=1e-5)
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
     assert {line["dim"] for line in lines} == {0}
     weights = load_file(to / "model.safetensors")
@@ -566,9 +566,9 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
     assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0, capsys.readouterr().err
     images = torch.randn(5, 1, 8, 8)
     session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
-    (found,) = session.run(["logits"], {"images": images.numpy()})
+    (logits,) = session.run(["logits"], {"images": images.numpy()})
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=1e-4, atol=1e-5)
     graph = onnx.load(to / "model.onnx").graph
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
@@ -665,9 +665,9 @@ def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
     session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
     for shape in ((1, 1), (1, 24), (5, 7)):
         tokens = torch.randint(256, shape)
-        (found,) = session.run(["logits"], {"tokens": tokens.numpy()})
+        (logits,) = session.run(["logits"], {"tokens": tokens.numpy()})
         with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(found), model(tokens), rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.from_numpy(logits), model(tokens), rtol=0, atol=1e-5)
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
     assert len(lines) == 4
     stored = {
@@ -690,9 +690,9 @@ def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
     to, images = tmp_path / "to", torch.randn(5, 1, 8, 8)
     assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
     session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
-    (found,) = session.run(["logits"], {"images": images.numpy()})
+    (logits,) = session.run(["logits"], {"images": images.numpy()})
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=0, atol=1e-5)
 
 
 def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-9]), "cannot be read"),
         (lambda file: file.write_bytes(file.read_bytes()[:-4] + b"\x01\x02\x03\x04"), "SHA-256 of"),
@@ -174,18 +174,18 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_changes_nothing(
-    tmp_path: Path, damage: Callable[[Path], Any], said: str
+    tmp_path: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     path, _ = exported(tmp_path, images())
     damage(path / packed.FILE)
     model = images()
     before, layers = copy.deepcopy(model.state_dict()), list(model)
-    if "another model" not in said:
-        with pytest.raises(ValueError, match=re.escape(said)):
+    if "another model" not in message:
+        with pytest.raises(ValueError, match=re.escape(message)):
             packed.load(path)
     with pytest.raises(ConfigError) as error:
         nmrun.load_packed(path, model)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert list(model) == layers
     assert model.training
@@ -281,15 +281,15 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
     model, x = nmrun.load_packed(file, encoder()), torch.randn(3, 7, 18)
     assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 7
     with torch.no_grad():
-        found, wanted = model(x), dense(x)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.03
-    for layer, said in (("int4", "none of int8, dense int8"), ("dense int8", "")):
+        outputs, wanted = model(x), dense(x)
+    assert float((outputs - wanted).norm() / wanted.norm()) < 0.03
+    for layer, message in (("int4", "none of int8, dense int8"), ("dense int8", "")):
         header["layers"][0]["layer"] = layer
         text = json.dumps(header)
         marks = {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
         save_file(tensors, file, marks)
-        if said:
-            with pytest.raises(ConfigError, match=said):
+        if message:
+            with pytest.raises(ConfigError, match=message):
                 nmrun.load_packed(file, encoder())
     loaded = nmrun.load_packed(file, encoder())
     assert sum(isinstance(m, DenseInt8Linear) for m in loaded.modules()) == 1

@@ -345,10 +345,10 @@ def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixt
 
 
 def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
-    for words, said in (((), "outputs: no such folder"), (("empty",), "empty: no runs in it")):
+    for words, message in (((), "outputs: no such folder"), (("empty",), "empty: no runs in it")):
         (tmp_path / "empty").mkdir(exist_ok=True)
         done = nmrun_cli("status", *words)
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"nmrun: {said}\n")
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"nmrun: {message}\n")
     with pytest.raises(ConfigError):
         status.main([str(tmp_path / "nowhere")])
 

@@ -59,9 +59,9 @@ def test_a_run_without_a_result_is_compared_by_its_config(
     (other / "config.yaml").write_text(json.dumps(result["config"]))  # JSON is YAML
     (other / "result.json").unlink()
     assert verb("compare", str(one), str(other)) == 0
-    said = capsys.readouterr().out
-    assert ["seed", "0", "1"] in [line.split() for line in said.splitlines()]
-    assert "no result" in said
+    out = capsys.readouterr().out
+    assert ["seed", "0", "1"] in [line.split() for line in out.splitlines()]
+    assert "no result" in out
 
 
 @pytest.fixture
@@ -179,10 +179,10 @@ def test_a_run_that_may_not_be_deleted(
     with monkeypatch.context() as patch:
         patch.setattr(os, name, refused)
         done = verb("rm", str(tmp_path / "outputs"), "--filter", "recipe=ste", "--yes")
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (done, runs["failed"].exists()) == (1, True)
-    assert said.startswith("nmrun: not deleted: ")
-    assert said.endswith(": Permission denied\n")
+    assert err.startswith("nmrun: not deleted: ")
+    assert err.endswith(": Permission denied\n")
     assert not runs["good"].exists()
 
 
@@ -215,10 +215,10 @@ def test_help_stands_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
             verb(*line.split())
         assert stop.value.code == 0
         assert f"usage: nmrun {what} [" in capsys.readouterr().out
-    for words, said in (
+    for words, text in (
         (("--help",), "== Groups and their options =="),
         (("recipe=sr_ste", "--help"), "recipe.decay"),
         (("-m", "seed=0,1", "trainer.epochs=3", "-h"), "trainer.epochs"),
     ):
         assert verb(*words) == 0
-        assert said in capsys.readouterr().out
+        assert text in capsys.readouterr().out

@@ -123,10 +123,10 @@ def test_a_run_in_the_folder_of_another(folder: Path) -> None:
     there = RunFolder(other)
     assert (there.result, there.is_of_another) == ({}, True)
     assert there.broken() == {"result.json": "it is of another run, whose id is 0123456789"}
-    own = other.rename(other.with_name("my best run"))  # a name that says nothing
-    assert RunFolder(own).finished() is not None
-    link = own.with_name("s0-0123456789")
-    link.symlink_to(own)
+    renamed = other.rename(other.with_name("my best run"))  # a name that says nothing
+    assert RunFolder(renamed).finished() is not None
+    link = renamed.with_name("s0-0123456789")
+    link.symlink_to(renamed)
     assert RunFolder(link).finished() is not None
 
 

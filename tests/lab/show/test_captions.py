@@ -20,9 +20,9 @@ def test_of_what_was_pruned_in_one_shot_no_training_is_told(style, write, table)
     for seed in range(3):
         pruned(write, "wanda", seed, 0.8)
         pruned(write, "magnitude", seed, 0.7)
-    said = table("--format", style, "--baseline", "magnitude")[1].split("<body>")[-1]
-    assert "pruned in one shot with 128 calibration samples" in said
-    assert not [word for word in TRAINING if word in said]
+    text = table("--format", style, "--baseline", "magnitude")[1].split("<body>")[-1]
+    assert "pruned in one shot with 128 calibration samples" in text
+    assert not [word for word in TRAINING if word in text]
 
 
 def test_beside_trainings_it_is_told_apart(write, table):
@@ -43,8 +43,8 @@ def test_beside_trainings_it_is_told_apart(write, table):
 def test_a_length_in_steps_is_told_in_steps(write, table):
     for recipe in ("ste", "sr_ste"):
         write(recipe, "2:4", 0, 0.85, trainer__steps=500)
-    said = table()[1].splitlines()[0]
-    assert said == "small_conv on digits, adam, learning rate 0.001, 500 steps"
+    line = table()[1].splitlines()[0]
+    assert line == "small_conv on digits, adam, learning rate 0.001, 500 steps"
 
 
 def test_other_numbers_of_calibration_samples_are_no_common_one(write, table):
@@ -84,6 +84,6 @@ def test_settings_have_names_in_captions_and_no_keys(write, table):
         write("ste", "2:4", seed, 0.9, optimizer__lr=0.1, trainer__epochs=3)
         write("asp", "2:4", seed, 0.8)
     for style in ("markdown", "latex"):
-        said = table("--format", style)[1]
-        assert "in all cells: learning rate, epochs" in said
-        assert "optimizer.lr" not in said
+        text = table("--format", style)[1]
+        assert "in all cells: learning rate, epochs" in text
+        assert "optimizer.lr" not in text

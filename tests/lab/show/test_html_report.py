@@ -90,10 +90,10 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(
             curve(write(recipe, ratio, seed, accuracy), 0.5, accuracy)
     status, out, _ = report()
     assert (status, out) == (0, f"{tmp_path / 'report.html'}\n")
-    found = page(tmp_path)
-    assert "Runs: 8 finished." in found.text
-    assert found.tables[0][0] == ["recipe", "2:4", "1:8"]
-    for name, *cells in found.tables[0][1:]:
+    document = page(tmp_path)
+    assert "Runs: 8 finished." in document.text
+    assert document.tables[0][0] == ["recipe", "2:4", "1:8"]
+    for name, *cells in document.tables[0][1:]:
         for ratio, cell in zip(("2:4", "1:8"), cells, strict=True):
             expected = values.get(
                 (name, ratio), values["dense", "dense"] if name == "dense" else None
@@ -104,13 +104,13 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(
                 mean, sd = 100 * statistics.mean(expected), 100 * statistics.stdev(expected)
                 assert cell == f"{mean:.1f} ± {sd:.1f} (2)"
     # against the ratio, and over steps: nothing else was logged
-    assert found.tags.count("svg") == 2
-    inside = {address[1:] for address in found.addresses if address.startswith("#")}
-    assert inside == {"part-1", "runs", "configurations", "made-with"} <= set(found.ids)
-    links = [address for address in found.addresses if not address.startswith("#")]
+    assert document.tags.count("svg") == 2
+    inside = {address[1:] for address in document.addresses if address.startswith("#")}
+    assert inside == {"part-1", "runs", "configurations", "made-with"} <= set(document.ids)
+    links = [address for address in document.addresses if not address.startswith("#")]
     assert len(links) == 8
     assert all((tmp_path / link / "result.json").is_file() for link in links)
-    assert not {"script", "link", "iframe", "img"} & set(found.tags)
+    assert not {"script", "link", "iframe", "img"} & set(document.tags)
     assert not re.search(r"url\((?!#)", (tmp_path / "report.html").read_text())
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
 
@@ -141,14 +141,14 @@ def test_what_did_not_finish_with_its_error_and_command(
     killed.mkdir(parents=True)
     (killed / "config.yaml").write_text("# nmrun recipe=ste seed=0\nseed: 0\n")
     assert report()[0] == 0
-    found = page(tmp_path)
-    assert "Runs: 1 finished, 1 failed, 1 killed." in found.text
-    assert "Not finished: 2" in found.text
-    assert f"failed, step 10: {failed}" in found.text
-    assert "step 7: the loss is nan" in found.text
-    assert "nmrun recipe=step seed=1 'model.exclude=[a,b]'" in found.text
-    assert re.search(rf"killed: {killed} .*nmrun recipe=ste seed=0", found.text)
-    assert found.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
+    document = page(tmp_path)
+    assert "Runs: 1 finished, 1 failed, 1 killed." in document.text
+    assert "Not finished: 2" in document.text
+    assert f"failed, step 10: {failed}" in document.text
+    assert "step 7: the loss is nan" in document.text
+    assert "nmrun recipe=step seed=1 'model.exclude=[a,b]'" in document.text
+    assert re.search(rf"killed: {killed} .*nmrun recipe=ste seed=0", document.text)
+    assert document.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
 def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
         json.dumps(result | {"environment": {"commit": "fff", "torch": "9.9"}})
     )
     assert report("--rows", "recipe,optimizer.lr")[0] == 0
-    found = page(tmp_path)
-    runs, configurations, same, environments = found.tables[1:]
+    document = page(tmp_path)
+    runs, configurations, same, environments = document.tables[1:]
     assert runs[0] == [
         *("optimizer.lr", "seed", "status", "test/accuracy in %", "seconds", "folder", "command")
     ]
@@ -175,7 +175,7 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
     assert common["recipe"] == "step"
     assert not {"seed", "optimizer.lr", "status", "folder"} & set(common)
     assert sorted(environments[1:]) == [["abc", "", "3"], ["fff", "9.9", "1"]]
-    assert "made by 2 versions of the code" in found.text
+    assert "made by 2 versions of the code" in document.text
 
 
 def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> None:
@@ -186,11 +186,11 @@ def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> No
     result |= {"error": "<img src=http://x/y>", "environment": {"command": 'nmrun "<b>"'}}
     (folder / "result.json").write_text(json.dumps(result))
     assert report()[::2] == (0, "")
-    found = page(tmp_path)
-    assert "script" not in found.tags
-    assert not [address for address in found.addresses if ":" in address]
-    assert "<script>alert(1)</script>" in found.text
-    assert "<img src=http://x/y>" in found.text
+    document = page(tmp_path)
+    assert "script" not in document.tags
+    assert not [address for address in document.addresses if ":" in address]
+    assert "<script>alert(1)</script>" in document.text
+    assert "<img src=http://x/y>" in document.text
 
 
 def test_it_divides_what_cannot_be_averaged(write: Any, report: Any, tmp_path: Path) -> None:
@@ -208,11 +208,11 @@ def test_it_divides_what_cannot_be_averaged(write: Any, report: Any, tmp_path: P
                 )
             write("dense", "dense", seed, 0.95, optimizer__lr=rate)
     assert report()[0] == 0
-    found = page(tmp_path)
-    assert "optimizer.lr=0.001" in found.text
-    assert found.ids.count("part-2") == 1
-    assert "part-3" not in found.ids
-    values, differences = found.tables[:2]
+    document = page(tmp_path)
+    assert "optimizer.lr=0.001" in document.text
+    assert document.ids.count("part-2") == 1
+    assert "part-3" not in document.ids
+    values, differences = document.tables[:2]
     assert values[0] == ["recipe", "recipe.decay", "2:4"]
     assert {tuple(line[:2]): line[2] for line in values[1:]} == {
         ("dense", "-"): "95.0 ± 0.0 (2)",
@@ -220,7 +220,7 @@ def test_it_divides_what_cannot_be_averaged(write: Any, report: Any, tmp_path: P
         ("sr_ste", "0.001"): "90.2 ± 0.0 (2)",
     }
     assert differences[1][:2] == ["sr_ste", "0.0001"]
-    assert "Difference to dense" in found.text
+    assert "Difference to dense" in document.text
     assert report("--baseline", "sr_ste 0.001")[0] == 0
     assert "Difference to sr_ste decay=0.001" in page(tmp_path).text
     status, _, error = report("--baseline", "stepp")
@@ -233,22 +233,22 @@ def test_one_line_for_a_mistake_and_no_half_a_page(
 ) -> None:
     target = tmp_path / "report.html"
 
-    def said(*arguments: str) -> str:
+    def message(*arguments: str) -> str:
         assert verb("report", *arguments, "--to", str(target)) == 2
         assert not target.exists()
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         return err
 
-    assert said(str(tmp_path / "nowhere")).endswith("nowhere: no such folder\n")
+    assert message(str(tmp_path / "nowhere")).endswith("nowhere: no such folder\n")
     (tmp_path / "empty").mkdir()
-    assert "no run below" in said(str(tmp_path / "empty"))
+    assert "no run below" in message(str(tmp_path / "empty"))
     write("step", "2:4", 0, 0.98)
     outputs = str(tmp_path / "outputs")
-    assert "no metric 'test/acuracy'" in said(outputs, "--metric", "test/acuracy")
-    assert "a report needs run folders" in said("wandb://entity/project")
+    assert "no metric 'test/acuracy'" in message(outputs, "--metric", "test/acuracy")
+    assert "a report needs run folders" in message("wandb://entity/project")
     target = tmp_path / "no" / "report.html"
-    assert "No such file or directory" in said(outputs)
+    assert "No such file or directory" in message(outputs)
     target = tmp_path / "taken"
     target.mkdir()
     assert verb("report", outputs, "--to", str(target)) == 2

@@ -69,10 +69,10 @@ def test_a_baseline_makes_stars_and_no_second_table(write, table) -> None:
     comparison(write, seeds=5)
     text = table("--format", "latex", "--baseline", "dense")[1]
     assert text.count(r"\begin{tabular}") == 1
-    found = {line[0]: line[1] for line in body(text)[1:]}
+    cells = {line[0]: line[1] for line in body(text)[1:]}
     # differences of 13 to 20 points (sd 2.1) and of 1 to 5 (sd 1.6): p < 1e-3 and p about 0.05 x 2
-    assert found["SR-STE"].endswith("^{*}$")
-    assert not found["dense"].endswith("^{*}$")
+    assert cells["SR-STE"].endswith("^{*}$")
+    assert not cells["dense"].endswith("^{*}$")
     assert "differs from dense (paired t-test, Holm's correction" in caption(text)
     assert "95 % interval" in text.split(r"\begin{table}")[0], "as a comment"
 
@@ -83,13 +83,13 @@ def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table) ->
     # dense less SR-STE has 1.3 times the seeds' deviation; that of STEP is below a step of 1 point
     spread = statistics.median([1.3 * statistics.stdev(range(5)), 1.0])
     least = spread * detectable(5, 0.05 / 4)
-    above, _, own = same.partition(r"\begin{table}")
+    above, _, table_text = same.partition(r"\begin{table}")
     assert f"these seeds show a difference of {least:.1f} four times in five" in above
     for seed in range(5):
         write("ste", "2:4", seed, 0.7, trainer__epochs=24)
     other = caption(table("--format", "latex", "--baseline", "sr_ste")[1])
     assert "Not the same in all cells: epochs" in other
-    assert "$^{*}$: differs from" in own
+    assert "$^{*}$: differs from" in table_text
 
 
 def test_the_caption_says_that_there_is_no_test(write, table) -> None:
@@ -113,8 +113,8 @@ def test_digits_are_as_many_as_asked_for(write, table) -> None:
     for seed in range(3):
         write("ste", "2:4", seed, 0.9 + 0.012 * seed)
         write("sr_ste", "2:4", seed, 0.5 + 0.2 * seed)
-    found = body(table("--format", "latex", "--digits", "1")[1])
-    assert [line[1] for line in found[1:]] == [r"$\mathbf{91.2}_{\pm 1.2}$", r"$70.0_{\pm 20.0}$"]
+    lines = body(table("--format", "latex", "--digits", "1")[1])
+    assert [line[1] for line in lines[1:]] == [r"$\mathbf{91.2}_{\pm 1.2}$", r"$70.0_{\pm 20.0}$"]
     assert "| **91.20 +- 1.20 (3)** |" in table("--digits", "2")[1]
     assert table("--digits", "13")[::2] == (2, "nmrun: --digits 13: a whole number, 0 to 12\n")
 
@@ -133,9 +133,9 @@ def test_minus_signs_and_powers_are_formulas(write, table) -> None:
         write("ste", "2:4", seed, 0.9, loss=loss)
         write("asp", "2:4", seed, 0.9, loss=2.5e12)
     text = table("--format", "latex", "--metric", "test/loss")[1]
-    found = {line[0]: line[1] for line in body(text)[1:]}
-    assert found["STE"] == r"$\mathbf{-0.60}_{\pm 0.14}$"
-    assert found["ASP"] == r"$2.500\times 10^{12}_{\pm 0}$"
+    cells = {line[0]: line[1] for line in body(text)[1:]}
+    assert cells["STE"] == r"$\mathbf{-0.60}_{\pm 0.14}$"
+    assert cells["ASP"] == r"$2.500\times 10^{12}_{\pm 0}$"
 
 
 def compiled(text: str, tmp_path: Path, document: str = "[twocolumn]{article}") -> str:

@@ -56,8 +56,8 @@ def panels(figure: Figure) -> dict[str, Axes]:
 
 
 def line(axes: Axes, name: str) -> tuple[list[float], list[float]]:
-    (found,) = [each for each in axes.lines if each.get_label() == name]
-    return list(found.get_xdata()), list(found.get_ydata())
+    (artist,) = [each for each in axes.lines if each.get_label() == name]
+    return list(artist.get_xdata()), list(artist.get_ydata())
 
 
 def bands(axes: Axes) -> list[np.ndarray]:
@@ -79,9 +79,9 @@ def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
     assert figure is not None
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2:4\n50 %", "1:8\n12.5 %"]
-    found = {container.get_label(): container for container in axes.containers}
-    assert set(found) == {"STE (1 failed)", "STEP"}
-    for name, container in found.items():
+    containers = {container.get_label(): container for container in axes.containers}
+    assert set(containers) == {"STE (1 failed)", "STEP"}
+    for name, container in containers.items():
         data, _, (bars,) = container
         cells = [
             values[name.split()[0].lower(), ratio]
@@ -281,16 +281,16 @@ def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
     title = "small_conv on digits, Adam, learning rate 0.001, 12 epochs; mean and sd"
     assert {title, "SR-STE", "STEP", "dense", "test accuracy (%)"} <= set(words)
     asked = ("--title", "A <title> & $x$", "--width", "3.25", "--labels", "step=Ours")
-    own = drawn_by(tmp_path, *asked, "--ylim", "90,100")
-    words = words_of(own)
+    picture = drawn_by(tmp_path, *asked, "--ylim", "90,100")
+    words = words_of(picture)
     assert {"A <title> & $x$", "Ours", "SR-STE", "90", "100"} <= set(words)
     assert not {"STEP", title} & set(words)
-    assert own.get("width") == "234pt"  # 3.25 inches of 72 points
+    assert picture.get("width") == "234pt"  # 3.25 inches of 72 points
     assert title not in words_of(drawn_by(tmp_path, "--title", ""))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--ylim", "9"), "--ylim 9: write LOW,HIGH"),
         (("--ylim", "9,a"), "--ylim 9,a: write LOW,HIGH"),
@@ -303,12 +303,12 @@ def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
     ],
 )
 def test_layouts_that_are_none(
-    words: tuple[str, ...], said: str, write: Any, tmp_path: Path, capsys: Any
+    words: tuple[str, ...], message: str, write: Any, tmp_path: Path, capsys: Any
 ) -> None:
     write("ste", "2:4", 0, 0.9)
     assert verb("plot", str(tmp_path / "outputs"), *words) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -379,8 +379,8 @@ def test_each_of_many_recipes_has_a_panel(write: Any, tmp_path: Path) -> None:
     assert figure is not None
     assert [axes.get_title() for axes in figure.axes] == names
     for i, axes in enumerate(figure.axes):
-        (own,) = [c for c in axes.containers if c.get_label() in names] or [axes.containers[-1]]
-        assert list(own[0].get_ydata()) == pytest.approx([80.0 + i, 70.0 + i])
+        (bars,) = [c for c in axes.containers if c.get_label() in names] or [axes.containers[-1]]
+        assert list(bars[0].get_ydata()) == pytest.approx([80.0 + i, 70.0 + i])
         assert len(axes.containers) == len(names), "the others in grey"
     curves = drawn("curves", tmp_path)
     assert curves is not None

@@ -87,7 +87,7 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
                     for image in whole
                 ]
             )
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for row in range(count):  # a mean over a batch may be rounded to the other side of a half
         fits = [
             name
@@ -96,15 +96,15 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
         ]
         assert fits, row
         for name in set(fits):
-            found[name] = found.get(name, 0) + 1
-    assert set(found) == set(theirs._AUGMENTATION_SPACE)  # all fourteen
+            counts[name] = counts.get(name, 0) + 1
+    assert set(counts) == set(theirs._AUGMENTATION_SPACE)  # all fourteen
     # where all grey levels occur, they change nothing
     alike = {
         "Identity",
         "AutoContrast",
         *(["Color"] if channels == 1 else []),
     }
-    assert all(found[name] < 30 + 4 * math.sqrt(30) for name in {*found} - alike)
+    assert all(counts[name] < 30 + 4 * math.sqrt(30) for name in {*counts} - alike)
 
 
 def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition() -> None:
@@ -157,10 +157,10 @@ def test_cutmix_pastes_the_area_that_its_labels_say() -> None:
     whole, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
     for index in range(50):
         mixed, soft = mix(whole, labels, 8, mixup=0.0, cutmix=1.0, random=generator(8, index))
-        own = (mixed == whole).all(1).flatten(1).float().mean(1)
+        share = (mixed == whole).all(1).flatten(1).float().mean(1)
         other = (mixed == whole.roll(1, 0)).all(1).flatten(1).float().mean(1)
-        assert torch.allclose(own + other, torch.ones(8))
-        assert torch.allclose(soft.gather(1, labels[:, None]).squeeze(1), own, atol=1e-6)
+        assert torch.allclose(share + other, torch.ones(8))
+        assert torch.allclose(soft.gather(1, labels[:, None]).squeeze(1), share, atol=1e-6)
         assert torch.allclose(soft.gather(1, labels.roll(1)[:, None]).squeeze(1), other, atol=1e-6)
 
 
@@ -237,8 +237,8 @@ def test_every_option_does_something_of_its_own(options: dict[str, float]) -> No
         for other in others
         if other != options
     ]  # type: ignore[arg-type]
-    found = task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]  # type: ignore[arg-type]
-    assert not any(torch.equal(found, other) for other in results)
+    inputs = task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]  # type: ignore[arg-type]
+    assert not any(torch.equal(inputs, other) for other in results)
 
 
 def test_a_constant_channel_and_float_images_survive_normalisation() -> None:

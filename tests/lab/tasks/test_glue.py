@@ -39,19 +39,19 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("task", labelled.TASKS)
 def test_files_in_the_official_format(task: str, data: Path):
     write(data, task)
-    found = labelled.load_glue(task, held_out=0)
+    loaded = labelled.load_glue(task, held_out=0)
     texts, labels = FILES[task][3:]
     splits = {"val", "val_mismatched"} if task == "mnli" else {"val"}
-    assert set(found) == {"train", *splits}  # what chooses epochs is not called a test
-    assert all(found[split] == (texts, labels) for split in splits)
-    assert sorted(zip(*found["train"], strict=True)) == sorted(zip(texts, labels, strict=True))
+    assert set(loaded) == {"train", *splits}  # what chooses epochs is not called a test
+    assert all(loaded[split] == (texts, labels) for split in splits)
+    assert sorted(zip(*loaded["train"], strict=True)) == sorted(zip(texts, labels, strict=True))
 
 
 def test_validation_is_held_out_of_the_training_set(data: Path):
     write(data, "sst2", [f"text {i}\t{i % 2}" for i in range(100)])
-    found = labelled.load_glue("sst2", held_out=0.1)
-    train, val = found["train"], found["val"]
-    assert (len(train[0]), len(val[0]), len(found["test"][0])) == (90, 10, 2)
+    splits = labelled.load_glue("sst2", held_out=0.1)
+    train, val = splits["train"], splits["val"]
+    assert (len(train[0]), len(val[0]), len(splits["test"][0])) == (90, 10, 2)
     assert {text for (text,) in train[0] + val[0]} == {f"text {i}" for i in range(100)}
     for texts, labels in (train, val):
         assert labels == [int(text.split()[1]) % 2 for (text,) in texts]
@@ -120,8 +120,8 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
     module = ModuleType("datasets")
     module.__spec__, module.load_dataset = SimpleNamespace(name="datasets"), load_dataset  # type: ignore[assignment,attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found = labelled.load_glue(task, held_out=0)
-    assert found["val"] == (texts, labels)
+    loaded = labelled.load_glue(task, held_out=0)
+    assert loaded["val"] == (texts, labels)
     splits = ["validation_matched", "validation_mismatched"] if task == "mnli" else ["validation"]
     assert asked == [("nyu-mll/glue", task, split) for split in ("train", *splits)]
 
@@ -266,8 +266,8 @@ def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path
     }
     for name, weight in sparse.items():
         groups = saved[name].view(-1, 4)
-        kept = groups.abs() >= groups.abs().sort(1).values[:, 2:3]
-        assert torch.equal(weight.weight.view(-1, 4), groups * kept)
+        mask = groups.abs() >= groups.abs().sort(1).values[:, 2:3]
+        assert torch.equal(weight.weight.view(-1, 4), groups * mask)
     plain = parts.model.state_dict()
     for name in (
         "embeddings.word_embeddings.weight",
@@ -288,10 +288,10 @@ def test_the_same_answer_as_transformers_own_classifier(task: str, encoder: Path
     columns = [list(column) for column in zip(*texts, strict=True)]
     with torch.no_grad():
         logits = theirs(**tokenizer(*columns, padding=True, return_tensors="pt")).logits
-    found = parts.task.evaluate(parts.model.eval(), "val")
+    metrics = parts.task.evaluate(parts.model.eval(), "val")
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
-    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(
+    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(
         float((logits.argmax(1) == torch.tensor(labels)).double().mean())
     )
 
@@ -376,15 +376,15 @@ def test_a_checkpoint_of_another_architecture(encoder: Path, tmp_path: Path):
         tmp_path, encoder
     )
     change(encoder, num_hidden_layers=2, intermediate_size=64)
-    said = refusal(tmp_path, encoder)
+    message = refusal(tmp_path, encoder)
     assert (
         "encoder.layer.0.intermediate.dense.weight is 32x16 in its weights, 64x16 by its config.json"
-        in said
+        in message
     )
     change(encoder, model_type="distilbert", dim=16, n_layers=2, n_heads=2, hidden_dim=32)
-    said = refusal(tmp_path, encoder)  # both have embeddings.word_embeddings and the like
-    assert "have no transformer.layer.0.attention.q_lin.weight, which a distilbert" in said
-    assert "(they have embeddings.token_type_embeddings.weight" in said
+    message = refusal(tmp_path, encoder)  # both have embeddings.word_embeddings and the like
+    assert "have no transformer.layer.0.attention.q_lin.weight, which a distilbert" in message
+    assert "(they have embeddings.token_type_embeddings.weight" in message
 
 
 def test_what_is_no_encoder(encoder: Path, tmp_path: Path):
@@ -397,8 +397,8 @@ def test_what_is_no_encoder(encoder: Path, tmp_path: Path):
 def test_what_cannot_be_loaded(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "there is no such folder" in refusal(tmp_path, tmp_path / "nowhere")
     (empty := tmp_path / "empty").mkdir()
-    said = refusal(tmp_path, empty)
-    assert f"dataset.tokenizer (default: model.pretrained)={empty}: cannot be loaded" in said
+    message = refusal(tmp_path, empty)
+    assert f"dataset.tokenizer (default: model.pretrained)={empty}: cannot be loaded" in message
     weights = encoder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"model.pretrained={encoder}: cannot be loaded" in refusal(tmp_path, encoder)
@@ -426,12 +426,12 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
     for task, (train, test) in sizes.items():
         if not (REAL / "glue" / labelled.TASKS[task].folder).is_dir():
             continue
-        found = labelled.load_glue(task)
-        assert (len(found["train"][0]) + len(found["val"][0]), len(found["test"][0])) == (
+        splits = labelled.load_glue(task)
+        assert (len(splits["train"][0]) + len(splits["val"][0]), len(splits["test"][0])) == (
             train,
             test,
         )
-        assert 0.3 < sum(found["test"][1]) / test < 0.7
+        assert 0.3 < sum(splits["test"][1]) / test < 0.7
 
 
 @real

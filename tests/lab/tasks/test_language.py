@@ -77,15 +77,15 @@ def test_the_perplexity_of_a_uniform_model_is_the_vocabulary():
     task = numbered()
     model = Table(torch.full((1160, 1160), 0.7))
     for split in ("val", "test"):
-        found = task.evaluate(model, split)
-        assert found["perplexity"] == pytest.approx(1160, rel=1e-5)
-        assert found["bits_per_token"] == pytest.approx(math.log2(1160), rel=1e-6)
-        assert found["loss"] == pytest.approx(math.log(1160), rel=1e-6)
+        metrics = task.evaluate(model, split)
+        assert metrics["perplexity"] == pytest.approx(1160, rel=1e-5)
+        assert metrics["bits_per_token"] == pytest.approx(math.log2(1160), rel=1e-6)
+        assert metrics["loss"] == pytest.approx(math.log(1160), rel=1e-6)
     assert task.loss(model, task.micro_batches(0, 0, 1)[0]).item() == pytest.approx(
         math.log(1160), rel=1e-5
     )
     assert set(task.evaluate(model, "val")) == {"loss", "perplexity", "bits_per_token"}
-    assert not any(map(higher_is_better, found))
+    assert not any(map(higher_is_better, metrics))
 
 
 def test_metrics_are_those_of_the_bigram_model_summed_by_hand():
@@ -95,8 +95,8 @@ def test_metrics_are_those_of_the_bigram_model_summed_by_hand():
     logits = torch.randn(7, 7)
     chances = (logits.double().exp() / logits.double().exp().sum(1, keepdim=True)).numpy()
     loss = -sum(math.log(chances[a, b]) for a, b in itertools.pairwise(splits["test"])) / 199
-    found = task.evaluate(Table(logits), "test")
-    assert found == {
+    metrics = task.evaluate(Table(logits), "test")
+    assert metrics == {
         "loss": pytest.approx(loss, rel=1e-5),
         "perplexity": pytest.approx(math.exp(loss), rel=1e-5),
         "bits_per_byte": pytest.approx(loss / math.log(2), rel=1e-5),
@@ -167,8 +167,8 @@ def test_a_sliding_window_token_by_token(stride, length):
         before = torch.from_numpy(text[begin:place].astype(np.int64))
         chances = model(before[None])[0, -1].double().log_softmax(-1)
         losses.append(-float(chances[int(text[place])].detach()))
-    found = task.evaluate(model, "val")["loss"]
-    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    loss = task.evaluate(model, "val")["loss"]
+    assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_a_stride_that_would_leave_tokens_out():

@@ -77,8 +77,8 @@ def imagenet(tmp_path: Path, _: Any) -> Splits:
     for part in ("train", "val"):
         pictures(tmp_path / "some" / part)
     words = (f"dataset.path={tmp_path / 'some'}", "dataset.resolution=8", "dataset.val_size=6")
-    found = task(tmp_path, "dataset=imagenet", *words, "dataset.workers=0")
-    return {name: rows.tolist() for name, (rows, _) in found.splits.items()}
+    stream = task(tmp_path, "dataset=imagenet", *words, "dataset.workers=0")
+    return {name: rows.tolist() for name, (rows, _) in stream.splits.items()}
 
 
 def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
@@ -114,8 +114,8 @@ def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
         file.parent.mkdir()
         file.write_text("\n".join(f"word{number}" for number in range(3000)))
         words = [f"dataset.train={file}"] if name == "text" else ["dataset.tokenizer=byte"]
-        found = task(tmp_path, f"dataset={name}", "model=gpt_tiny", *words).splits
-        return {split: bytes(array.astype(np.uint8)).split() for split, array in found.items()}
+        splits = task(tmp_path, f"dataset={name}", "model=gpt_tiny", *words).splits
+        return {split: bytes(array.astype(np.uint8)).split() for split, array in splits.items()}
 
     return made
 
@@ -126,11 +126,11 @@ def modules(*_: Any) -> Splits:
 
 def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
     keys = {"size": 8000, "val_size": 200, "test_size": 200, "words": 16, "longest": 6} | sizes
-    own = CopyReverse(
+    dataset = CopyReverse(
         name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
     )  # fmt: skip
-    words = [*ORDERS, *(f"w{number}" for number in range(own.words))]
-    return generated_sentences(own, Symbols(words))
+    words = [*ORDERS, *(f"w{number}" for number in range(dataset.words))]
+    return generated_sentences(dataset, Symbols(words))
 
 
 def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
@@ -170,9 +170,9 @@ def some_films(tmp_path: Path, *_: Any) -> Splits:
             folder.mkdir(parents=True)
             for number in range(count):
                 (folder / f"frame_{number}.{'flo' if kind == 'flow' else 'png'}").touch()
-    found = flow_of(tmp_path, "sintel")
+    splits = flow_of(tmp_path, "sintel")
     return {
-        name: sorted({Path(file).parent.name for file in files}) for name, files in found.items()
+        name: sorted({Path(file).parent.name for file in files}) for name, files in splits.items()
     }
 
 
@@ -259,11 +259,11 @@ def test_no_item_is_in_two_splits(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_targets_are_what_the_first_word_says_and_lengths_are_alike_in_all_splits() -> None:
-    found = some_sentences(size=2000, val_size=1000, test_size=1000, words=10)
-    for pairs in found.values():
+    splits = some_sentences(size=2000, val_size=1000, test_size=1000, words=10)
+    for pairs in splits.values():
         for (order, *words, end), target in pairs:
             assert target == [*(words if order == 4 else words[::-1]), end]
-    lengths = {name: [len(source) for source, _ in pairs] for name, pairs in found.items()}
+    lengths = {name: [len(source) for source, _ in pairs] for name, pairs in splits.items()}
     means = {name: np.mean(of) for name, of in lengths.items()}
     error = np.std(lengths["train"]) * (1 / 1000 + 1 / 2000) ** 0.5
     assert all(abs(mean - means["train"]) < 3 * error for mean in means.values())

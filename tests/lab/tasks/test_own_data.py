@@ -51,8 +51,8 @@ def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
 @pytest.mark.slow
 def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli) -> None:
     (command,) = blocks("bash")
-    own = ("track=local", "trainer.epochs=1", "seed=0", "--trials", "1")
-    done = nmrun_cli("tune", "try", *shlex.split(command)[1:], *own)
+    options = ("track=local", "trainer.epochs=1", "seed=0", "--trials", "1")
+    done = nmrun_cli("tune", "try", *shlex.split(command)[1:], *options)
     assert done.returncode == 0, done.stderr
     assert "[4/4] step 2:8  seed 0" in done.stdout
     (path,) = folder.glob("outputs/tumours/gated/step/2of8/*/result.json")
@@ -61,7 +61,7 @@ def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli)
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("dataset._target_=tumours.biuld", "dataset._target_=tumours.biuld cannot be imported"),
         (
@@ -72,10 +72,10 @@ def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli)
         ("dataset.name=a/b", "dataset.name=a/b: it names a folder"),
     ],
 )
-def test_mistakes_get_a_line(folder: Path, nmrun_cli, word: str, said: str) -> None:
+def test_mistakes_get_a_line(folder: Path, nmrun_cli, word: str, message: str) -> None:
     done = nmrun_cli("--config-dir", "mine", "dataset=tumours", "model=gated", word, "track=local")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(folder.rglob("*.json"))
 
@@ -114,7 +114,7 @@ def test_an_installed_package_adds_names(
     assert result["config"]["model"] == {
         "name": "gated", "width": 64, "include": None, "exclude": ["first", "last"]
     }  # fmt: skip
-    for word, said in (
+    for word, message in (
         ("model.width=0", "model.width=0: it takes a whole number, 1 or more"),
         ("model.depth=3", "model.depth: no such key"),
         ("dataset=tumour", "dataset=tumour: no such dataset; did you mean tumours?"),
@@ -122,7 +122,7 @@ def test_an_installed_package_adds_names(
     ):
         wrong = nmrun_cli(*words, word, **installed)
         assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
-        assert said in wrong.stderr
+        assert message in wrong.stderr
     assert "width" in nmrun_cli("help", "model=gated", **installed).stdout
     assert "tumours" in nmrun_cli("--help", **installed).stdout
 

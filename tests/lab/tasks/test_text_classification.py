@@ -59,11 +59,11 @@ def test_metrics_of_classes_from_the_table_of_errors():
     guess, truth = torch.randint(2, (2, 200), generator=generator)
     pairs = list(zip(guess.tolist(), truth.tolist(), strict=True))
     tp, fp, fn, tn = (pairs.count(pair) for pair in ((1, 1), (1, 0), (0, 1), (0, 0)))
-    found = scores(("accuracy", "f1", "matthews"), guess, truth)
-    assert found["accuracy"] == pytest.approx((tp + tn) / 200)
-    assert found["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
+    values = scores(("accuracy", "f1", "matthews"), guess, truth)
+    assert values["accuracy"] == pytest.approx((tp + tn) / 200)
+    assert values["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
     bottom = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
-    assert found["matthews"] == pytest.approx((tp * tn - fp * fn) / bottom)
+    assert values["matthews"] == pytest.approx((tp * tn - fp * fn) / bottom)
 
 
 def pearson(x: list[float], y: list[float]) -> float:
@@ -75,8 +75,8 @@ def pearson(x: list[float], y: list[float]) -> float:
 def test_correlations_of_scores_with_ties():
     guess = torch.tensor([0.1, 0.4, 0.4, 2.0, 8.0, -1.0])
     truth = torch.tensor([0.0, 1.5, 0.5, 0.5, 5.0, 1.0])
-    found = scores(("pearson", "spearman"), guess, truth)
-    assert found["pearson"] == pytest.approx(pearson(guess.tolist(), truth.tolist()))
+    correlations = scores(("pearson", "spearman"), guess, truth)
+    assert correlations["pearson"] == pytest.approx(pearson(guess.tolist(), truth.tolist()))
 
     def ranks(values: list[float]) -> list[float]:  # ties share the mean of their places
         return [
@@ -84,7 +84,9 @@ def test_correlations_of_scores_with_ties():
             for value in values
         ]
 
-    assert found["spearman"] == pytest.approx(pearson(ranks(guess.tolist()), ranks(truth.tolist())))
+    assert correlations["spearman"] == pytest.approx(
+        pearson(ranks(guess.tolist()), ranks(truth.tolist()))
+    )
 
 
 def test_metrics_that_are_undefined_are_zero():
@@ -197,15 +199,15 @@ def by_first_word(text: str) -> float:
 
 
 def test_evaluation_of_classes_one_by_one():
-    found = task().evaluate(ByFirstWord(2), "val")
+    metrics = task().evaluate(ByFirstWord(2), "val")
     answers = [by_first_word(text) for (text,) in TEXTS]
     chances = [1 / (1 + math.exp(-score)) for score in answers]
     loss = (
         -sum(math.log(p if label else 1 - p) for p, label in zip(chances, LABELS, strict=True)) / 9
     )
     right = sum((score > 0) == label for score, label in zip(answers, LABELS, strict=True)) / 9
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
-    assert found["accuracy"] == pytest.approx(right)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(right)
     assert 0 < right < 1
 
 
@@ -213,9 +215,9 @@ def test_scores_are_fitted_by_squares():
     made = task(classes=1)
     answers, labels = [by_first_word(text) for (text,) in TEXTS], [label / 4 for label in LABELS]
     squares = [(a - b) ** 2 for a, b in zip(answers, labels, strict=True)]
-    found = made.evaluate(ByFirstWord(1), "test")
-    assert found["loss"] == pytest.approx(sum(squares) / 9, rel=1e-5)
-    assert found["pearson"] == pytest.approx(pearson(answers, labels), rel=1e-4)
+    metrics = made.evaluate(ByFirstWord(1), "test")
+    assert metrics["loss"] == pytest.approx(sum(squares) / 9, rel=1e-5)
+    assert metrics["pearson"] == pytest.approx(pearson(answers, labels), rel=1e-4)
     chosen = made._permutation(0)[:4].tolist()
     (batch,) = made.micro_batches(0, 0, 1)
     assert float(made.loss(ByFirstWord(1), batch)) == pytest.approx(

@@ -126,8 +126,8 @@ def test_images_are_decoded_once_unless_they_change(
 def test_kept_arrays_that_are_cut_off_are_made_again(left: int, tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (40, 100, 50), np.uint8)
     for _ in range(2):
-        kept = storage.cached("what", [], lambda: {"values": values})
-        assert np.array_equal(kept["values"], values)
+        arrays = storage.cached("what", [], lambda: {"values": values})
+        assert np.array_equal(arrays["values"], values)
         (file,) = storage.cache_folder().rglob("*.npy")
         file.write_bytes(file.read_bytes()[:left])
 
@@ -184,8 +184,8 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(
         "val": 6 if test == 12 else 12,
         "train": 54 if test == 12 else 60,
     }
-    said = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
-    assert f"  {said}" in console.plan_lines(made, parts)
+    line = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
+    assert f"  {line}" in console.plan_lines(made, parts)
 
 
 @UNPACKS
@@ -358,10 +358,10 @@ def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path
         mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
         prepared.append((pixels - mean) / std)
         assert list(prepared[-1].shape) == given["shape"]
-    found = torch.cat([images for images, _, _ in task._evaluation("test")])
-    assert len(found) == len(files)
+    inputs = torch.cat([images for images, _, _ in task._evaluation("test")])
+    assert len(inputs) == len(files)
     inside = np.s_[..., 1:-1, 1:-1]  # what lies beyond the cut is mixed into its border, or not
-    near = [np.abs(np.stack(prepared) - image.numpy())[inside].max((1, 2, 3)) for image in found]
+    near = [np.abs(np.stack(prepared) - image.numpy())[inside].max((1, 2, 3)) for image in inputs]
     assert sorted(int(gaps.argmin()) for gaps in near) == list(range(len(files)))
     assert max(gaps.min() for gaps in near) < 1e-5
 
@@ -402,8 +402,8 @@ def test_cifar_as_torchvision_stores_it(
     assert {image.numpy().tobytes() for image in every} == {
         image.tobytes() for image in pixels[:50]
     }
-    found, labels = task.splits["test"]  # type: ignore[attr-defined]
-    for image, label in zip(found, labels, strict=True):
+    stored, labels = task.splits["test"]  # type: ignore[attr-defined]
+    for image, label in zip(stored, labels, strict=True):
         assert np.array_equal(image.numpy(), pixels[50 + int(label)])
     assert task.signature["classes"] == [f"class {number}" for number in range(10)]
 
@@ -434,8 +434,8 @@ def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
     (tmp_path / "data" / "cifar10").mkdir(parents=True)
     with tarfile.open(tmp_path / "data" / "cifar10" / "cifar10-jpeg.tar.xz", "w:xz") as tar:
         tar.add(place, "cifar10-jpeg")
-    (train, labels), (test, _), names, found = images.read_torchvision("cifar10")
-    assert found.name == "cifar10-jpeg.tar.xz"
+    (train, labels), (test, _), names, file = images.read_torchvision("cifar10")
+    assert file.name == "cifar10-jpeg.tar.xz"
     assert train.shape == (36, 3, 32, 32)
     assert np.array_equal(test[4].permute(1, 2, 0).numpy(), picture("test", 1, 0, (32, 32)))
     assert torch.bincount(labels).tolist() == [12] * 3
@@ -516,8 +516,8 @@ def test_the_real_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         torch.tensor([0.4914, 0.4822, 0.4465]) * 255,
         torch.tensor([0.2470, 0.2435, 0.2616]) * 255,
     )
-    for found, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):  # type: ignore[attr-defined]
-        assert torch.allclose(found.flatten(), published, atol=0.5)
+    for value, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):  # type: ignore[attr-defined]
+        assert torch.allclose(value.flatten(), published, atol=0.5)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -589,8 +589,8 @@ def test_evaluation_is_over_all_images_in_the_middle(dataset: str, tmp_path: Pat
         "trainer.batch_size=5",
     ]
     task = tasks.build(dataset_config(tmp_path, dataset, *options), CPU)
-    found = task.evaluate(Brightness().eval(), "test")
-    assert found["accuracy"] == 1.0
+    metrics = task.evaluate(Brightness().eval(), "test")
+    assert metrics["accuracy"] == 1.0
     wrong = task.evaluate(Nothing().eval(), "val")
     assert wrong["loss"] == pytest.approx(np.log(3))
     assert wrong["accuracy"] == pytest.approx(1 / 3)
@@ -764,10 +764,10 @@ def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some", (20, 20))
     task = stream(tmp_path, "dataset.resolution=10", "dataset.workers=0")
     keys = next(task.reader.keys(1, 2, [*range(5)]))
-    found, labels = task.micro_batches(1, 2, 1)[0]
+    inputs, labels = task.micro_batches(1, 2, 1)[0]
     images = torch.stack([task.files[key][0] for key in keys]).double() / 255
     expected = (images - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
-    assert torch.allclose(found.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
+    assert torch.allclose(inputs.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
     names = [task.files.paths[row].decode().split("/")[-2] for _, row in keys]
     assert [["ant", "bee", "cat"][label] for label in labels.tolist()] == names
 
@@ -790,14 +790,14 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
     reduced, boxes, draft, parameters = [], [], JpegImageFile.draft, RandomResizedCrop.get_params
 
     def watched_draft(image: Any, *asked: Any) -> Any:
-        found = draft(image, *asked)
+        drafted = draft(image, *asked)
         reduced.append(image.size != shape[::-1])
         _, _, tall, wide = boxes[-1]
         assert (
             not reduced[-1]
             or min(tall * image.height / shape[0], wide * image.width / shape[1]) >= 2 * 16
         )
-        return found
+        return drafted
 
     def watched_parameters(*given: Any) -> Any:
         boxes.append(parameters(*given))
@@ -807,7 +807,7 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
     monkeypatch.setattr(RandomResizedCrop, "get_params", watched_parameters)
     for epoch in range(20):
         # at the borders the filter sees one side only
-        found = files[epoch, 0][0].double()[1:-1, 1:-1]
+        part = files[epoch, 0][0].double()[1:-1, 1:-1]
         top, left, tall, wide = boxes[-1]
         centres = (torch.arange(1, 15) + 0.5) / 16
         for channel, (begin, length, whole) in enumerate(
@@ -816,7 +816,7 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
             expected = (begin + length * centres - 0.5) / (whole - 1) * 255
             # a quarter of a pixel, and JPEG's own errors
             near = 0.25 * length / 16 / (whole - 1) * 255 + 1.5
-            assert ((found[..., channel].mean(1 - channel) - expected).abs() < near).all()
+            assert ((part[..., channel].mean(1 - channel) - expected).abs() < near).all()
     assert any(reduced)
 
 
@@ -833,9 +833,9 @@ def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path: Path) -> None:
     expected = torch.stack([usual(Image.open(file)) for file in files])
     images, truths, counts = zip(*task._evaluation("test"), strict=True)
     assert all(counts)
-    found, labels = torch.cat(images), torch.cat(truths)
-    assert len(found) == len(files) == 12
-    for image, label in zip(found, labels, strict=True):
+    inputs, labels = torch.cat(images), torch.cat(truths)
+    assert len(inputs) == len(files) == 12
+    for image, label in zip(inputs, labels, strict=True):
         near = (expected - image).abs().amax((1, 2, 3)) < 1e-5
         assert ["ant", "bee", "cat"][int(label)] == files[int(near.nonzero())].parent.name
 

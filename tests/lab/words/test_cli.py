@@ -62,11 +62,11 @@ def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_costs_one_helpful_line_and_no_torch(tmp_path, line):
     done = probe(tmp_path, *line.split())
-    said = [text for text in done.stderr.splitlines() if not text.startswith("HEAVY")]
+    lines = [text for text in done.stderr.splitlines() if not text.startswith("HEAVY")]
     assert done.returncode == 2
-    assert len(said) == 1
-    assert said[0].startswith("nmrun: ")
-    assert all(part in said[0] for part in MISTAKES[line]), said[0]
+    assert len(lines) == 1
+    assert lines[0].startswith("nmrun: ")
+    assert all(part in lines[0] for part in MISTAKES[line]), lines[0]
     assert "HEAVY []" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -186,8 +186,8 @@ def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli)
     done = nmrun_cli(*words)
     assert done.returncode == 0, done.stderr
     assert "changes nothing" not in done.stdout + done.stderr
-    found = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
-    commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in found}
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in results}
     assert commands == {
         "dense": "nmrun recipe=dense debug=fast output_dir=out",
         "ste": "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
@@ -213,10 +213,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     while time.time() < deadline and not list(tmp_path.rglob("checkpoint.pt")):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT
-    assert "the same command goes on" in said
-    assert "Traceback" not in said
+    assert "the same command goes on" in out
+    assert "Traceback" not in out
     (result,) = list(tmp_path.rglob("result.json"))
     assert json.loads(result.read_text())["status"] == "interrupted"
 
@@ -431,9 +431,9 @@ def test_ctrl_c_while_hydra_composes(
     looked, checked = jobs.checked, []
 
     def look(*args: Any) -> Any:
-        found = looked(*args)
+        findings = looked(*args)
         checked.append(True)
-        return found
+        return findings
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ConfigLoaderImpl, "_apply_overrides_to_config", cut_off)
@@ -487,7 +487,7 @@ def test_torch_that_cannot_be_loaded_is_told_in_a_line(
 
 
 def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
-    said = [
+    messages = [
         subprocess.run(
             [sys.executable, *start, "recipe=stpe"], cwd=tmp_path, capture_output=True, text=True
         )
@@ -496,8 +496,8 @@ def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
             ("-c", "import sys, nmrun.lab.cli; sys.exit(nmrun.lab.cli.main())"),
         )
     ]
-    assert said[0].stderr.startswith("nmrun: recipe=stpe: ")
-    assert (said[0].returncode, said[0].stderr) == (2, said[1].stderr)
+    assert messages[0].stderr.startswith("nmrun: recipe=stpe: ")
+    assert (messages[0].returncode, messages[0].stderr) == (2, messages[1].stderr)
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

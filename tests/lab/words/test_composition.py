@@ -33,11 +33,11 @@ LINES = (
 @pytest.fixture
 def compositions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What Hydra composes for nmrun."""
-    found: list[Any] = []
+    calls: list[Any] = []
     monkeypatch.setattr(
-        composition, "compose", lambda *words: found.append(words) or compose(*words)
+        composition, "compose", lambda *words: calls.append(words) or compose(*words)
     )
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -31,7 +31,7 @@ def test_each_layer_has_its_published_ratio():
     layers = [(name, m) for name, m in parts.model.named_modules() if _is_layer(m)]
     published_ratios = PUBLISHED.split()
     assert len(layers) == len(published_ratios)
-    kept = whole = 0
+    nonzeros = whole = 0
     for (name, module), published in zip(layers, published_ratios, strict=True):
         inputs, outputs, kernel, n = map(int, re.split("[-:]", published))
         shape = tuple(module.weight.shape)
@@ -44,11 +44,11 @@ def test_each_layer_has_its_published_ratio():
         pattern = ratios.get(f"{name}.weight")
         assert (pattern.n if pattern else 16) == n, name
         assert pattern is None or pattern.m == 16
-        kept, whole = (
-            kept + inputs * outputs * kernel**2 * n / 16,
+        nonzeros, whole = (
+            nonzeros + inputs * outputs * kernel**2 * n / 16,
             whole + inputs * outputs * kernel**2,
         )
-    assert 0.19 < kept / whole < 0.2
+    assert 0.19 < nonzeros / whole < 0.2
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -78,7 +78,7 @@ def test_every_job_is_accepted(name, scale, monkeypatch):
         if others not in looks:  # one seed is as good as another
             looks[others] = precheck.look([*others, "seed=0"], multirun=True, cache=COMPOSED)
         jobs += looks[others].jobs * (seeds[-1].count(",") + 1 if seeds else 1)
-    assert [problem for found in looks.values() for problem in found.problems] == []
+    assert [problem for look in looks.values() for problem in look.problems] == []
     assert 2 <= jobs <= (24 if scale == "smoke" else 440)
     for words in sweeps if scale == "smoke" else []:
         values = dict(word.split("=", 1) for word in words)
@@ -184,11 +184,11 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
             of = left[str(folder.path)]
             assert file == "model.safetensors" or of.trainer.evaluate == "both"
             if scale == "paper":
-                own, theirs = config.model.mapping(), of.model.mapping()
+                options, theirs = config.model.mapping(), of.model.mapping()
                 same = ("layers", "heads", "width", "bias")
-                assert [own[key] for key in same] == [theirs[key] for key in same]
-                assert own["embeddings"] == of.dataset.mapping()["vocabulary"]
-                assert own["context"] == of.dataset.mapping()["context"]
+                assert [options[key] for key in same] == [theirs[key] for key in same]
+                assert options["embeddings"] == of.dataset.mapping()["vocabulary"]
+                assert options["context"] == of.dataset.mapping()["context"]
                 soft = config.recipe.name == "s_ste"
                 assert (config.trainer.mvue, config.trainer.fp8) == (
                     ("2:4", True) if soft else (None, False)
@@ -231,10 +231,12 @@ def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
 
 def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
     """Tables 1 and 2 and figure 4 have S-STE itself among their runs: that of s_ste_wmt."""
-    own = {identity.run_folder(c) for c in made("s_ste_wmt", "paper") if c.recipe.name == "s_ste"}
+    folders = {
+        identity.run_folder(c) for c in made("s_ste_wmt", "paper") if c.recipe.name == "s_ste"
+    }
     for name in ("s_ste_scale", "s_ste_threshold", "s_ste_flips"):
         every = [c for c in made(name, "paper") if c.recipe.name == "s_ste"]
-        assert own <= {identity.run_folder(c) for c in every}
+        assert folders <= {identity.run_folder(c) for c in every}
         for config in every:
             given = {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None}
             changed = [key for key, value in given.items() if config.recipe.options[key] != value]
@@ -258,8 +260,8 @@ def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
             [long(s) for s in range(4000)], 1e-4
         )
         assert (config.model.name, config.trainer.batch_size) == ("gpt2_large", 512)
-    found = {(c.trainer.mvue, c.trainer.input_gradient) for c in every if c.recipe.name == "s_ste"}
-    assert found == {(a, b) for a in (None, "2:4") for b in ("exact", "mvue")}
+    pairs = {(c.trainer.mvue, c.trainer.input_gradient) for c in every if c.recipe.name == "s_ste"}
+    assert pairs == {(a, b) for a in (None, "2:4") for b in ("exact", "mvue")}
 
 
 def test_activations_begin_with_a_thousand_dense_steps_and_end_with_a_dense_fifth():
@@ -328,24 +330,24 @@ def test_comparisons_differ_in_recipe_and_ratio_alone(name):
     for scale in experiment.SCALES:
         alike: dict[str, set[str]] = {}
         for config in made(name, scale):
-            own = {
+            values = {
                 key: value
                 for key, value in schema.flatten(config.plain).items()
                 if not key.startswith(("recipe.", "sparsity.", "seed"))
             }
-            alike.setdefault(config.recipe.name, set()).add(json.dumps(own, sort_keys=True))
+            alike.setdefault(config.recipe.name, set()).add(json.dumps(values, sort_keys=True))
         # what a recipe has at most: dense has all but ratios, STEP has no SGD
         assert all(settings <= alike["dense"] for settings in alike.values())
 
 
 def test_gradient_flow_has_the_phases_of_the_authors_code():
     """vit_base_training.yaml and swin_v2_base_training.yaml."""
-    found = {
+    settings = {
         (c.recipe.name, c.recipe.options.get("tau"), c.recipe.options.get("dense"))
         for c in made("gradient_flow_vit", "paper")
     }
-    assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= found
-    assert {dense for name, _, dense in found if "gf" in name} == {0.0}
+    assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= settings
+    assert {dense for name, _, dense in settings if "gf" in name} == {0.0}
     assert {c.optimizer.decay for c in made("gradient_flow_vit", "paper")} == {"matrices"}
 
 
@@ -545,14 +547,14 @@ def test_make_takes_dashes_for_underscores():
     import subprocess
 
     root = Path(__file__).parents[3]
-    said = subprocess.run(
+    out = subprocess.run(
         ["make", "-n", "table-step-cifar10", "SCALE=paper"],
         cwd=root,
         capture_output=True,
         text=True,
     ).stdout
-    assert "nmrun -m experiment=step_cifar10 scale=paper" in said
-    assert "nmrun table --experiment step_cifar10 --scale paper" in said
+    assert "nmrun -m experiment=step_cifar10 scale=paper" in out
+    assert "nmrun table --experiment step_cifar10 --scale paper" in out
 
 
 def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:

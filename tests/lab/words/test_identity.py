@@ -131,16 +131,16 @@ def test_the_dense_run_is_one_run() -> None:
 
 
 def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters() -> None:
-    own = {"recipe._target_": "pack.Mine", "recipe.strength": 1.0}
-    first = checked("recipe=custom", **own)
-    assert same(first, checked("recipe=custom", **own))
+    keys = {"recipe._target_": "pack.Mine", "recipe.strength": 1.0}
+    first = checked("recipe=custom", **keys)
+    assert same(first, checked("recipe=custom", **keys))
     assert first.recipe.name == "mine"
     for change in (
         {"recipe._target_": "other.Mine"},
         {"recipe.strength": 2.0},
         {"recipe.more": None},
     ):
-        assert not same(first, checked("recipe=custom", **{**own, **change}))
+        assert not same(first, checked("recipe=custom", **{**keys, **change}))
 
 
 def test_ten_digits_that_depend_on_neither_order_nor_process() -> None:

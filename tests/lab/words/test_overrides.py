@@ -81,8 +81,8 @@ def test_what_is_accepted_means_what_it_says(line: str) -> None:
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_hydra_refuses_is_shown_as_it_should_be(line: str) -> None:
     (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
-    said, _, shown = problem.partition("; write it as ")
-    assert said.endswith("cannot be read as key=value")
+    message, _, shown = problem.partition("; write it as ")
+    assert message.endswith("cannot be read as key=value")
     assert shlex.split(shown) == [REFUSED[line]]  # for a shell, too, it is one word
     assert precheck.look(shlex.split(shown), cache=COMPOSED).problems == []
 
@@ -96,10 +96,10 @@ def test_what_cannot_be_guessed_gets_the_rule(line: str) -> None:
 
 def test_the_rest_of_the_line_is_read_all_the_same() -> None:
     for ratios in ('{"layer3.*": "1:8"}', "{layer3.*: 1:8"):
-        found = precheck.look(
+        problems = precheck.look(
             shlex.split(f"sparsity.overrides={ratios} recipe=stpe seed=-1")
         ).problems
-        assert [line.partition("=")[0] for line in sorted(found)] == [
+        assert [line.partition("=")[0] for line in sorted(problems)] == [
             "recipe",
             "seed",
             "sparsity.overrides",
@@ -107,8 +107,10 @@ def test_the_rest_of_the_line_is_read_all_the_same() -> None:
 
 
 def test_a_sweep_over_ratios_by_layer() -> None:
-    found = precheck.look(["sparsity.overrides={inner.0: 1:8},{inner.1: 1:8},null"], multirun=True)
-    assert (found.problems, found.jobs) == ([], 3)
+    findings = precheck.look(
+        ["sparsity.overrides={inner.0: 1:8},{inner.1: 1:8},null"], multirun=True
+    )
+    assert (findings.problems, findings.jobs) == ([], 3)
 
 
 def test_the_exit_status_is_2_and_nothing_is_left(nmrun_cli, tmp_path) -> None:

@@ -34,12 +34,12 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
 )  # fmt: skip
 def test_a_command_line(line: str, starts: list[str]) -> None:
     multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
-    found = precheck.look(words, multirun, cache=COMPOSED)
-    assert len(found.problems) == len(starts), found.problems
-    assert all(any(problem.startswith(start) for problem in found.problems) for start in starts), (
-        found.problems
-    )
-    assert all("\n" not in problem for problem in found.problems)
+    findings = precheck.look(words, multirun, cache=COMPOSED)
+    assert len(findings.problems) == len(starts), findings.problems
+    assert all(
+        any(problem.startswith(start) for problem in findings.problems) for start in starts
+    ), findings.problems
+    assert all("\n" not in problem for problem in findings.problems)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
         schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
     )
     monkeypatch.setattr(rules, "refusals", lambda plain, here: [])
-    found = precheck.look(
+    findings = precheck.look(
         [f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True
     )
     jobs = [
@@ -67,7 +67,7 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
         for job in product(*axes.values())
     ]
     wanted = [composed(*[word.replace("2:4", "'2:4'") for word in job]) for job in jobs]
-    assert (found.problems, found.jobs) == ([], len(jobs))
+    assert (findings.problems, findings.jobs) == ([], len(jobs))
     assert sorted(json.dumps(one, sort_keys=True) for one in seen) == sorted(
         json.dumps(one, sort_keys=True) for one in wanted
     )

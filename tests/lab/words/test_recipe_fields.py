@@ -65,8 +65,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_fields_of_a_class_and_its_bases(mine: str) -> None:
-    found = fields.recipe_fields(mine)
-    assert {name: field.default for name, field in found.items()} == {
+    keys = fields.recipe_fields(mine)
+    assert {name: field.default for name, field in keys.items()} == {
         "interval": 1,
         "dense": 0.25,
         "scale": None,
@@ -74,7 +74,7 @@ def test_the_fields_of_a_class_and_its_bases(mine: str) -> None:
         "gradient": "ste",
     }
     assert "sample_recipes.base" not in sys.modules  # it could not be imported
-    allowed = {name: field.check and field.check.allowed for name, field in found.items()}
+    allowed = {name: field.check and field.check.allowed for name, field in keys.items()}
     assert allowed == {
         "interval": "a whole number, 1 or more",
         "dense": "a number at least 0 and at most 0.5",

@@ -89,8 +89,8 @@ def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    own = reference.about("recipe=mine", str(tmp_path)).splitlines()
-    assert [line.strip() for line in own] == [
+    lines = reference.about("recipe=mine", str(tmp_path)).splitlines()
+    assert [line.strip() for line in lines] == [
         "recipe=mine", str(tmp_path / "recipe/mine.yaml"), "recipe.rate", "of what", "default 0.3",
         "recipe.other", "default 1",
     ]  # fmt: skip
@@ -130,8 +130,8 @@ def test_help_imports_no_torch():
     )
     topics = ["recipe.decay", "model", "table", "bench", "export", "status"]
     done = subprocess.run([sys.executable, "-c", code, *topics], capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
-    assert found == [f"PROBE {topic} 0 False" for topic in topics], done.stderr
+    probes = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
+    assert probes == [f"PROBE {topic} 0 False" for topic in topics], done.stderr
     assert len(done.stdout.splitlines()) > 2 * len(topics)
 
 

@@ -175,10 +175,10 @@ NEEDED = {  # what only the user knows
 @pytest.mark.parametrize(("group", "name"), KINDS)
 def test_every_default_is_in_its_range(group: str, name: str) -> None:
     """As far as it is a value: an interpolation is resolved later."""
-    found = fields(options.kind(group, name))
+    keys = fields(options.kind(group, name))
     wrong = {
         key
-        for key, field in found.items()
+        for key, field in keys.items()
         if field.check and "${" not in str(field.default) and not field.check.holds(field.default)
     }
     assert wrong == NEEDED.get(f"{group}={name}", set())
@@ -186,14 +186,14 @@ def test_every_default_is_in_its_range(group: str, name: str) -> None:
 
 def test_every_key_has_a_range_and_a_meaning() -> None:
     """But for the ratio, which is checked as a pattern, and two labels."""
-    found = {
+    keys = {
         f"{group}.{key}": field
         for group, name in KINDS
         for key, field in fields(options.kind(group, name)).items()
     }
-    free = {key for key, field in found.items() if field.check is None}
+    free = {key for key, field in keys.items() if field.check is None}
     assert free == {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
-    assert all(field.meaning for field in found.values())
+    assert all(field.meaning for field in keys.values())
 
 
 def test_what_a_class_leaves_out_is_as_above_it() -> None:
@@ -208,14 +208,14 @@ def test_what_a_class_leaves_out_is_as_above_it() -> None:
         rate: float = 0.25
         size: Annotated[int, "how many of them"] = 4
 
-    found = fields(Below)
-    assert list(found) == ["names", "rate", "size"]  # its own come first
-    assert {key: field.default for key, field in found.items()} == {
+    keys = fields(Below)
+    assert list(keys) == ["names", "rate", "size"]  # its own come first
+    assert {key: field.default for key, field in keys.items()} == {
         "names": ["a", "b"], "rate": 0.25, "size": 4,
     }  # fmt: skip
-    assert found["rate"].check.allowed == "a number at least 0 and at most 1"
-    assert found["size"].check.allowed == "a whole number, 1 or more"
-    assert [field.meaning for field in found.values()] == ["which", "how much", "how many of them"]
+    assert keys["rate"].check.allowed == "a number at least 0 and at most 1"
+    assert keys["size"].check.allowed == "a whole number, 1 or more"
+    assert [field.meaning for field in keys.values()] == ["which", "how much", "how many of them"]
     assert fields(Above)["rate"].default == 0.5
 
 
@@ -283,7 +283,7 @@ def test_the_nearest_match() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "values", "said"),
+    ("options", "values", "message"),
     [
         (
             "optimizer=sgd",
@@ -350,9 +350,9 @@ def test_the_nearest_match() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(options: str, values: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_together(options: str, values: dict[str, Any], message: str) -> None:
     (problem,) = schema.problems(changed(options, **values))
-    assert problem.startswith(said)
+    assert problem.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -443,12 +443,18 @@ def test_groups_are_typed() -> None:
 
 
 def test_what_is_the_user_s_own_stays_a_mapping() -> None:
-    own = {"dataset": {"name": "mine", "_target_": "a.b", "context": 7, "extra": [1]}}
-    own["model"] = {"name": "net", "_target_": "c.d", "include": None, "exclude": [], "wide": True}
-    config = schema.check(OmegaConf.create({**changed(""), **own}))
+    groups = {"dataset": {"name": "mine", "_target_": "a.b", "context": 7, "extra": [1]}}
+    groups["model"] = {
+        "name": "net",
+        "_target_": "c.d",
+        "include": None,
+        "exclude": [],
+        "wide": True,
+    }
+    config = schema.check(OmegaConf.create({**changed(""), **groups}))
     assert isinstance(config.dataset, OwnDataset)
     assert (config.dataset.target, config.dataset.options) == ("a.b", {"context": 7, "extra": [1]})
     assert config.dataset.as_kind(Context).context == 7
     assert isinstance(config.model, OwnModel)
     assert config.model.options == {"wide": True}
-    assert config.model.mapping() == own["model"]
+    assert config.model.mapping() == groups["model"]

@@ -119,9 +119,14 @@ def test_a_record_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
     head = {"begun": 1.0, "jobs": 2, "command": "nmrun -m\x1b[2J", "output_dir": "out\x1b[2J"}
     (tmp_path / "sweep.json").write_text(json.dumps({**head, "sweeps": [["seed=1\x1b[2J"]]}))
     read = sweep.read(tmp_path)
-    said = [sweep.title(tmp_path, 2, []), sweep.summary(tmp_path)[0], read.command, read.output_dir]
-    said += map(str, read.counts())
-    assert "\x1b" not in "".join([*said, *(word for words in read.sweeps for word in words)])
+    texts = [
+        sweep.title(tmp_path, 2, []),
+        sweep.summary(tmp_path)[0],
+        read.command,
+        read.output_dir,
+    ]
+    texts += map(str, read.counts())
+    assert "\x1b" not in "".join([*texts, *(word for words in read.sweeps for word in words)])
     assert read.jobs == 2
     assert isinstance(read.seconds_left(), float)
 
@@ -134,7 +139,7 @@ def test_a_head_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [
         (0.4, "0 s"),
         (59.4, "59 s"),
@@ -144,8 +149,8 @@ def test_a_head_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
         (12_000, "3 h 20 min"),
     ],
 )
-def test_times_in_words(seconds: float, said: str) -> None:
-    assert sweep.span(seconds) == said
+def test_times_in_words(seconds: float, text: str) -> None:
+    assert sweep.span(seconds) == text
 
 
 @pytest.mark.slow
@@ -389,11 +394,11 @@ def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
 
 def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's, in its workers, returns None."""
-    said: list[str] = []
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=said.append, flush=lambda: None))
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
     with verbs.ends_quietly():
         assert sys.stdout.write("four") == 4
-    assert said == ["four"]
+    assert written == ["four"]
 
 
 @pytest.mark.slow
@@ -558,14 +563,14 @@ def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
     assert sweep.title(tmp_path, 1, ["recipe=dense", "seed=1"]) == "[1/1] recipe=dense seed=1"
 
 
-@pytest.mark.parametrize("said", ["hydra: {job: {env_set: {MINE: here}}}", "seed: 3"])
+@pytest.mark.parametrize("message", ["hydra: {job: {env_set: {MINE: here}}}", "seed: 3"])
 def test_what_a_folder_of_configs_says_to_hydra_is_heard(
-    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The environment of jobs, callbacks, a launcher: Hydra launches the jobs then."""
     folder = tmp_path / "mine" / "debug"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(f"# @package _global_\n{said}\n")
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{message}\n")
     heard: list[str | None] = []
 
     def job(*_: Any) -> dict[str, Any]:
@@ -577,7 +582,7 @@ def test_what_a_folder_of_configs_says_to_hydra_is_heard(
     words = ["--config-dir", "mine", "debug=mine", "recipe=ste,asp", "output_dir=out"]
     monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words])
     cli.main()
-    assert heard == (["here"] * 2 if "hydra" in said else [None] * 2)
+    assert heard == (["here"] * 2 if "hydra" in message else [None] * 2)
 
 
 def test_a_record_is_read_as_it_stands(tmp_path: Path) -> None:
