@@ -37,9 +37,9 @@ def unpacked(blob: Tensor, rows: int, columns: int) -> Tensor:
     """The weight of a compressed one, by the description in ``triton_compression``, bit by bit."""
     bits = compression.BITS[blob.dtype]
     flat = blob.view(-1).view(torch.uint8)
-    kept = rows * columns // 2
-    values = flat[: kept * bits // 8].clone().view(blob.dtype).float().view(rows, columns // 4, 2)
-    meta = flat[kept * bits // 8 :]
+    count = rows * columns // 2
+    values = flat[: count * bits // 8].clone().view(blob.dtype).float().view(rows, columns // 4, 2)
+    meta = flat[count * bits // 8 :]
     order = {
         16: ("r3", "g2", "g0", "g1", "r0", "r1", "r2", "r4", "r5"),
         8: ("g0", "r3", "g3", "g1", "g2", "r0", "r1", "r2", "r4", "r5"),

@@ -70,8 +70,8 @@ def kernel_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
     """Where compiled kernels stay for the next module, process and run: their names say what they
     were built from.
     """
-    kept = getattr(pytestconfig, "cache", None)
-    return kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("kernels")
+    cache = getattr(pytestconfig, "cache", None)
+    return cache.mkdir("kernels") if cache else tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture

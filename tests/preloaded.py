@@ -48,9 +48,9 @@ def context() -> ForkServerContext:
     """Where processes are forked from the one that has imported :data:`MODULES`: there is one
     server, and whoever starts it first says what it imports.
     """
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(MODULES)
-    return found
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(MODULES)
+    return forkserver
 
 
 def run(
@@ -106,8 +106,8 @@ def _process(
             process.kill()
             process.join()
             raise subprocess.TimeoutExpired(list(words), timeout)
-        said = [file.read_text() for file in files]
-        return subprocess.CompletedProcess(words, process.exitcode, *said)
+        streams = [file.read_text() for file in files]
+        return subprocess.CompletedProcess(words, process.exitcode, *streams)
 
 
 def _begin(

@@ -99,10 +99,10 @@ def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:
         step = loop.steps.train_step
 
         def stepped(*where: Any, **how: Any) -> Any:
-            found = step(*where, **how)
+            result = step(*where, **how)
             if loop.steps.step == at:
                 signals.caught = signal.SIGTERM
-            return found
+            return result
 
         loop.steps.train_step = stepped
         try:

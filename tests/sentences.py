@@ -23,8 +23,8 @@ def sentences(path: Path) -> list[str]:
     text = NO_PROSE.sub("\n\n", path.read_text(encoding="utf-8"))
     text = re.sub(r"\]\([^)]*\)|[\[*]", "", text)
     parts = re.split(r"\n\s*\n|\n *(?:-|\d+\.) ", text)
-    found = (end for part in parts for end in re.split(r"(?<=[.!?:])\s+(?=[A-Z`])", part))
-    return [" ".join(each.split()) for each in found if len(each.split()) > 2]
+    ends = (end for part in parts for end in re.split(r"(?<=[.!?:])\s+(?=[A-Z`])", part))
+    return [" ".join(each.split()) for each in ends if len(each.split()) > 2]
 
 
 if __name__ == "__main__":

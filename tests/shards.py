@@ -133,9 +133,9 @@ def check_shards(loop: Loop) -> None:
     """No rank holds a whole weight, moment or mask; a packed first mask is a bit a weight."""
     for parameter in loop.model.parameters():
         assert isinstance(parameter, DTensor)
-        held = ranks.gathered(parameter._local_tensor.numel())
-        assert sum(held) == parameter.numel()
-        assert max(held) - min(held) <= parameter.numel() / parameter.shape[0]
+        counts = ranks.gathered(parameter._local_tensor.numel())
+        assert sum(counts) == parameter.numel()
+        assert max(counts) - min(counts) <= parameter.numel() / parameter.shape[0]
         for key, value in loop.steps.optimizer.state.get(parameter, {}).items():
             if key == "nmrun_first_mask":
                 assert value.numel() == -(-parameter.numel() // 8)
@@ -174,7 +174,7 @@ def check_odd() -> None:
             each, optimizer, "sr_ste", "2:4", decay=0.1, exclude="first|layers.0"
         )
         made.append((each, optimizer, handle))
-    held, whole = fsdp.Sharded(*made[1]), Replicated(*made[0])
+    sharded, whole = fsdp.Sharded(*made[1]), Replicated(*made[0])
     assert [w.name for w in made[1][2].sparse] == ["layers.1.weight"]
     assert made[1][2].sparse[0].dense.shape == (8, 3)
     for each, *_ in made:
@@ -185,13 +185,13 @@ def check_odd() -> None:
             each(part).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    saved, final = held.state_dict(), held.final_state_dict()
+    saved, final = sharded.state_dict(), sharded.final_state_dict()
     for expected, parts in (
         (whole.state_dict()["model"], saved["model"]),
         (whole.final_state_dict(), final),
     ):
         assert list(parts) == list(expected)
-        gathered = held.gather(parts)
+        gathered = sharded.gather(parts)
         assert list(gathered) == (list(expected) if ranks.leads() else [])
         for name, tensor in gathered.items():
             torch.testing.assert_close(tensor, expected[name], msg=name)
@@ -204,7 +204,7 @@ def check_odd() -> None:
         )
     state = whole.state_dict()
     state["model"]["norm.running_mean"] = torch.ones(8)
-    held.load_state_dict(state)
+    sharded.load_state_dict(state)
     assert model.norm.running_mean.tolist() == [1.0] * 8
     for weight, other in zip(made[1][2].sparse, made[0][2].sparse, strict=True):
         assert torch.equal(weight.whole(weight.dense), other.dense)
@@ -233,9 +233,9 @@ def check_resharded(folder: Path) -> None:
 
     model = nn.ParameterDict({n: torch.zeros(shape) for n, shape in one_rank.SHAPES.items()})
     fsdp.shard(model, torch.device("cpu"))
-    state, said = checkpoint.load_last(folder)
+    state, notes = checkpoint.load_last(folder)
     assert state is not None
-    assert not said
+    assert not notes
     parts = checkpoint.complete(folder, state, model)["model"]
     for name, tensor in one_rank.values(2).items():
         assert parts[name].to_local().shape == model[name].to_local().shape

@@ -31,8 +31,8 @@ def by_hand(model: FeedForward, x: Tensor, pattern: str) -> Tensor:
     """The layer written out."""
     first, second = model[0], model[2]
     activations = functional.linear(x, first.weight, first.bias).clamp_min(0) ** 2
-    kept = keep_largest(activations, Pattern.parse(pattern))
-    return functional.linear(kept, second.weight, second.bias)
+    pruned = keep_largest(activations, Pattern.parse(pattern))
+    return functional.linear(pruned, second.weight, second.bias)
 
 
 @pytest.fixture
@@ -114,9 +114,9 @@ def test_compiled_as_a_whole_it_computes_the_same(model: FeedForward) -> None:
         expected.sum().backward()
         gradient = model[0].weight.grad.clone()
         model[0].weight.grad = None
-        found = compiled(x)
-        found.sum().backward()
-        torch.testing.assert_close(found, expected)
+        actual = compiled(x)
+        actual.sum().backward()
+        torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(model[0].weight.grad, gradient)
 
 
@@ -124,19 +124,19 @@ def test_what_is_measured(model: FeedForward) -> None:
     activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
     x = torch.randn(50, 8)
     plain = functional.relu(model[0](x)).square().detach()
-    kept = plain.unflatten(-1, (-1, 4)).sort(-1).values[..., 2:].square().sum()
+    kept_energy = plain.unflatten(-1, (-1, 4)).sort(-1).values[..., 2:].square().sum()
     for step in (0, 9):
         activations.at(step)
         with activations.measured() as sums:
             model(x[:20])
             model(x[20:])
-        found = activations.shares(sums)
-        assert found["activation_zeros"] == pytest.approx(float((plain == 0).float().mean()))
-        assert found["activation_kept"] == pytest.approx(
-            float(kept / plain.square().sum()), rel=1e-6
+        shares = activations.shares(sums)
+        assert shares["activation_zeros"] == pytest.approx(float((plain == 0).float().mean()))
+        assert shares["activation_kept"] == pytest.approx(
+            float(kept_energy / plain.square().sum()), rel=1e-6
         )
-    assert 0.3 < found["activation_zeros"] < 0.7
-    assert found["activation_kept"] < 1
+    assert 0.3 < shares["activation_zeros"] < 0.7
+    assert shares["activation_kept"] < 1
 
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "s_ste", "step", "asp"])
@@ -191,9 +191,9 @@ def test_networks_with_squared_relus(build: Any) -> None:
     activations = nmrun.sparse_activations(model, "2:4")
     assert len(activations.modules) == 2
     with torch.no_grad(), activations.measured() as sums:
-        found = model(*inputs)
+        pruned = model(*inputs)
     assert 0 < activations.shares(sums)["activation_zeros"] < 1
-    assert not torch.allclose(found, usual(*inputs))
+    assert not torch.allclose(pruned, usual(*inputs))
     with pytest.raises(ConfigError, match="this model has none"):
         nmrun.sparse_activations(usual, "2:4")
 
@@ -201,16 +201,16 @@ def test_networks_with_squared_relus(build: Any) -> None:
 def test_squared_relus_of_transformers() -> None:
     activations = pytest.importorskip("transformers.activations")
     model = nn.Sequential(nn.Linear(8, 16), activations.ACT2FN["relu2"], nn.Linear(16, 4))
-    found = nmrun.sparse_activations(model, "2:4")
-    assert found.modules == ["1"]
+    sparse = nmrun.sparse_activations(model, "2:4")
+    assert sparse.modules == ["1"]
 
 
 def test_other_modules_by_name() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     assert nmrun.sparse_activations(model, "2:4", include="1").modules == ["1"]
     x = torch.randn(5, 8)
-    kept = keep_largest(model[0](x).relu(), Pattern(2, 4))
-    assert torch.equal(model(x), model[2](kept))
+    pruned = keep_largest(model[0](x).relu(), Pattern(2, 4))
+    assert torch.equal(model(x), model[2](pruned))
 
 
 @pytest.mark.parametrize(

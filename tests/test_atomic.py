@@ -92,20 +92,20 @@ def test_who_may_read_a_new_file_may_read_weights(tmp_path: Path, umask: int) ->
 def test_a_full_disk_says_where_and_how_much_is_free(small_disk: Path, writer: str) -> None:
     path = small_disk / "file"
     atomic.write(path, b"old" * 1000)  # one page of 4 kB
-    with pytest.raises(OSError, match="No space left on device") as told:
+    with pytest.raises(OSError, match="No space left on device") as error:
         if writer == "bytes":
             atomic.write(path, bytes(2_000_000))
         else:
             with atomic.replaced(path) as partial:
                 save_file({"weight": torch.zeros(500_000)}, partial)
-    assert told.value.errno == errno.ENOSPC
-    assert told.value.filename == str(path)
-    assert str(told.value.strerror).endswith(", 1 MB free there")
+    assert error.value.errno == errno.ENOSPC
+    assert error.value.filename == str(path)
+    assert str(error.value.strerror).endswith(", 1 MB free there")
     assert path.read_bytes() == b"old" * 1000
     assert os.listdir(small_disk) == ["file"]
 
 
 def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="too large") as told, atomic.room_told(tmp_path / "file"):
+    with pytest.raises(OSError, match="too large") as error, atomic.room_told(tmp_path / "file"):
         raise OSError(errno.EFBIG, "too large")
-    assert told.value.filename is None
+    assert error.value.filename is None

@@ -62,8 +62,8 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
         return
     monkeypatch.setattr(rules, "DEVICES", (str(tmp_path),))  # a machine with a GPU
     # Hydra's launchers are extras
-    own = [word for word in words if not word.startswith("hydra")]
-    asked = command_line.options(own)
+    settings = [word for word in words if not word.startswith("hydra")]
+    asked = command_line.options(settings)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
         words = command_line.own_recipe(overrides)
         assert precheck.look(words, asked.multirun, cache=COMPOSED).problems == []
@@ -132,7 +132,7 @@ def anchors(path: Path) -> set[str]:
 
 def broken(page: Path) -> list[str]:
     """The links of a page that lead nowhere."""
-    found = []
+    links = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"\w+:", target):
             continue
@@ -140,8 +140,8 @@ def broken(page: Path) -> list[str]:
         path = (page.parent / file).resolve() if file else page
         there = path.exists() and path.is_relative_to(ROOT)
         if not there or (anchor and anchor not in anchors(path)):
-            found.append(f"{page.relative_to(ROOT)}: {target}")
-    return found
+            links.append(f"{page.relative_to(ROOT)}: {target}")
+    return links
 
 
 def test_links_lead_somewhere():
@@ -179,9 +179,9 @@ def test_the_site_is_built_strictly(tmp_path):
     }
     assert hosts == set()  # a reader's browser asks nobody else
     index = json.loads((tmp_path / "search/search_index.json").read_text())
-    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
-    assert "sweeps.html" in found
-    assert not any(place.startswith("files/") for place in found)  # dumps of benchmarks
+    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert "sweeps.html" in places
+    assert not any(place.startswith("files/") for place in places)  # dumps of benchmarks
 
 
 def test_the_reference_has_every_public_name():
@@ -196,13 +196,13 @@ def test_the_reference_has_every_public_name():
 
 def test_the_readme_leads_to_every_page():
     """Directly, or by a page that it leads to."""
-    found: set[Path] = set()
+    reached: set[Path] = set()
     following = [ROOT / "README.md"]
     while following:
         page = following.pop()
-        if page in found:
+        if page in reached:
             continue
-        found.add(page)
+        reached.add(page)
         links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())
         following += [(page.parent / link).resolve() for link in links if "://" not in link]
-    assert set(PAGES) - {ROOT / "docs/index.md"} <= found
+    assert set(PAGES) - {ROOT / "docs/index.md"} <= reached

@@ -95,8 +95,8 @@ def test_a_block_is_made_anew(generate, tmp_path):
         f"<!-- differences: {command} -->\n<!-- end -->\n\n<!-- commands -->\n<!-- end -->\n"
     )
     text = generate.result(page)
-    said = re.findall(r"^- (.*)$", text, re.M)
-    best, better, worse, lost = re.findall(r":(?:\*\*)? (.*?)\.(?= |$)", "\n".join(said), re.M)
+    items = re.findall(r"^- (.*)$", text, re.M)
+    best, better, worse, lost = re.findall(r":(?:\*\*)? (.*?)\.(?= |$)", "\n".join(items), re.M)
     assert best == better == "S-STE at every ratio"
     assert worse == "STE at 1:8"
     assert lost == "3 and 3 of 3 at 2:4 and 1:8"
@@ -157,8 +157,8 @@ def test_the_settings_shown_are_those_of_the_runs_and_the_best_of_the_trials(pag
     )
     rows = settings(page)
     assert {row["recipe"] for row, _, _ in rows} == set(runs.recipe)
-    for row, ratio, said in rows:
-        chosen = dict(said)
+    for row, ratio, cells in rows:
+        chosen = dict(cells)
         mine = runs[(runs[list(row)] == list(row.values())).all(axis=1)]
         mine = mine[mine.sparsity == ("dense" if row["recipe"] == "dense" else ratio)]
         assert len(mine) == 5
@@ -181,22 +181,22 @@ def settings(page: str) -> list[tuple[dict[str, str], str, list[tuple[str, str]]
     head, _, *lines = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")
     ]
-    found = []
+    rows = []
     for line in lines:
         cells = dict(zip(head, line, strict=True))
         row = {key: cells.pop(key) for key in head if ":" not in key}
         for ratio, cell in cells.items():
-            rate, *own = cell.replace("`", "").split(", ")
-            keys = [(f"recipe.{key}", value) for key, value in (part.split() for part in own)]
-            found.append((row, ratio, [("optimizer.lr", rate), *keys]))
-    return found
+            rate, *parts = cell.replace("`", "").split(", ")
+            keys = [(f"recipe.{key}", value) for key, value in (part.split() for part in parts)]
+            rows.append((row, ratio, [("optimizer.lr", rate), *keys]))
+    return rows
 
 
-def near(said: str, used: object) -> bool:
+def near(text: str, used: object) -> bool:
     """Whether a number is what is said of it, to its last digit, and a text the same."""
     try:
-        digits, _, power = said.partition("e")
+        digits, _, power = text.partition("e")
         last = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
-        return abs(float(said) - float(str(used))) <= 0.501 * last
+        return abs(float(text) - float(str(used))) <= 0.501 * last
     except ValueError:
-        return said == used
+        return text == used

@@ -25,10 +25,10 @@ def perplexity(run: Run) -> float:
 
 
 def by_place() -> dict[tuple[str, ...], list[Run]]:
-    found: dict[tuple[str, ...], list[Run]] = {}
+    groups: dict[tuple[str, ...], list[Run]] = {}
     for trial in read("retraining_trials.csv"):
-        found.setdefault(tuple(trial[key] for key in PLACE), []).append(trial)
-    return found
+        groups.setdefault(tuple(trial[key] for key in PLACE), []).append(trial)
+    return groups
 
 
 def trained() -> list[Run]:

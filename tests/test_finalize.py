@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from training import SPARSE, TOTAL, Start, attach, bits, everything, kept, net, start, train
+from training import (
+    SPARSE,
+    TOTAL,
+    Start,
+    attach,
+    bits,
+    everything,
+    net,
+    recipe_tensors,
+    start,
+    train,
+)
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -109,9 +120,9 @@ def test_refresh_returns_to_the_optimizer_s_weights() -> None:
 def test_the_optimizer_forgets_all_but_its_own(recipe: str) -> None:
     model, optimizer, handle = start(recipe)
     train(model, optimizer, range(TOTAL), handle)
-    assert kept(optimizer)
+    assert recipe_tensors(optimizer)
     handle.finalize()
-    assert kept(optimizer) == {}
+    assert recipe_tensors(optimizer) == {}
     assert all("nmrun" not in group for group in optimizer.param_groups)
     stock = nmrun.optim.AdamW(net().parameters(), lr=0.02)
     assert optimizer.param_groups[0].keys() == stock.param_groups[0].keys()
@@ -141,8 +152,8 @@ def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
     assert sums is not None
     before = everything(model, optimizer, handle)
     for weight, total in zip(handle.sparse, sums, strict=True):
-        found = average.get_parameter(f"module.{weight.name}")
-        torch.testing.assert_close(found.detach(), total / count)
+        parameter = average.get_parameter(f"module.{weight.name}")
+        torch.testing.assert_close(parameter.detach(), total / count)
     mean = average.module[0].weight.detach().clone()
     handle.finalize(average)
     for layer in (average.module[0], average.module[2]):
@@ -199,9 +210,9 @@ def test_the_order_of_average_and_end_does_not_matter(recipe: str) -> None:
     made[2].finalize()
     made[2].finalize(after)
     made[2].finalize(Shadows(shadows).shadow_params)
-    for found in (before, after, seen):
-        nmrun.sparsity.check_nm(found, "2:4", exclude="4")
-        assert bits(found.state_dict()) == bits(before.state_dict())
+    for model in (before, after, seen):
+        nmrun.sparsity.check_nm(model, "2:4", exclude="4")
+        assert bits(model.state_dict()) == bits(before.state_dict())
     assert bits(shadows) == bits(list(before.parameters()))
     if recipe in ("ste", "sr_ste", "step"):
         mean = nn.Parameter(averaged(recipe)[1][0].weight.detach())
@@ -298,8 +309,8 @@ class Yolo:
 
     def update(self, model: nn.Module) -> None:
         with torch.no_grad():
-            for own, p in zip(self.average.parameters(), model.parameters(), strict=True):
-                own.lerp_(p, 0.5)
+            for q, p in zip(self.average.parameters(), model.parameters(), strict=True):
+                q.lerp_(p, 0.5)
 
     def train(self) -> None:
         self.callbacks["on_pretrain_routine_end"](self)

@@ -383,10 +383,10 @@ def test_bits_of_torch_without_its_compiler(
     ours, stock = kinds
     expected = course(stock, parameters())
     monkeypatch.delitem(sys.modules, "torch._dynamo")
-    found = course(ours, parameters())
+    actual = course(ours, parameters())
     assert "torch._dynamo" not in sys.modules
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training import TOTAL, attach, batch, bits, everything, kept, net, start, train
+from training import TOTAL, attach, batch, bits, everything, net, recipe_tensors, start, train
 
 import nmrun
 from nmrun.errors import RunError
@@ -19,7 +19,7 @@ from nmrun.sparsity import hard_threshold
 from nmrun.step import stepper as steppers
 
 
-def told(handle: nmrun.Handle) -> list[str]:
+def events(handle: nmrun.Handle) -> list[str]:
     return [event for event in handle.pop_events() if "changed outside" in event]
 
 
@@ -30,7 +30,7 @@ def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None
     """And the rule goes by its mask at once."""
     model, optimizer, handle = start("sr_ste", fused=fused)
     train(model, optimizer, range(3))
-    assert told(handle) == []
+    assert events(handle) == []
     with torch.no_grad():
         if how == "load_state_dict":
             model.load_state_dict(net(7).state_dict())
@@ -58,7 +58,7 @@ def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None
         expected.append(p.detach())
     optimizer.step()
     optimizer.zero_grad()
-    (event,) = told(handle)
+    (event,) = events(handle)
     names = "0.weight" if how == "init" else "0.weight and 1 more"
     assert event == (
         f"step 3: {names} changed outside the optimizer: the new values are the dense weights"
@@ -67,7 +67,7 @@ def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None
         torch.testing.assert_close(weight.dense, dense, rtol=1e-6, atol=1e-7)
         assert torch.equal(weight.parameter, hard_threshold(weight.dense, "2:4"))
     train(model, optimizer, range(4, 6))
-    assert told(handle) == []
+    assert events(handle) == []
 
 
 def test_writing_what_is_there_already_changes_nothing() -> None:
@@ -77,7 +77,7 @@ def test_writing_what_is_there_already_changes_nothing() -> None:
         model.load_state_dict(copy.deepcopy(model.state_dict()))
         train(model, optimizer, [step])
         train(*plain[:2], [step])
-    assert told(handle) == []
+    assert events(handle) == []
     assert everything(model, optimizer, handle) == everything(*plain)
 
 
@@ -107,7 +107,7 @@ def test_a_write_past_the_version_is_noticed_after_a_while(
             break
         optimizer.step()
         optimizer.zero_grad()
-        noticed += [step for _ in told(handle)]
+        noticed += [step for _ in events(handle)]
         from_written = (handle.sparse[0].dense - wanted).abs().max() < 0.1
         from_before = (handle.sparse[0].dense - dense).abs().max() < 0.1
         assert (bool(from_written), bool(from_before)) == (step in noticed, step not in noticed)
@@ -126,8 +126,8 @@ def test_in_a_dense_phase_the_parameter_is_the_weight() -> None:
         train(plain, other, [step])
         if step < 4:
             assert bits(model.state_dict()) == bits(plain.state_dict())
-            assert kept(optimizer) == {}
-    assert told(handle) == []
+            assert recipe_tensors(optimizer) == {}
+    assert events(handle) == []
     assert torch.equal(model[0].weight, hard_threshold(plain[0].weight.detach(), "2:4"))
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_is_cast_after_sparsify(recipe: str, dtype: torch.dtype) ->
         out = torch.empty_like(weight.dense)
         handle.recipe.project(weight, out)
         assert torch.equal(out, weight.parameter)
-    assert told(handle) == []
+    assert events(handle) == []
     handle.finalize()
     for layer in (model[0], model[2]):
         nmrun.sparsity.check_nm(layer.weight, "2:4")
@@ -211,7 +211,7 @@ def test_a_cast_between_steps_is_the_dense_weight_cast() -> None:
     train(model, optimizer, [3])
     for weight, dense in zip(handle.sparse, before, strict=True):
         assert torch.equal(weight.dense, dense.double())
-    assert told(handle) == []
+    assert events(handle) == []
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "bi_mask", "lbc", "s_ste"])
@@ -248,14 +248,14 @@ def test_functional_call_and_grad_see_the_projected_weight() -> None:
     def loss(values: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, values, (x,)).square().mean()
 
-    found = torch.func.grad(loss)(parameters, batch(2))
+    grads = torch.func.grad(loss)(parameters, batch(2))
     model(batch(2)).square().mean().backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.grad)
-    assert found["0.weight"][model[0].weight == 0].any()
+        torch.testing.assert_close(grads[name], p.grad)
+    assert grads["0.weight"][model[0].weight == 0].any()
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch(2).unsqueeze(1))
-    torch.testing.assert_close(each["0.weight"].mean(0), found["0.weight"])
-    assert told(handle) == []
+    torch.testing.assert_close(each["0.weight"].mean(0), grads["0.weight"])
+    assert events(handle) == []
 
 
 def test_a_backward_pass_after_the_step_raises_as_ever() -> None:

@@ -106,11 +106,11 @@ def test_the_lock_has_the_versions_of_the_constraints_and_hashes_alone():
     entries = re.sub(r" \\\n +", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     pins = set()
     for entry in entries:
-        found = re.fullmatch(r"(\S+==\S+)( ; [^#]+?)?((?: --hash=sha256:[0-9a-f]{64})+)", entry)
-        assert found, entry
-        elsewhere = re.search("'(win32|emscripten)'", found[2] or "")
-        if not elsewhere and not re.match("nvidia-|cuda-", found[1]):
-            pins.add(found[1])
+        match = re.fullmatch(r"(\S+==\S+)( ; [^#]+?)?((?: --hash=sha256:[0-9a-f]{64})+)", entry)
+        assert match, entry
+        elsewhere = re.search("'(win32|emscripten)'", match[2] or "")
+        if not elsewhere and not re.match("nvidia-|cuda-", match[1]):
+            pins.add(match[1])
     assert pins <= set(constraints())
     names = {pin.partition("==")[0] for pin in pins}
     asked = [*PROJECT["dependencies"], *EXTRAS["onnx"], *EXTRAS["timm"], *EXTRAS["transformers"]]

@@ -16,8 +16,8 @@ from training import (
     attach,
     bits,
     everything,
-    kept,
     net,
+    recipe_tensors,
     start,
     stored,
     train,
@@ -90,8 +90,8 @@ class Loads(nmrun.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
-        for own, saved in zip(self.param_groups, groups, strict=True):
-            saved["params"] = own["params"]
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            saved["params"] = group["params"]
         parameters = [p for group in groups for p in group["params"]]
         state = {parameters[number]: value for number, value in state_dict["state"].items()}
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
@@ -138,7 +138,7 @@ def test_another_recipe_s_state_is_refused_past_the_hooks_too() -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD"])
 def test_a_state_from_before_the_first_step(kind: str) -> None:
     """Some of them look for a count of steps in every state that is not empty."""
-    found: list[Any] = []
+    results: list[Any] = []
     states: list[Any] = []
     for loads in (False, True):
         model = net(3 if loads else 0)
@@ -149,8 +149,8 @@ def test_a_state_from_before_the_first_step(kind: str) -> None:
                 part.load_state_dict(state)
         states = states or stored(model, optimizer)
         train(model, optimizer, range(3))
-        found.append(everything(model, optimizer))
-    assert found[0] == found[1]
+        results.append(everything(model, optimizer))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("recipe", "at"), [(name, (2, 8)[i % 2]) for i, name in enumerate(SPARSE)])
@@ -200,11 +200,11 @@ def test_one_dense_copy_while_sparse_and_none_while_dense(recipe: str) -> None:
     sizes = [128, 64]
     for step in range(TOTAL):
         train(model, optimizer, [step])
-        found = kept(optimizer)
+        tensors = recipe_tensors(optimizer)
         dense = [] if handle.phase == "dense" else sizes
-        assert [t.numel() for t in found.pop("dense", [])] == dense
-        assert all(t.dtype == torch.bool for t in found.pop("mask", []))
-        assert sum(t.numel() for ts in found.values() for t in ts) <= 2  # S-STE's two scales
+        assert [t.numel() for t in tensors.pop("dense", [])] == dense
+        assert all(t.dtype == torch.bool for t in tensors.pop("mask", []))
+        assert sum(t.numel() for ts in tensors.values() for t in ts) <= 2  # S-STE's two scales
     floats = [t for s in optimizer.state.values() for t in s.values() if t.numel() == 128]
     floats = [t for t in floats if t.dtype == torch.float32]
     frozen = recipe == "step"  # in place of the second moment

@@ -38,9 +38,9 @@ def test_a_tutorial_runs(name, tmp_path):
     notebook = nbformat.read(TUTORIALS / f"{name}.ipynb", 4)
     where = {"metadata": {"path": str(tmp_path)}}
     client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where)
-    kept = [shown(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [shown(cell) for cell in notebook.cells if cell.cell_type == "code"]
     client.execute()  # raises with the cell that fails
-    assert [shown(cell) for cell in notebook.cells if cell.cell_type == "code"] == kept
+    assert [shown(cell) for cell in notebook.cells if cell.cell_type == "code"] == outputs
     nbformat.validate(notebook)
     ended = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
     assert "assert " in ended.source

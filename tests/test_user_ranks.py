@@ -31,8 +31,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcom
     def ended(kind: str) -> Outcomes:
         done = preloaded.torchrun(user_ranks.__file__, kind, folder)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        found: Outcomes = torch.load(folder / f"{kind}.pt")
-        return found
+        result: Outcomes = torch.load(folder / f"{kind}.pt")
+        return result
 
     return ended
 
@@ -50,20 +50,20 @@ def test_two_ranks_train_the_weights_of_one(recipe: str, optimizer: str, outcome
     start = user_training.net().state_dict()
     assert any(not torch.equal(expected[name], start[name]) for name in start)
     for how in ways(recipe):
-        found = outcomes("ddp")[recipe, optimizer, how]
-        assert found.keys() == expected.keys(), how
+        actual = outcomes("ddp")[recipe, optimizer, how]
+        assert actual.keys() == expected.keys(), how
         for name, tensor in expected.items():
             torch.testing.assert_close(
-                found[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{how} {name}"
+                actual[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{how} {name}"
             )
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), [*user_training.CASES, *user_training.DRAWN])
 def test_the_order_of_the_calls_changes_no_bit(recipe: str, optimizer: str, outcomes: Any) -> None:
-    found = outcomes("ddp")
-    first = found[recipe, optimizer, "ddp first"]
+    results = outcomes("ddp")
+    first = results[recipe, optimizer, "ddp first"]
     for how in set(ways(recipe)) - {"no_sync"}:
-        for name, tensor in found[recipe, optimizer, how].items():
+        for name, tensor in results[recipe, optimizer, how].items():
             assert torch.equal(tensor, first[name]), (how, name)
 
 

@@ -115,11 +115,11 @@ def stored(*parts: Any) -> list[Any]:
     return states
 
 
-def kept(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+def recipe_tensors(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """The tensors that are in the optimizer's state because of nmrun, by name."""
-    found: dict[str, list[Tensor]] = {}
+    tensors: dict[str, list[Tensor]] = {}
     for state in optimizer.state.values():
         for key, value in state.items():
             if key.startswith("nmrun_"):
-                found.setdefault(key.removeprefix("nmrun_"), []).append(value)
-    return found
+                tensors.setdefault(key.removeprefix("nmrun_"), []).append(value)
+    return tensors

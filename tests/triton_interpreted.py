@@ -276,28 +276,28 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
 ) -> None:
     params, copies = made(kind)
     options = {**OPTIONS, "betas": (beta1, 0.95)}
-    own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
+    adam = (optim.AdamW if decoupled else optim.Adam)(params, **options)
     for step in range(4):
         theirs = [p.detach().clone().requires_grad_() for p in params]
         stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
             theirs, **options, foreach=True
         )
         if step:
-            stock.load_state_dict(copy.deepcopy(own.state_dict()))  # the layout is torch's
+            stock.load_state_dict(copy.deepcopy(adam.state_dict()))  # the layout is torch's
         versions = [p._version for p in params]
-        for p, q, kept in zip(params, theirs, copies, strict=True):
+        for p, q, update in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape, device=DEVICE)
-            q.grad = edited(p.grad, q.detach(), kept)
+            q.grad = edited(p.grad, q.detach(), update)
         if kind == "fading":
             copies = [faded(c, 0.2 - 0.05 * step) for c in copies]
         given, old = [p.grad.clone() for p in params], [p.detach().clone() for p in params]
-        assert own.plan(dict(zip(params, copies, strict=True))) == params
-        own.step()
+        assert adam.plan(dict(zip(params, copies, strict=True))) == params
+        adam.step()
         stock.step()
-        for i, (p, q, kept) in enumerate(zip(params, theirs, copies, strict=True)):
+        for i, (p, q, update) in enumerate(zip(params, theirs, copies, strict=True)):
             assert torch.equal(p.grad, given[i])
             assert p._version > versions[i]
-            mine, other = own.state[p], stock.state[q]
+            mine, other = adam.state[p], stock.state[q]
             assert mine.keys() == other.keys()
             assert mine["step"] == other["step"] == step + 1
             assert mine["step"].device == other["step"].device
@@ -308,7 +308,7 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
             )
             assert_close(p, q, torch.maximum(old[i].abs(), q.abs()) + 10 * OPTIONS["lr"])
             assert not torch.equal(p, old[i])
-            assert torch.equal(bits(kept.projected), bits(projection(p.detach(), kept)))
+            assert torch.equal(bits(update.projected), bits(projection(p.detach(), update)))
 
 
 @pytest.mark.usefixtures("by_triton")
@@ -321,15 +321,15 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
         (optim.AdamW if decoupled else optim.Adam)(group, **OPTIONS) for group in (params, theirs)
     ]
     for step in range(3):
-        for p, q, kept in zip(params, theirs, copies, strict=True):
+        for p, q, update in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p)
-            q.grad = edited(p.grad, q.detach(), kept)
+            q.grad = edited(p.grad, q.detach(), update)
         assert optimizers[0].plan(dict(zip(params, copies, strict=True))) == params
         for optimizer, group in zip(optimizers, (params, theirs), strict=True):
             optimizer.step()
             if step == 0:
                 optimizer.freeze_second_moment(group)
-        for p, q, kept in zip(params, theirs, copies, strict=True):
+        for p, q, update in zip(params, theirs, copies, strict=True):
             mine, other = optimizers[0].state[p], optimizers[1].state[q]
             assert mine.keys() == other.keys() == {"step", "exp_avg", "frozen_denominator"}
             assert mine["step"] == other["step"] == step + 1
@@ -338,7 +338,7 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
                 mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7
             )
             assert torch.equal(
-                bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim))
+                bits(update.projected), bits(hard_threshold(p, update.pattern, update.dim))
             )
 
 
@@ -351,16 +351,16 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
         {"params": [params[3], dense], "maximize": True},
         {"params": params[4:], "lr": torch.tensor(0.1)},
     ]
-    own = optim.AdamW(groups, capturable=False, foreach=False)
+    adam = optim.AdamW(groups, capturable=False, foreach=False)
     params[0].grad = torch.randn(16, 40, device=DEVICE).T  # not contiguous
     params[1].grad = torch.randn_like(params[1])
     for p in (params[3], params[4], dense):
         p.grad = torch.randn_like(p)
-    assert own.plan(dict(zip(params, copies, strict=True))) == [params[1]]
+    assert adam.plan(dict(zip(params, copies, strict=True))) == [params[1]]
     before = [
         (p.detach().clone(), c.projected.clone()) for p, c in zip(params, copies, strict=True)
     ]
-    own.step()
+    adam.step()
     assert not torch.equal(params[1], before[1][0])
     assert not torch.equal(copies[1].projected, before[1][1])
     for i in (0, 3, 4):
@@ -368,7 +368,7 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
         assert torch.equal(copies[i].projected, before[i][1])
     assert torch.equal(params[2], before[2][0])  # it has no gradient
     after = copies[1].projected.clone()
-    own.step()  # it was for one step
+    adam.step()  # it was for one step
     assert torch.equal(copies[1].projected, after)
 
 
@@ -478,21 +478,23 @@ def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio: str) -> None
         ).float()
         ** 3
     )
-    found = (
+    estimates = (
         estimated(column[:, None].expand(-1, draws).contiguous().to(DEVICE), ratio, 0)
         .double()
         .cpu()
     )
     p = inclusion_probabilities(column[:, None], pattern, 0)[:, 0]
-    assert ((found != 0).unflatten(0, (2, pattern.m)).sum(1) == pattern.n).all()
-    kept = found != 0
+    assert ((estimates != 0).unflatten(0, (2, pattern.m)).sum(1) == pattern.n).all()
+    mask = estimates != 0
     torch.testing.assert_close(
-        found[kept], (column.double() / p)[:, None].expand(-1, draws)[kept], rtol=1e-5, atol=0
+        estimates[mask], (column.double() / p)[:, None].expand(-1, draws)[mask], rtol=1e-5, atol=0
     )
     variance = column.double() ** 2 * (1 / p - 1)
-    assert ((found.mean(1) - column.double()).abs() <= 5 * (variance / draws).sqrt() + 1e-5).all()
+    assert (
+        (estimates.mean(1) - column.double()).abs() <= 5 * (variance / draws).sqrt() + 1e-5
+    ).all()
     assert variance.max() > 0
-    assert float(found.var(1).sum()) == pytest.approx(float(variance.sum()), rel=0.15)
+    assert float(estimates.var(1).sum()) == pytest.approx(float(variance.sum()), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -502,15 +504,15 @@ def test_estimates_of_other_shapes_and_dtypes(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    found = estimated(x, "2:4", dim)
+    estimate = estimated(x, "2:4", dim)
     p = inclusion_probabilities(x.float(), "2:4", dim)
-    assert ((found != 0).unflatten(dim, (-1, 4)).sum(dim + 1) == 2).all()
+    assert ((estimate != 0).unflatten(dim, (-1, 4)).sum(dim + 1) == 2).all()
     torch.testing.assert_close(
-        found, torch.where(found != 0, (x.double() / p), 0.0).to(dtype), rtol=2**-6, atol=1e-5
+        estimate, torch.where(estimate != 0, (x.double() / p), 0.0).to(dtype), rtol=2**-6, atol=1e-5
     )
-    assert torch.equal(estimated(x, "2:4", dim), found)
-    assert not torch.equal(estimated(x, "2:4", dim, seed=8), found)
-    assert not (found.float().signbit() & (found == 0)).any()
+    assert torch.equal(estimated(x, "2:4", dim), estimate)
+    assert not torch.equal(estimated(x, "2:4", dim, seed=8), estimate)
+    assert not (estimate.float().signbit() & (estimate == 0)).any()
 
 
 def test_estimates_at_the_edges() -> None:
@@ -522,11 +524,11 @@ def test_estimates_at_the_edges() -> None:
             [0.0, -4.0, 1.0, 1.0, float("nan")],
         ]
     )
-    found = estimated(x.to(DEVICE), "2:4", 0).cpu()
-    assert found[:, 0].tolist() == [0.0] * 4
-    assert found[:, 1].tolist() == [3.0, 0.0, 0.0, -4.0]  # no more than N: all are certain
-    assert sorted(found[:, 2].tolist()) == [0.0, 0.0, 2.0, 2.0]
-    assert found[:, 3:].isnan().all()
+    estimate = estimated(x.to(DEVICE), "2:4", 0).cpu()
+    assert estimate[:, 0].tolist() == [0.0] * 4
+    assert estimate[:, 1].tolist() == [3.0, 0.0, 0.0, -4.0]  # no more than N: all are certain
+    assert sorted(estimate[:, 2].tolist()) == [0.0, 0.0, 2.0, 2.0]
+    assert estimate[:, 3:].isnan().all()
     for tensor, pattern, dim in (
         (x, "2:4", 1),
         (x.double(), "2:4", 0),

@@ -261,8 +261,8 @@ def run(place: Path, *overrides: str) -> dict[str, Any]:
         result = runner.run(made, run_folder(made))
     finally:
         ImageFiles.__getitem__ = read  # type: ignore[method-assign]
-    told = {key: result.get(key) for key in ("status", "error", "metrics", "folder")}
-    return told | {
+    summary = {key: result.get(key) for key in ("status", "error", "metrics", "folder")}
+    return summary | {
         "trained": sum(epoch >= 0 for epoch, _ in decoded),
         "evaluated": sum(epoch < 0 for epoch, _ in decoded),
     }
@@ -271,34 +271,36 @@ def run(place: Path, *overrides: str) -> dict[str, Any]:
 def main(place: Path) -> dict[str, Any]:
     """``place`` has the folders ``whole`` and ``damaged`` of images."""
     ranks.begin("cpu")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: metrics(task(), model()) for name, (task, model) in CASES.items()
     }
-    found["shards"] = in_shards(images(2500), Linear())
-    found["shards, 1 batch"] = in_shards(images(37), Linear())
+    results["shards"] = in_shards(images(2500), Linear())
+    results["shards, 1 batch"] = in_shards(images(37), Linear())
     if importlib.util.find_spec("sacrebleu") and importlib.util.find_spec("fairseq"):
-        found["translation"] = translated()
-    found["broken text"] = broken_text()
+        results["translation"] = translated()
+    results["broken text"] = broken_text()
     build = models.build
     models.build = lambda options, inputs: Normed(**inputs)  # type: ignore[assignment]
-    found["stream"] = run(
+    results["stream"] = run(
         place / f"runs{ranks.world()}",
         *STREAM,
         f"dataset.path={place / 'whole' / 'some'}",
         "recipe=dense",
     )
     models.build = build
-    found["damaged"] = run(
+    results["damaged"] = run(
         place / f"runs{ranks.world()}",
         *STREAM,
         f"dataset.path={place / 'damaged' / 'some'}",
         "recipe=ste",
     )
-    found["own"] = run(place / f"runs{ranks.world()}", *OWN) | {"evaluations": Plain.evaluations}
-    return found
+    results["own"] = run(place / f"runs{ranks.world()}", *OWN) | {"evaluations": Plain.evaluations}
+    return results
 
 
 if __name__ == "__main__":
     sys.modules["two_evaluate"] = sys.modules["__main__"]  # one Plain, however it is imported
-    found = main(Path(sys.argv[1]))
-    (Path(sys.argv[1]) / f"found{ranks.rank()}of{ranks.world()}.json").write_text(json.dumps(found))
+    results = main(Path(sys.argv[1]))
+    (Path(sys.argv[1]) / f"found{ranks.rank()}of{ranks.world()}.json").write_text(
+        json.dumps(results)
+    )

@@ -30,10 +30,10 @@ def main(distributed: str, output_dir: str, last: int) -> None:
     step, asked = TrainingSteps.train_step, 0
 
     def stepped(loop: TrainingSteps, *args: Any, **kwargs: Any) -> Any:
-        found = step(loop, *args, **kwargs)
+        result = step(loop, *args, **kwargs)
         if loop.step == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return result
 
     def due(_: checkpoint.CheckpointClock) -> bool:
         nonlocal asked

@@ -54,9 +54,9 @@ def ddp(recipe: str, optimizer: str, how: str) -> dict[str, Tensor]:
         handle = sparse(model, made, recipe)
     for number in range(TOTAL):
         step(model, made, number, parts=2 if "no_sync" in how else 1)
-    found = outcome(model, made, handle)
-    same_everywhere(found, (recipe, optimizer, how))
-    return found
+    weights = outcome(model, made, handle)
+    same_everywhere(weights, (recipe, optimizer, how))
+    return weights
 
 
 WAYS = ("ddp first", "sparsify first", "ddp first, seeds", "sparsify first, seeds", "no_sync")
@@ -93,8 +93,8 @@ def fsdp(recipe: str, optimizer: str, folder: Path) -> dict[str, Tensor]:
             save(started, folder)
         step(*started[:2], number)
         assert all(w.dense.numel() < w.shape.numel() or w.shape[0] == 1 for w in started[2].sparse)
-    found = outcome(*started)
-    same_everywhere(found, (recipe, optimizer))
+    weights = outcome(*started)
+    same_everywhere(weights, (recipe, optimizer))
     for load in (from_files, from_whole):
         if load is from_whole and (recipe, optimizer) == ("asp", "plain sgd"):
             continue  # torch loads no whole state dict where there is no state at all
@@ -109,10 +109,10 @@ def fsdp(recipe: str, optimizer: str, folder: Path) -> dict[str, Tensor]:
         for number in range(STOP, TOTAL):
             step(*again[:2], number)
         ended = outcome(*again)
-        assert ended.keys() == found.keys(), (recipe, optimizer, load)
-        for name, tensor in found.items():
+        assert ended.keys() == weights.keys(), (recipe, optimizer, load)
+        for name, tensor in weights.items():
             assert torch.equal(ended[name], tensor), (recipe, optimizer, load, name)
-    return found
+    return weights
 
 
 def save(started: Started, folder: Path) -> None:
@@ -152,11 +152,11 @@ def from_whole(started: Started, folder: Path) -> None:
 
 def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
     """Every case; saving an optimizer that has not begun; and what is refused."""
-    found = {}
+    outcomes = {}
     for number, case in enumerate([*CASES, ("sr_ste", "plain sgd"), ("asp", "plain sgd")]):
         place = folder / f"saved{number}"
         place.mkdir(exist_ok=True)
-        found[case] = fsdp(*case, place)
+        outcomes[case] = fsdp(*case, place)
     for recipe, options in (
         ("t_sr_ste", {}),
         ("bi_mask", {}),
@@ -183,16 +183,16 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
     ):
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        kept = set() if split else {model[1].weight}
+        ignored = set() if split else {model[1].weight}
         fully_shard(
             model,
             mesh=mesh,
-            ignored_params=kept,
+            ignored_params=ignored,
             shard_placement_fn=lambda p: Shard(int(p.dim() == 2 and split)),  # noqa: B023
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         refused(lambda: nmrun.sparsify(model, optimizer, "sr_ste", "2:4", TOTAL), complaint)  # noqa: B023
-    return found
+    return outcomes
 
 
 def check_dense_weights() -> None:
@@ -201,14 +201,14 @@ def check_dense_weights() -> None:
     fully_shard(model)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     handle = sparse(model, optimizer, "sr_ste")
-    x, dense, found = torch.ones(2, 16), same(torch.ones(2, 16)), []
+    x, dense, outputs = torch.ones(2, 16), same(torch.ones(2, 16)), []
     with torch.no_grad():
-        found.append(model(x))
+        outputs.append(model(x))
         with handle.dense_weights():
             assert torch.equal(model(x), dense)
-        found.append(model(x))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], dense)
+        outputs.append(model(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], dense)
     step(model, optimizer, 0)
     with torch.no_grad():
         model(x)
@@ -229,8 +229,8 @@ def broken(call: Callable[[], object]) -> None:
     try:
         call()
     except (ConfigError, dcp.api.CheckpointException) as error:
-        said = str(error)
-        assert "no dense weight" in said or "Missing key" in said, said
+        message = str(error)
+        assert "no dense weight" in message or "Missing key" in message, message
     else:
         raise AssertionError("a state without its dense weights was taken")
 

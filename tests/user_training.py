@@ -78,21 +78,21 @@ def outcome(
     model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle
 ) -> dict[str, Tensor]:
     """All that was trained: parameters, dense weights, moments; then finished and N:M."""
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("module.")
-        found[plain] = whole(parameter)
+        tensors[plain] = whole(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"{plain} {key}"] = whole(value)
+                tensors[f"{plain} {key}"] = whole(value)
     names = [(weight.name.removeprefix("module."), weight) for weight in handle.sparse]
     assert len(names) == 4
     handle.finalize()
     for name, weight in names:
         left = weight.whole(weight.weight)
         nmrun.sparsity.check_nm(left, "2:4", 1)
-        assert torch.equal(left, found[name])
-    return found
+        assert torch.equal(left, tensors[name])
+    return tensors
 
 
 def alone(recipe: str, optimizer: str) -> dict[str, Tensor]:
@@ -105,10 +105,10 @@ def alone(recipe: str, optimizer: str) -> dict[str, Tensor]:
     return outcome(model, made, handle)
 
 
-def same_everywhere(found: dict[str, Tensor], what: Any) -> None:
+def same_everywhere(tensors: dict[str, Tensor], what: Any) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, tensors)
     for other in everyone:
-        assert other.keys() == found.keys(), what
-        for name, tensor in found.items():
+        assert other.keys() == tensors.keys(), what
+        for name, tensor in tensors.items():
             assert torch.equal(other[name], tensor), (what, name)

@@ -85,7 +85,7 @@ if __name__ == "__main__":
     probe.SMALLEST, probe.ROUNDS = 1, 2
     measurement.cache_folder = lambda: folder
     for kind in ("masked", "replicated", "sharded"):
-        found = train(kind)
+        result = train(kind)
         if dist.get_rank() == 0:
-            torch.save(found, folder / f"{kind}.pt")
+            torch.save(result, folder / f"{kind}.pt")
     dist.destroy_process_group()

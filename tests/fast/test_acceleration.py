@@ -90,16 +90,16 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
         True,
         False,
     ]
-    said = acceleration.lines(choices)
-    assert said[0] == "N:M products in 2 of 3 sparse layers"
+    lines = acceleration.lines(choices)
+    assert lines[0] == "N:M products in 2 of 3 sparse layers"
     assert (
-        said[1]
+        lines[1]
         == "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed 4.000 ms (1.50x)"
     )
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         (semi_structured.Path(COMPRESSED.pack, wrong), "WRONG results"),
         (semi_structured.Path(refusing, wrong), "not on this machine"),
@@ -114,7 +114,7 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
 )
 @pytest.mark.parametrize("mode", ["auto", "force"])
 def test_a_path_that_is_not_right_is_never_taken(
-    path: semi_structured.Path, said: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    path: semi_structured.Path, message: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
     _, handle = sparse(model)
@@ -128,9 +128,11 @@ def test_a_path_that_is_not_right_is_never_taken(
     if mode == "auto":
         choices = accelerate(handle, passing(model))
         assert [c.path for c in choices] == [None] * 3
-        assert f"broken: {said}" in choices[1].reason
+        assert f"broken: {message}" in choices[1].reason
     else:
-        with pytest.raises(ConfigError, match=f"no layer can be accelerated here .*broken: {said}"):
+        with pytest.raises(
+            ConfigError, match=f"no layer can be accelerated here .*broken: {message}"
+        ):
             accelerate(handle, passing(model), mode)
 
 
@@ -207,11 +209,11 @@ def test_dense_steps_at_the_beginning_are_exact() -> None:
     plain = copy.deepcopy(model)
     _, handle = sparse(model, "asp", prune_at=0.5, mvue="2:4")
     assert accelerate(handle, passing(model))[0].path == "compressed"
-    x, found = normal(16, 32).bfloat16(), []
+    x, results = normal(16, 32).bfloat16(), []
     for each in (model, plain):
         (y := each(x)).float().square().sum().backward()
-        found.append((y, each[0].weight.grad))
-    for ours, wanted in zip(*found, strict=True):
+        results.append((y, each[0].weight.grad))
+    for ours, wanted in zip(*results, strict=True):
         assert torch.equal(ours, wanted)
 
 
@@ -241,14 +243,14 @@ def test_measured_once_a_shape_and_remembered(
 
 def test_each_layer_is_told_before_it_is_timed(machine: Machine) -> None:
     _, handle = sparse(model := mlp())
-    said: list[tuple[list[int], int]] = []
+    messages: list[tuple[list[int], int]] = []
 
     def tell(text: str) -> None:
-        said.append(([int(word) for word in text.split() if word.isdigit()], machine.timed))
+        messages.append(([int(word) for word in text.split() if word.isdigit()], machine.timed))
 
     accelerate(handle, passing(model), tell=tell)
-    numbers, timed = zip(*said, strict=True)
-    total = len(said)
+    numbers, timed = zip(*messages, strict=True)
+    total = len(messages)
     assert total >= 2
     assert [number[0] for number in numbers] == list(range(1, total + 1))
     assert {number[1] for number in numbers} == {len(handle.sparse)}
@@ -279,8 +281,8 @@ def test_why_layers_stay_dense() -> None:
         "narrow.weight": "float32: 2:4 products are of bfloat16 or float16 (trainer.precision)",
     }
     with torch.autocast("cpu", torch.bfloat16):
-        found = {c.name: c.reason for c in accelerate(handle, lambda: model(x))}
-    assert found["narrow.weight"] == "32 inputs and 24 outputs are not multiples of 16"
+        reasons = {c.name: c.reason for c in accelerate(handle, lambda: model(x))}
+    assert reasons["narrow.weight"] == "32 inputs and 24 outputs are not multiples of 16"
     known = accelerate(handle, lambda: pytest.fail("no pass is needed"), why_not="it rains")
     assert acceleration.lines(known) == ["masks only, nothing is accelerated: it rains"]
     assert accelerate(handle, lambda: pytest.fail("nor here"), "off") == []
@@ -479,8 +481,8 @@ def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
     z, wanted = model(x), torch.addmm(model[0].bias, x, used)
     torch.testing.assert_close(z, wanted)
     dz = normal(16, 32, seed=7).bfloat16()
-    found = torch.autograd.grad(z, (x, handle.sparse[0].parameter), dz)
-    torch.testing.assert_close(found, torch.autograd.grad(wanted, (x, used), dz))
+    grads = torch.autograd.grad(z, (x, handle.sparse[0].parameter), dz)
+    torch.testing.assert_close(grads, torch.autograd.grad(wanted, (x, used), dz))
 
 
 @pytest.mark.parametrize("recipe", ["ste", "step", "mdgf_linear"])
@@ -573,11 +575,11 @@ def test_runs(tmp_path: Path) -> None:
 def test_times_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "cache_folder", lambda: tmp_path)
     named = ("cusparselt:17", "cusparselt:12", "cusparselt:17")
-    found = {"dense": Times(0.0, 2.0), "cusparselt": Times(1.0, 2.0, 3.0, algorithms=named)}
-    measurement.remember("probe.json", "a GPU", "a shape", found)
-    assert measurement.recall("probe.json", "a GPU", "a shape", found.keys()) == found
-    as_json = json.loads(json.dumps(measurement.as_data({"a shape": found})))
-    assert measurement.from_data(as_json) == {"a shape": found}
+    times = {"dense": Times(0.0, 2.0), "cusparselt": Times(1.0, 2.0, 3.0, algorithms=named)}
+    measurement.remember("probe.json", "a GPU", "a shape", times)
+    assert measurement.recall("probe.json", "a GPU", "a shape", times.keys()) == times
+    as_json = json.loads(json.dumps(measurement.as_data({"a shape": times})))
+    assert measurement.from_data(as_json) == {"a shape": times}
 
 
 def test_a_choice_shows_what_a_layer_got_and_why() -> None:

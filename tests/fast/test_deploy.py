@@ -318,8 +318,8 @@ def test_what_is_left_dense_has_a_reason() -> None:
     model = Mixed()
     model.twice.weight.data[:] = 1.0
     model.out.weight.data *= nm_mask(model.out.weight.data, "2:4")
-    said = {n: c.reason for n, c in by_name(nmrun.deploy(model, torch.randn(16, 16))).items()}
-    assert said == {
+    reasons = {n: c.reason for n, c in by_name(nmrun.deploy(model, torch.randn(16, 16))).items()}
+    assert reasons == {
         "dense.weight": "another module has the same weight",
         "tied.weight": "another module has the same weight",
         "unused.weight": "the sample does not call it as a layer",

@@ -57,12 +57,12 @@ def test_layers_take_the_fastest_right_products(pattern: str) -> None:
     assert [(c.path, c.is_sparse) for c in choices] == [("packed bf16", True)] * 2
     assert [type(model[i]) for i in (0, 2)] == [Bf16Linear] * 2
     with torch.no_grad():
-        found = model(x)
-        assert torch.equal(model(x[:1, :1]), found[:1, :1])
-    assert found.dtype == torch.bfloat16
-    assert float((found.double() - exact).norm() / exact.norm()) < 0.005
+        z = model(x)
+        assert torch.equal(model(x[:1, :1]), z[:1, :1])
+    assert z.dtype == torch.bfloat16
+    assert float((z.double() - exact).norm() / exact.norm()) < 0.005
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(x.float()), found)
+        assert torch.equal(model(x.float()), z)
     assert not list(model.parameters())
 
 

@@ -43,8 +43,8 @@ def mlp(pattern: str = "1:4") -> nn.Module:
     return model.eval()
 
 
-def share(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+def share(actual: Tensor, wanted: Tensor) -> float:
+    return float((actual.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 @needs_int8
@@ -57,9 +57,9 @@ def test_layers_are_int8(dtype: torch.dtype) -> None:
     assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
     assert all("int8 0.25 ms (4.00x); dense int8 outputs 0.0" in c.reason for c in choices)
     with torch.no_grad():
-        found = model(x)
-    assert found.dtype == dtype
-    assert 0 < share(found, wanted) < 0.03
+        z = model(x)
+    assert z.dtype == dtype
+    assert 0 < share(z, wanted) < 0.03
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
     assert not list(model.parameters())
@@ -144,11 +144,11 @@ def test_the_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_precision_and_a_tolerance_that_are_none() -> None:
     model, x = mlp(), torch.randn(3, 80)
     layers = list(model)
-    for words, said in (
+    for words, message in (
         ({"precision": "int4"}, r"precision='int4' is unknown; 'int8' and None are allowed"),
         ({"precision": "int8", "tolerance": -1.0}, r"tolerance=-1.0 must be from 0 to 1"),
     ):
-        with pytest.raises(ConfigError, match=f"^{said}$"):
+        with pytest.raises(ConfigError, match=f"^{message}$"):
             nmrun.deploy(model, x, **words)
     assert list(model) == layers
 
@@ -190,10 +190,10 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
     assert all(isinstance(model[i], DenseInt8Linear) for i in (0, 2))
     assert torch.equal(model[0].dense(), Int8Linear.of(weight).dense())
     with torch.no_grad():
-        found = model(x)
+        z = model(x)
         assert model(x[:0]).shape == (0, 5, 30)
-    assert found.dtype == dtype
-    assert 0 < share(found, wanted) < 0.03
+    assert z.dtype == dtype
+    assert 0 < share(z, wanted) < 0.03
     x[1, 2, 3] = float("nan")
     with pytest.raises(RuntimeError, match="NaN or infinity"):
         model(x)

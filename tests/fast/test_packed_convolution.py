@@ -94,8 +94,8 @@ def test_the_memory_is_that_of_the_non_zeros_and_their_places(pattern: str, shar
     model = prune(nn.Sequential(nn.Conv2d(256, 64, 3, bias=False)), pattern)
     dense = model[0].weight.nbytes
     nmrun.deploy(model, torch.randn(2, 256, 4, 4))
-    held = sum(tensor.nbytes for tensor in model.state_dict().values())
-    assert held == dense * 1.25 * share + 4 * (9 * 2 * 64 + 1)
+    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert nbytes == dense * 1.25 * share + 4 * (9 * 2 * 64 + 1)
 
 
 @needs_compiler
@@ -127,20 +127,20 @@ def test_what_is_wrong_is_said_in_one_line() -> None:
     model = prune(net(), "1:4")
     nmrun.deploy(model, torch.randn(5, 8, 6, 7))
     state = model.state_dict()
-    for change, said in (
+    for change, message in (
         ({"0.index": torch.full_like(state["0.index"], 8)}, "0: a column that is not of its block"),
         ({"0.index": state["0.index"].int()}, "0: index of torch.int32, not uint8"),
         ({"0.values": state["0.values"][1:]}, "0: 359 values where start says 360"),
         ({"0.start": state["0.start"].flip(0)}, "0: start is not that of 20 x 72"),
         ({"0.start": state["0.start"][1:]}, "0: start is not that of 20 x 72"),
     ):
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             model.load_state_dict(state | change)
-    for x, said in (
+    for x, message in (
         (torch.randn(2, 9, 6, 7), r"x is \[2, 9, 6, 7\] where the layer has 8 channels"),
         (torch.randn(2, 8, 6, 7).double(), "x of torch.float64: packed convolutions take float32"),
     ):
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             model[0](x)
     small = PackedConvolution(
         packed_convolution.packed(torch.ones(2, 4, 5, 5)), packed_convolution.Window((5, 5))
@@ -192,8 +192,8 @@ def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
     model, x = prune(Mixed(), "2:4"), torch.randn(2, 8, 4, 4)
     model.dense.weight.data.fill_(1.0)
-    said = {n: c.reason for n, c in by_name(nmrun.deploy(model, x)).items()}
-    assert said == {
+    reasons = {n: c.reason for n, c in by_name(nmrun.deploy(model, x)).items()}
+    assert reasons == {
         "grouped.weight": "grouped convolutions are not packed",
         "reflected.weight": "padding reflect, (1, 1) is not packed",
         "uneven.weight": "padding zeros, same is not packed",
@@ -219,6 +219,6 @@ def test_an_image_has_the_same_bits_in_any_batch_and_under_autocast_it_stays_flo
         whole = model[0](x)
         assert torch.equal(model[0](x[3:5]), whole[3:5])
         with torch.autocast("cpu", torch.bfloat16):
-            found = model[0](x)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, F.conv2d(x, weight, bias, padding=1))
+            z = model[0](x)
+    assert z.dtype == torch.float32
+    torch.testing.assert_close(z, F.conv2d(x, weight, bias, padding=1))

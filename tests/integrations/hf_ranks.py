@@ -58,8 +58,8 @@ if __name__ == "__main__":
     assert trainer.args.world_size == 2
     trainer.train()
     assert sparse.handle is not None
-    found = {"step": sparse.handle.recipe.step, "weights": trainer.model.state_dict()}
-    torch.save(found, folder / f"{rank}.pt")
+    result = {"step": sparse.handle.recipe.step, "weights": trainer.model.state_dict()}
+    torch.save(result, folder / f"{rank}.pt")
     for sharded in (True, False):
         middle(folder, sharded)
     dist.barrier()

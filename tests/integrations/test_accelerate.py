@@ -74,8 +74,8 @@ def test_the_weights_of_a_plain_loop(recipe: str, first: bool) -> None:
     train(*loop)
     accelerator, model, optimizer, _, handle = loop
     assert handle.recipe.step == TOTAL
-    found = everything(accelerator.unwrap_model(model), optimizer.optimizer, handle)
-    assert found == everything(*plain(recipe))
+    actual = everything(accelerator.unwrap_model(model), optimizer.optimizer, handle)
+    assert actual == everything(*plain(recipe))
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4", exclude="4")
 
@@ -91,10 +91,10 @@ def test_compiled_for_this_machine(first: bool) -> None:
     assert hasattr(model, "_orig_mod")
     assert handle.recipe.step == TOTAL
     handle.finalize()
-    found = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
-    nmrun.sparsity.check_nm(found["0.weight"], "2:4")
+    weights = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
+    nmrun.sparsity.check_nm(weights["0.weight"], "2:4")
     for name, tensor in plain("step")[0].state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "step", "s_ste", "asp"])

@@ -46,8 +46,8 @@ def train(data: Path, to: Path, *arguments: str, plug: bool = True) -> None:
 
 
 def saved(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(folder / name, weights_only=False)
-    return found
+    checkpoint: dict[str, Any] = torch.load(folder / name, weights_only=False)
+    return checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ def test_only_sparse_models_compete_for_the_best(data: Path, tmp_path: Path) -> 
         step = state["optimizer_history"][-1]["num_updates"]
         losses[step] = state["extra_state"]["val_loss"]
     assert min(losses, key=lambda step: losses[step]) < 12
-    (kept,) = tmp_path.glob("checkpoint.best_loss_*.pt")
-    for state in (best, saved(tmp_path, kept.name)):
+    (file,) = tmp_path.glob("checkpoint.best_loss_*.pt")
+    for state in (best, saved(tmp_path, file.name)):
         for name in names:
             assert int((state["model"][name].view(-1, 16) != 0).sum(1).max()) == 1
     after = min(loss for step, loss in losses.items() if step >= 12)

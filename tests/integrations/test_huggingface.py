@@ -89,10 +89,10 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_
     whole, _ = trained(tmp_path / "whole", recipe, **saving)
     for step in (3, 6):
         saved = tmp_path / "whole" / f"checkpoint-{step}"
-        model, found = transformers.GPT2LMHeadModel.from_pretrained(saved, output_loading_info=True)
-        assert not (found["missing_keys"])
-        assert not (found["unexpected_keys"])
-        assert not (found["mismatched_keys"])
+        model, info = transformers.GPT2LMHeadModel.from_pretrained(saved, output_loading_info=True)
+        assert not (info["missing_keys"])
+        assert not (info["unexpected_keys"])
+        assert not (info["mismatched_keys"])
         if step == 6 or recipe == "s_ste":
             nmrun.sparsity.check_nm(model, "2:4")
         again, sparse = trained(tmp_path / "again", recipe, str(saved), **saving)
@@ -182,8 +182,8 @@ def test_compiled_for_this_machine(tmp_path: Path) -> None:
     assert sparse.handle.recipe.step == hf.STEPS
     nmrun.sparsity.check_nm(trainer.model, "2:4")
     for name, tensor in plain.model.state_dict().items():
-        found = trainer.model.state_dict()[name]
-        torch.testing.assert_close(found, tensor, rtol=1e-2, atol=1e-3, msg=name)
+        actual = trainer.model.state_dict()[name]
+        torch.testing.assert_close(actual, tensor, rtol=1e-2, atol=1e-3, msg=name)
 
 
 @pytest.mark.minutes
@@ -197,11 +197,11 @@ def test_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     alone = trained(tmp_path / "alone", "sr_ste")[0].model.state_dict()
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found["step"] == hf.STEPS
-        assert bits(found["weights"]) == bits(torch.load(tmp_path / "0.pt")["weights"])
+        result = torch.load(tmp_path / f"{rank}.pt")
+        assert result["step"] == hf.STEPS
+        assert bits(result["weights"]) == bits(torch.load(tmp_path / "0.pt")["weights"])
         for name, tensor in alone.items():
-            torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-3, atol=1e-4)
     model, read = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "sharded", output_loading_info=True
     )
@@ -320,8 +320,8 @@ def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path
 
     class Looks(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found = [sparse.handle.recipe.step, sparse.handle.recipe.total_steps]
-            dense.append((*found, [w.dense.clone() for w in sparse.handle.sparse]))
+            clock = [sparse.handle.recipe.step, sparse.handle.recipe.total_steps]
+            dense.append((*clock, [w.dense.clone() for w in sparse.handle.sparse]))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.last = [w.dense.clone() for w in sparse.handle.sparse]

@@ -77,9 +77,9 @@ def test_compiled_for_this_machine(tmp_path: Path) -> None:
     assert watch.handle is not None
     assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
     nmrun.sparsity.check_nm(module, "2:4")
-    found = module.state_dict()
+    state = module.state_dict()
     for name, tensor in plain_loop("step").state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(state[name], tensor, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("closure", [False, True])
@@ -200,9 +200,9 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
             assert watch.handle is not None
             if 1 <= trainer.current_epoch < lit.EPOCHS:
                 seen.append({w.name: w.dense.clone() for w in watch.handle.sparse})
-                kept.extend(w for w in watch.handle.sparse if len(seen) == 1)
+                sparse.extend(w for w in watch.handle.sparse if len(seen) == 1)
 
-    kept: list[Any] = []
+    sparse: list[Any] = []
     order = [watch, swa] if first else [swa, watch]
     trainer = lit.trainer(tmp_path, [Watch(), *order])
     trainer.fit(module, lit.loader())
@@ -210,12 +210,12 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
     assert watch.handle.recipe.total_steps == watch.handle.recipe.step == lit.STEPS
     assert len(seen) == lit.EPOCHS - 1
     nmrun.sparsity.check_nm(module, "2:4")
-    for weight in kept:
+    for weight in sparse:
         mean = torch.stack([each[weight.name] for each in seen]).mean(0)
         expected = torch.empty_like(mean)
         watch.handle.recipe.project_final(weight.with_dense(mean), expected)
-        found = module.get_parameter(weight.name)
-        torch.testing.assert_close(found.detach(), expected)
+        average = module.get_parameter(weight.name)
+        torch.testing.assert_close(average.detach(), expected)
     if norm:
         with torch.no_grad():
             inputs = [module.net[0](batch) for batch in lit.loader()]
@@ -279,10 +279,10 @@ def test_two_processes(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for recipe in lit.OPTIONS:
-        found = [torch.load(tmp_path / f"{recipe}{rank}.pt") for rank in (0, 1)]
-        assert bits(found[0]) == bits(found[1]), recipe
+        results = [torch.load(tmp_path / f"{recipe}{rank}.pt") for rank in (0, 1)]
+        assert bits(results[0]) == bits(results[1]), recipe
         alone = plain_loop(recipe).state_dict()
-        torch.testing.assert_close(found[0], alone, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(results[0], alone, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("first", [False, True])

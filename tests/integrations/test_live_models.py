@@ -26,16 +26,16 @@ def test_a_live_model_is_exported_and_trains_on(how: str, tmp_path: Path) -> Non
     x = batch(3)
     expected = model(x).detach()
     if how == "export":
-        found = torch.export.export(model, (x,)).module()(x)
+        actual = torch.export.export(model, (x,)).module()(x)
     elif how == "trace":
-        found = torch.jit.trace(model, x)(x)
+        actual = torch.jit.trace(model, x)(x)
     else:
         onnxruntime = pytest.importorskip("onnxruntime", reason="needs pip install 'nmrun[onnx]'")
         torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True)
         session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
         name = session.get_inputs()[0].name
-        found = torch.from_numpy(session.run(None, {name: x.numpy()})[0])
-    torch.testing.assert_close(found, expected)
+        actual = torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+    torch.testing.assert_close(actual, expected)
     for trained, other, _ in ((model, optimizer, handle), plain):
         train(trained, other, range(3, 6))
     assert everything(model, optimizer, handle) == everything(*plain)

@@ -24,8 +24,8 @@ def of(module: str, name: str, **options: Any) -> Make:
     """An optimizer of a package that may not be installed."""
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        found = pytest.importorskip(module, reason=f"needs {module}")
-        return getattr(found, name)(parameters, **options)
+        package = pytest.importorskip(module, reason=f"needs {module}")
+        return getattr(package, name)(parameters, **options)
 
     return make
 

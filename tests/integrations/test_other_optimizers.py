@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import TOTAL, attach, batch, bits, everything, kept, net, start, stored, train
+from training import (
+    TOTAL,
+    attach,
+    batch,
+    bits,
+    everything,
+    net,
+    recipe_tensors,
+    start,
+    stored,
+    train,
+)
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -44,7 +55,7 @@ def test_a_step_that_calls_another_is_one_step(
 ) -> None:
     """As the class that it calls does."""
     base([nn.Parameter(torch.zeros(1))])
-    found = []
+    results = []
     for made in (kind, base):
         model = net()
         optimizer = made(model.parameters(), lr=0.02)
@@ -63,9 +74,9 @@ def test_a_step_that_calls_another_is_one_step(
                 optimizer.step()
             optimizer.zero_grad()
             assert handle.recipe.step == step + 1
-        found.append((everything(model, optimizer, handle), handle.pop_events()))
+        results.append((everything(model, optimizer, handle), handle.pop_events()))
         handle.finalize()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_after_such_a_step_failed_the_next_one_counts() -> None:
@@ -95,14 +106,14 @@ class InBackward(torch.optim.Optimizer):
         every = list(parameters)
         super().__init__(every, {"lr": 0.02})
         for parameter in every:
-            own = torch.optim.AdamW([parameter], lr=0.02)
-            parameter.register_post_accumulate_grad_hook(self._moving(own))
+            optimizer = torch.optim.AdamW([parameter], lr=0.02)
+            parameter.register_post_accumulate_grad_hook(self._moving(optimizer))
 
     @staticmethod
-    def _moving(own: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    def _moving(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def move(parameter: Tensor) -> None:
-            own.step()
-            own.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
         return move
 
@@ -144,8 +155,8 @@ def test_one_handle_for_each_optimizer_of_the_backward_pass_trains_as_one_for_al
     handles = [
         nmrun.sparsify(model, optimizers[i], "sr_ste", "2:4", TOTAL, decay=0.1) for i in (0, 2)
     ]
-    for parameter, own in zip(model.parameters(), optimizers, strict=True):
-        parameter.register_post_accumulate_grad_hook(InBackward._moving(own))
+    for parameter, optimizer in zip(model.parameters(), optimizers, strict=True):
+        parameter.register_post_accumulate_grad_hook(InBackward._moving(optimizer))
     for step in range(TOTAL):
         model(batch(step)).square().mean().backward()
     for handle in handles:
@@ -226,7 +237,7 @@ def test_a_state_dict_without_the_dense_weights_is_refused(kind: Any) -> None:
         attach(model, optimizer, "sr_ste")
     assert "\n" not in str(e.value)
     assert bits(model.state_dict()) == before
-    assert kept(optimizer) == {}
+    assert recipe_tensors(optimizer) == {}
     assert "nmrun" not in optimizer.param_groups[0]
     plain = net()
     other = kind(plain.parameters(), lr=0.02)
@@ -308,8 +319,8 @@ def test_weights_from_outside_and_a_step_too_many_are_warned_of_once() -> None:
             if step in (3, 6):
                 model.load_state_dict(net(step).state_dict())
             train(model, optimizer, [step])
-    said = [str(each.message) for each in caught]
-    assert len(said) == 2
-    assert re.match(r"nmrun: step 3: 0\.weight and 1 more changed outside", said[0])
-    assert re.match(r"nmrun: step 11: .* one step more than total_steps=10", said[1])
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == 2
+    assert re.match(r"nmrun: step 3: 0\.weight and 1 more changed outside", messages[0])
+    assert re.match(r"nmrun: step 11: .* one step more than total_steps=10", messages[1])
     assert len(handle.pop_events()) == 3

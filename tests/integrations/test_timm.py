@@ -50,7 +50,7 @@ def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> n
 )  # fmt: skip
 def test_its_scaler_changes_no_bit(recipe: str, name: str) -> None:
     """With two micro-batches a step, and the learning rates of layer decay."""
-    found = []
+    weights = []
     for scaled in (False, True):
         model = vit()
         optimizer = optimizer_of(model, name)
@@ -72,8 +72,8 @@ def test_its_scaler_changes_no_bit(recipe: str, name: str) -> None:
         assert len(handle.sparse) == 8
         handle.finalize()
         nmrun.sparsity.check_nm(model, "2:4", exclude=EXCLUDE)
-        found.append(bits(model.state_dict()))
-    assert found[0] == found[1]
+        weights.append(bits(model.state_dict()))
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("first", [True, False])

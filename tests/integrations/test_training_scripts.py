@@ -155,8 +155,8 @@ def test_nanogpt_resumes_with_the_same_bits_and_samples(recipe: str, tmp_path: P
         assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
         assert (weights["lm_head.weight"] != 0).all()
         layers = [w for name, w in weights.items() if ".h." in name and w.ndim == 2]
-        held = [bool(((w.view(-1, 4) != 0).sum(1) <= 2).all()) for w in layers]
-        assert held == [not dense] * 8
+        is_sparse = [bool(((w.view(-1, 4) != 0).sum(1) <= 2).all()) for w in layers]
+        assert is_sparse == [not dense] * 8
         words = ("--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20")
         sample = run(script.with_name("sample.py"), *words).split("...\n")[-1]
         assert len(sample.rsplit("\n---", 1)[0]) == len("\n") + 20
@@ -174,11 +174,11 @@ def test_nanogpt_with_nothing_to_prune_is_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
 def test_nanogpt_compiled_trains_the_same(recipe: str, tmp_path: Path) -> None:
     script = nanogpt(tmp_path / "gpt", recipe)
-    found = [gpt(script, compile=compiled) for compiled in (False, True)]
-    assert clock(found[1]) == STEPS
-    torch.testing.assert_close(found[1]["best_val_loss"], found[0]["best_val_loss"])
-    for name, weight in found[0]["model"].items():
-        compiled = found[1]["model"][f"_orig_mod.{name}"]
+    checkpoints = [gpt(script, compile=compiled) for compiled in (False, True)]
+    assert clock(checkpoints[1]) == STEPS
+    torch.testing.assert_close(checkpoints[1]["best_val_loss"], checkpoints[0]["best_val_loss"])
+    for name, weight in checkpoints[0]["model"].items():
+        compiled = checkpoints[1]["model"][f"_orig_mod.{name}"]
         assert torch.equal(compiled == 0, weight == 0), name
         torch.testing.assert_close(compiled, weight, rtol=1e-2, atol=1e-3, msg=name)
 

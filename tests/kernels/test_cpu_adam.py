@@ -32,13 +32,13 @@ EXACT = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 TOTAL = 12
 
 
-def assert_same(found: Tensor, wanted: Tensor) -> None:
+def assert_same(actual: Tensor, wanted: Tensor) -> None:
     if EXACT:
         assert torch.equal(
-            found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
+            actual.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
         )
     else:
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
 
 
 # multiples of a vector's 16 numbers: torch computes what is left over in double precision
@@ -73,29 +73,31 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
     ]
     theirs = [p.detach().clone().requires_grad_() for p in params]
     options = {"lr": 3e-3, "betas": (beta1, 0.95), "eps": 1e-7, "weight_decay": 0.1, "fused": True}
-    own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
+    adam = (optim.AdamW if decoupled else optim.Adam)(params, **options)
     stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options)
     for step in range(3):
         versions = [p._version for p in params]
-        for p, q, kept in zip(params, theirs, copies, strict=True):
+        for p, q, update in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape)
-            q.grad = edited(p.grad, q.detach(), kept)
-            if decay := kept.rule.pruned_gradient_decay:  # the recipes' way, which rounds once
-                q.grad = torch.add(p.grad, q.detach() - kept.projected, alpha=decay)
+            q.grad = edited(p.grad, q.detach(), update)
+            if decay := update.rule.pruned_gradient_decay:  # the recipes' way, which rounds once
+                q.grad = torch.add(p.grad, q.detach() - update.projected, alpha=decay)
         given = [p.grad.clone() for p in params]
-        assert own.plan(dict(zip(params, copies, strict=True))) == params
-        own.step()
+        assert adam.plan(dict(zip(params, copies, strict=True))) == params
+        adam.step()
         stock.step()
-        for p, q, kept, grad, version in zip(params, theirs, copies, given, versions, strict=True):
+        for p, q, update, grad, version in zip(
+            params, theirs, copies, given, versions, strict=True
+        ):
             assert torch.equal(p.grad, grad)
             assert p._version > version
-            assert own.state[p].keys() == stock.state[q].keys()
-            assert own.state[p]["step"] == stock.state[q]["step"] == step + 1
+            assert adam.state[p].keys() == stock.state[q].keys()
+            assert adam.state[p]["step"] == stock.state[q]["step"] == step + 1
             for name in ("exp_avg", "exp_avg_sq"):
-                assert_same(own.state[p][name], stock.state[q][name])
+                assert_same(adam.state[p][name], stock.state[q][name])
             assert_same(p, q)
             # torch keeps the sign of a zero where a mask multiplies
-            assert torch.equal(kept.projected, projection(p.detach(), kept))
+            assert torch.equal(update.projected, projection(p.detach(), update))
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
@@ -227,13 +229,13 @@ def test_threads_share_the_work_without_a_gap(
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(101, 204))
         p.grad = torch.randn_like(p)
-        optimizer, kept = (
+        optimizer, update = (
             optim.Adam([p], fused=True),
             update_of("decayed", p.detach(), Pattern(2, 4), 1),
         )
-        assert optimizer.plan({p: kept}) == [p]
+        assert optimizer.plan({p: update}) == [p]
         optimizer.step()
-        results.append([p, kept.projected, *optimizer.state[p].values()])
+        results.append([p, update.projected, *optimizer.state[p].values()])
     assert all(map(torch.equal, *results))
 
 
@@ -241,8 +243,8 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(p: nn.Parameter, pattern: str = "2:4", **options: Any) -> bool:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         optimizer = optim.AdamW([p], **{"fused": True, **options})
-        kept = Update(p.detach(), torch.zeros_like(p), 1, Pattern.parse(pattern), Rule())
-        return optimizer.plan({p: kept}) == [p]
+        update = Update(p.detach(), torch.zeros_like(p), 1, Pattern.parse(pattern), Rule())
+        return optimizer.plan({p: update}) == [p]
 
     def weight(*shape: int, **options: Any) -> nn.Parameter:
         return nn.Parameter(torch.ones(*shape, **options))
@@ -268,25 +270,25 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
     p = nn.Parameter(torch.randn(8, 16))
-    optimizer, kept = (
+    optimizer, update = (
         optim.Adam([p], fused=True),
         update_of("nothing", p.detach(), Pattern(2, 4), 1),
     )
     q = p.detach().clone().requires_grad_()
     stock = torch.optim.Adam([q], fused=True)
-    before = kept.projected
+    before = update.projected
     for step, asked in enumerate((True, False, True), 1):
         p.grad = q.grad = torch.randn_like(p)
         if asked:  # for one step
-            optimizer.plan({p: kept})
+            optimizer.plan({p: update})
         optimizer.step()
         stock.step()
         assert_same(p, q)
         assert optimizer.state[p]["step"] == step
         assert torch.equal(
-            kept.projected, nmrun.sparsity.hard_threshold(p.detach(), "2:4") if asked else before
+            update.projected, nmrun.sparsity.hard_threshold(p.detach(), "2:4") if asked else before
         )
-        before = kept.projected.clone()
+        before = update.projected.clone()
 
 
 def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(
@@ -338,5 +340,5 @@ def test_devices_without_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> 
     p = nn.Parameter(torch.randn(8, 16, device="meta"))
     p.grad = torch.zeros_like(p)
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: False)
-    kept = Update(p.detach(), torch.zeros_like(p), 1, Pattern(2, 4), Rule())
-    assert optim.Adam([p], capturable=False, foreach=False).plan({p: kept}) == []
+    update = Update(p.detach(), torch.zeros_like(p), 1, Pattern(2, 4), Rule())
+    assert optim.Adam([p], capturable=False, foreach=False).plan({p: update}) == []

@@ -85,11 +85,13 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         assert torch.equal(bits(compiled), bits(expected))
     mask, faded = torch.empty_like(weight, dtype=torch.bool), torch.empty_like(weight)
     assert cpu.mask(weight, mask, Pattern.parse(ratio), 1)
-    kept = reference.nm_mask(weight, Pattern.parse(ratio), 1)
-    assert torch.equal(mask, kept)
+    expected_mask = reference.nm_mask(weight, Pattern.parse(ratio), 1)
+    assert torch.equal(mask, expected_mask)
     if ratio in ("16:32", "20:48"):  # a library of its own
         assert cpu.project(weight, faded, Pattern.parse(ratio), 1, factor=0.7)
-        assert torch.equal(bits(faded), bits(torch.where(kept, weight, weight * 0.7) + 0.0))
+        assert torch.equal(
+            bits(faded), bits(torch.where(expected_mask, weight, weight * 0.7) + 0.0)
+        )
 
 
 @needs_compiler
@@ -214,11 +216,11 @@ def test_rows_in_another_order(
 FUNCTIONS = ("nm_mask", "hard_threshold", "soft_threshold")
 
 
-def same(found: Tensor, wanted: Tensor) -> bool:
+def same(actual: Tensor, wanted: Tensor) -> bool:
     return (
-        torch.equal(found, wanted)
-        if found.dtype == torch.bool
-        else torch.equal(bits(found), bits(wanted))
+        torch.equal(actual, wanted)
+        if actual.dtype == torch.bool
+        else torch.equal(bits(actual), bits(wanted))
     )
 
 
@@ -245,10 +247,10 @@ def test_public_functions_go_through_the_kernel(
     pattern = pattern.over(weight.shape[dim]) if pad else pattern
     wanted = getattr(reference, function)(weight, pattern, dim % 2)
     monkeypatch.setattr(reference, function, None)
-    found = getattr(sparsity, function)(weight, ratio, dim, pad)
-    assert found.shape == weight.shape
-    assert not found.requires_grad
-    assert same(found, wanted)
+    result = getattr(sparsity, function)(weight, ratio, dim, pad)
+    assert result.shape == weight.shape
+    assert not result.requires_grad
+    assert same(result, wanted)
 
 
 @needs_compiler
@@ -285,8 +287,8 @@ def test_whoever_looks_at_the_operations_sees_them(function: str) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_other_dtypes_stay_with_torch(function: str, dtype: torch.dtype) -> None:
     weight = torch.randn(8, 16).to(dtype)
-    found = getattr(sparsity, function)(weight, "2:4")
-    assert torch.equal(found, getattr(reference, function)(weight, Pattern(2, 4), 1))
+    result = getattr(sparsity, function)(weight, "2:4")
+    assert torch.equal(result, getattr(reference, function)(weight, Pattern(2, 4), 1))
 
 
 @needs_compiler

@@ -23,33 +23,33 @@ def exact(values: Tensor, mask: Tensor, squares: bool) -> list[float]:
 def test_against_exact_sums(shape: tuple[int, ...], squares: bool) -> None:
     torch.manual_seed(0)
     values, mask = torch.randn(shape), torch.rand(shape) < 0.3
-    found = cpu.split(values, mask, squares)
-    assert found is not None
-    assert found.tolist() == pytest.approx(exact(values, mask, squares), rel=1e-5, abs=1e-3)
+    sums = cpu.split(values, mask, squares)
+    assert sums is not None
+    assert sums.tolist() == pytest.approx(exact(values, mask, squares), rel=1e-5, abs=1e-3)
     if values.dim() == 4:
         last = [t.contiguous(memory_format=torch.channels_last) for t in (values, mask)]
-        found = cpu.split(*last, squares)
-        assert found is not None
-        assert found.tolist() == pytest.approx(exact(values, mask, squares), rel=1e-5, abs=1e-3)
+        sums = cpu.split(*last, squares)
+        assert sums is not None
+        assert sums.tolist() == pytest.approx(exact(values, mask, squares), rel=1e-5, abs=1e-3)
         assert cpu.split(last[0], mask, squares) is None
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    values, mask, found = torch.randn(300, 301), torch.rand(300, 301) < 0.5, []
+    values, mask, sums = torch.randn(300, 301), torch.rand(300, 301) < 0.5, []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append(cpu.split(values, mask, True))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        sums.append(cpu.split(values, mask, True))
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
 
 
 def test_a_number_that_is_none_stays_on_its_side() -> None:
     values, mask = torch.ones(300, 300), torch.zeros(300, 300, dtype=torch.bool)
     values[7, 7], mask[7, 7] = float("nan"), True
-    kept, pruned = cpu.split(values, mask, True).tolist()
-    assert math.isnan(kept)
-    assert pruned == 300 * 300 - 1
+    kept_sum, pruned_sum = cpu.split(values, mask, True).tolist()
+    assert math.isnan(kept_sum)
+    assert pruned_sum == 300 * 300 - 1
 
 
 def test_what_it_is_not_for() -> None:

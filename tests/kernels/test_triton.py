@@ -185,10 +185,10 @@ def test_the_step_of_adam() -> None:
     assert not re.search(r"\bfma|\.ftz|\.approx", built.ptx)
     plain = many(adam_many, 90, tl.float32, 11, **plainly)
     assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
-    held = many(adam_many, 90, tl.float32, 11, **{**plainly, "HAS_MASK": True, "SPARED": True})
-    assert held.loads["v4.b32"] == 4 * 4
+    masked = many(adam_many, 90, tl.float32, 11, **{**plainly, "HAS_MASK": True, "SPARED": True})
+    assert masked.loads["v4.b32"] == 4 * 4
     # the mask, four bytes at a time, and ``spared``
-    assert held.loads["b32"] == 4 + 1 + plain.loads["b32"]
+    assert masked.loads["b32"] == 4 + 1 + plain.loads["b32"]
     frozen = many(adam_many, 90, tl.float32, 11, **{**plainly, "FROZEN": True})
     assert frozen.stores == {"v4.b32": 3 * 4}  # weight, first moment, working copy
     for mode in (1, 2):

@@ -64,16 +64,16 @@ def test_the_function_stays_and_the_masks_keep_more(make):
     method, before = oneshot.build("ria", {}), logits(model, x)
 
     def grams():
-        with watched(stage) as found:
+        with watched(stage) as sums:
             logits(model, x)
-        return found
+        return sums
 
-    def kept(layer, gram):
+    def score(layer, gram):
         scores = method.scores(layer.matrix(), gram.diagonal().sqrt())
         return float((scores * nm_mask(scores, "2:4")).sum())
 
     first = grams()
-    old = {layer.name: (layer.matrix().clone(), kept(layer, first[layer.name])) for layer in stage}
+    old = {layer.name: (layer.matrix().clone(), score(layer, first[layer.name])) for layer in stage}
     followed = dict(first)
     with torch.no_grad():
         permute(stage, followed, method, free_channels(block, model))
@@ -84,7 +84,7 @@ def test_the_function_stays_and_the_masks_keep_more(make):
         columns_moved = not torch.equal(first[layer.name], followed[layer.name])
         assert columns_moved == (layer.name in expected), layer.name
         if columns_moved:
-            assert kept(layer, again[layer.name]) > old[layer.name][1] * 1.001
+            assert score(layer, again[layer.name]) > old[layer.name][1] * 1.001
             assert not torch.equal(layer.matrix(), old[layer.name][0])
 
 
@@ -97,10 +97,10 @@ def test_a_network_is_pruned_with_permuted_channels(method):
     assert check_nm(model, "2:4", exclude="auto") == [layer["name"] for layer in pruned]
     for a, b in zip(pruned[:3], without[:3], strict=True):
         assert a["error"] == pytest.approx(b["error"], rel=1e-4)
-    kept, before = model.h[0].mlp.c_proj.weight, plain.h[0].mlp.c_proj.weight
-    assert not torch.equal(kept, before)
+    weight, before = model.h[0].mlp.c_proj.weight, plain.h[0].mlp.c_proj.weight
+    assert not torch.equal(weight, before)
     if method == "magnitude":
-        assert kept.abs().sum() > before.abs().sum()
+        assert weight.abs().sum() > before.abs().sum()
 
 
 def test_channels_that_others_have_too_stay():

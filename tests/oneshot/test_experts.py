@@ -40,11 +40,11 @@ def batches(count: int = 3, length: int = 12) -> list[dict[str, torch.Tensor]]:
 
 def sent(model, inputs) -> list[list[torch.Tensor]]:
     """The tokens (tokens, 16) of each expert of the first block, of all batches."""
-    found: list[list[torch.Tensor]] = [[] for _ in model.model.layers[0].mlp.experts.down_proj]
+    by_expert: list[list[torch.Tensor]] = [[] for _ in model.model.layers[0].mlp.experts.down_proj]
 
     def keep(module, args):
         hidden, chosen = args[0], args[1]
-        for expert, tokens in enumerate(found):
+        for expert, tokens in enumerate(by_expert):
             tokens.append(hidden[(chosen == expert).any(-1)])
 
     hook = model.model.layers[0].mlp.experts.register_forward_pre_hook(keep)
@@ -52,7 +52,7 @@ def sent(model, inputs) -> list[list[torch.Tensor]]:
         for batch in inputs:
             model(**batch)
     hook.remove()
-    return found
+    return by_expert
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])

@@ -35,11 +35,11 @@ def groups(columns: int, pattern: Pattern) -> list[range]:
 
 def keep_best(scores: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """The N largest scores of every group, group by group and row by row."""
-    kept = torch.zeros_like(scores, dtype=torch.bool)
+    mask = torch.zeros_like(scores, dtype=torch.bool)
     for row, group in itertools.product(range(len(scores)), groups(scores.shape[1], pattern)):
         for j in sorted(group, key=lambda j: -float(scores[row, j]))[: pattern.n]:
-            kept[row, j] = True
-    return kept
+            mask[row, j] = True
+    return mask
 
 
 PATTERNS = [
@@ -105,17 +105,17 @@ def test_blocks_of_rows(pattern: Pattern, columns: int) -> None:
     }
     blocks = [range(i, i + pattern.v) for i in range(0, 8, pattern.v)]
     for name, scores in scored.items():
-        kept = torch.zeros_like(weight, dtype=torch.bool)
+        mask = torch.zeros_like(weight, dtype=torch.bool)
         for rows, group in itertools.product(blocks, groups(columns, pattern)):
             best = blocks_best(scores, pattern.n, group, rows)
             for i, chosen in zip(rows, best, strict=True):
-                kept[i, chosen] = True
+                mask[i, chosen] = True
         pruned = oneshot.build(name, {}).prune(weight, x.T @ x, pattern)
-        assert torch.equal(pruned, torch.where(kept, weight, 0.0)), name
+        assert torch.equal(pruned, torch.where(mask, weight, 0.0)), name
     expected = by_surgeon_in_blocks(weight, x, pattern, blocks)
-    found = oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, pattern)
-    assert torch.equal(found == 0, expected == 0)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    actual = oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, pattern)
+    assert torch.equal(actual == 0, expected == 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
 
 
 def by_surgeon_in_blocks(weight, x, pattern, blocks, damping=0.01):
@@ -139,13 +139,13 @@ def by_surgeon_in_blocks(weight, x, pattern, blocks, damping=0.01):
 
 def test_ria_takes_the_power_of_activations():
     weight, x = problem(6, 16)
-    found = [
+    results = [
         oneshot.build("ria", {"a": a}).prune(weight, x.T @ x, Pattern(2, 4)) for a in (0.0, 0.5, 1)
     ]
     shares = weight.abs() / weight.abs().sum(0) + weight.abs() / weight.abs().sum(1, keepdim=True)
-    kept = keep_best(shares, Pattern(2, 4))
-    assert torch.equal(found[0], torch.where(kept, weight, 0.0))
-    assert not torch.equal(found[0], found[2])
+    mask = keep_best(shares, Pattern(2, 4))
+    assert torch.equal(results[0], torch.where(mask, weight, 0.0))
+    assert not torch.equal(results[0], results[2])
 
 
 def by_surgeon(weight, x, pattern, damping=0.01):
@@ -172,10 +172,10 @@ def by_surgeon(weight, x, pattern, damping=0.01):
 def test_sparsegpt_is_the_surgeon_with_exact_inverses(pattern, columns):
     weight, x = problem(4, columns)
     expected = by_surgeon(weight, x, pattern)
-    found = oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, pattern)
-    assert torch.equal(found == 0, expected == 0)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
-    assert not torch.signbit(found[found == 0]).any()
+    actual = oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, pattern)
+    assert torch.equal(actual == 0, expected == 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
+    assert not torch.signbit(actual[actual == 0]).any()
 
 
 @pytest.mark.parametrize("damping", [0.01, 0.0])
@@ -184,22 +184,22 @@ def test_sparsegpt_prunes_inputs_that_are_always_0_first(damping):
     dead = torch.zeros(32, dtype=torch.bool)
     dead[[1, 5, 6, 9, 10, 11, 16, 17, 18, 19, 31]] = True
     x = x.masked_fill(dead, 0.0)
-    found = oneshot.build("sparsegpt", {"damping": damping}).prune(weight, x.T @ x, Pattern(2, 4))
+    actual = oneshot.build("sparsegpt", {"damping": damping}).prune(weight, x.T @ x, Pattern(2, 4))
     torch.testing.assert_close(
-        found, by_surgeon(weight, x, Pattern(2, 4), damping), rtol=1e-7, atol=1e-9
+        actual, by_surgeon(weight, x, Pattern(2, 4), damping), rtol=1e-7, atol=1e-9
     )
-    assert (found[:, dead] == 0).all()
+    assert (actual[:, dead] == 0).all()
     # none of a live input is pruned where two of the group are dead
-    assert (found[:, [4, 7]] != 0).all()
+    assert (actual[:, [4, 7]] != 0).all()
 
 
 def test_sparsegpt_in_float32_chooses_the_same_masks():
     weight, x = problem(8, 64)
     gram = x.T @ x
     exact = oneshot.build("sparsegpt", {}).prune(weight, gram, Pattern(2, 4))
-    found = oneshot.build("sparsegpt", {}).prune(weight.float(), gram.float(), Pattern(2, 4))
-    assert torch.equal(found == 0, exact == 0)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-3)
+    actual = oneshot.build("sparsegpt", {}).prune(weight.float(), gram.float(), Pattern(2, 4))
+    assert torch.equal(actual == 0, exact == 0)
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -227,8 +227,8 @@ def test_convolutions_by_their_outputs(options, method):
             probe = copy.deepcopy(before)
             probe.weight.data, probe.bias.data = one, torch.zeros_like(before.bias)
             norms.view(-1)[place] = probe(x)[:, 0].norm()
-        kept = nmrun.sparsity.nm_mask(before.weight * norms, "2:4")
-        assert torch.equal(conv.weight, torch.where(kept, before.weight, 0.0))
+        mask = nmrun.sparsity.nm_mask(before.weight * norms, "2:4")
+        assert torch.equal(conv.weight, torch.where(mask, before.weight, 0.0))
 
 
 def test_a_convolution_over_time_and_short_groups():
@@ -293,11 +293,11 @@ def test_memory_is_that_of_one_block():
 
     def count(*_):
         gc.collect()
-        found = [o for o in gc.get_objects() if type(o) is torch.Tensor]
-        hidden = [t for t in found if t.shape == (2, 12, 16)]
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+        hidden = [t for t in tensors if t.shape == (2, 12, 16)]
         grams = [
             t
-            for t in found
+            for t in tensors
             if t.dim() == 2 and t.shape[0] == t.shape[1] and t.dtype.is_floating_point
         ]
         alive.append((len({t.untyped_storage().data_ptr() for t in hidden}), len(grams)))

@@ -18,7 +18,7 @@ def scores(rows: int, channels: int, seed: int = 0) -> Tensor:
     return torch.rand(rows, channels, generator=generator, dtype=torch.float64)
 
 
-def kept(layers: list[tuple[Tensor, Pattern]], order: list[int]) -> float:
+def magnitude(layers: list[tuple[Tensor, Pattern]], order: list[int]) -> float:
     total = 0.0
     for matrix, pattern in layers:
         for row in matrix.tolist():
@@ -52,15 +52,15 @@ def test_no_exchange_at_one_place_of_the_groups_keeps_more(parts, channels, monk
         ]
         order = assigned_order(layers).tolist()
         assert sorted(order) == list(range(channels))
-        best = kept(layers, order)
-        assert best > kept(layers, list(range(channels)))
+        best = magnitude(layers, order)
+        assert best > magnitude(layers, list(range(channels)))
         for place in range(block):
             places = range(place, channels, block)
             for exchanged in itertools.permutations([order[p] for p in places]):
                 other = list(order)
                 for position, channel in zip(places, exchanged, strict=True):
                     other[position] = channel
-                assert kept(layers, other) <= best * (1 + 1e-9)
+                assert magnitude(layers, other) <= best * (1 + 1e-9)
 
 
 def test_it_keeps_about_what_the_search_by_swaps_keeps():

@@ -46,14 +46,14 @@ def layers_of(
     *parts: tuple[int, str], channels: int, seed: int = 0, pad: bool = False
 ) -> list[tuple[Tensor, Pattern]]:
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    layers = []
     for row_count, text in parts:
         pattern = Pattern.parse(text)
         pattern = pattern.over(channels) if pad else pattern
-        found.append(
+        layers.append(
             (torch.randn(row_count, channels, generator=generator, dtype=torch.float64), pattern)
         )
-    return found
+    return layers
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -96,17 +96,17 @@ def test_no_swap_of_two_channels_is_missed(
 ) -> None:
     layers = layers_of(*parts, channels=channels, pad=pad)
 
-    def kept(order: list[int]) -> float:
+    def magnitude(order: list[int]) -> float:
         return sum(kept_by_hand(w, p, order) for w, p in layers)
 
     order = best_order(layers).tolist()
     assert sorted(order) == list(range(channels))
-    best = kept(order)
-    assert best > kept(list(range(channels)))
+    best = magnitude(order)
+    assert best > magnitude(list(range(channels)))
     for a, b in itertools.combinations(range(channels), 2):
         other = list(order)
         other[a], other[b] = other[b], other[a]
-        assert kept(other) <= best * (1 + 1e-9)
+        assert magnitude(other) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("n", "m", "groups"), [(1, 4, 6), (2, 4, 5), (2, 8, 3), (1, 8, 4)])
@@ -126,9 +126,11 @@ def test_a_hidden_perfect_order_is_found(n: int, m: int, groups: int) -> None:
 
 def test_more_regressions_keep_no_less_and_the_same_input_gives_the_same_order() -> None:
     layers = layers_of((16, "2:4"), channels=32)
-    kept = [kept_magnitude(layers, best_order(layers, regressions)) for regressions in (0, 5, 20)]
-    assert kept_magnitude(layers) < kept[0] <= kept[1] <= kept[2]
-    assert kept[0] < kept[2]
+    magnitudes = [
+        kept_magnitude(layers, best_order(layers, regressions)) for regressions in (0, 5, 20)
+    ]
+    assert kept_magnitude(layers) < magnitudes[0] <= magnitudes[1] <= magnitudes[2]
+    assert magnitudes[0] < magnitudes[2]
     torch.manual_seed(1)
     first = best_order(layers)
     torch.manual_seed(2)
@@ -282,9 +284,9 @@ def outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_what_can_be_reordered_and_what_cannot(name: str) -> None:
     model, _ = network(name)
     before = copy.deepcopy(model.state_dict())
-    found = input_channels(model)
-    assert {key for key, channels in found.items() if not channels.fixed} == NETWORKS[name][2]
-    reasons = {key: channels.fixed for key, channels in found.items()}
+    inputs = input_channels(model)
+    assert {key for key, channels in inputs.items() if not channels.fixed} == NETWORKS[name][2]
+    reasons = {key: channels.fixed for key, channels in inputs.items()}
     assert {key: reasons[key] for key in NETWORKS[name][3]} == NETWORKS[name][3]
     assert model.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
@@ -313,8 +315,10 @@ def test_the_network_computes_the_same(
     handle = sparsified(model, optimizer, "1:4")
     monkeypatch.setattr(permute, "best_order", search)
     before, weights = outputs(model, x), [w.dense.detach().clone() for w in handle.sparse]
-    kept = [kept_magnitude([(w.movedim(1, -1).flatten(0, -2), Pattern(1, 4))]) for w in weights]
-    said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
+    magnitudes = [
+        kept_magnitude([(w.movedim(1, -1).flatten(0, -2), Pattern(1, 4))]) for w in weights
+    ]
+    sentences = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     for now, then in zip(outputs(model, x), before, strict=True):
         torch.testing.assert_close(now, then, rtol=1e-10, atol=1e-12)
     moved = {
@@ -322,8 +326,8 @@ def test_the_network_computes_the_same(
         for w, old in zip(handle.sparse, weights, strict=True)
         if not torch.equal(w.dense, old)
     }
-    told = said[0].removeprefix("input channels permuted of ").partition(": ")[0]
-    assert {reader.removesuffix(".weight") for reader in told.split(", ")} <= moved & NETWORKS[
+    listing = sentences[0].removeprefix("input channels permuted of ").partition(": ")[0]
+    assert {reader.removesuffix(".weight") for reader in listing.split(", ")} <= moved & NETWORKS[
         name
     ][2]
     if search is shuffled:
@@ -338,7 +342,7 @@ def test_the_network_computes_the_same(
             kept_magnitude([(w.dense.movedim(1, -1).flatten(0, -2), Pattern(1, 4))])
             for w in handle.sparse
         ]
-        assert sum(new) > sum(kept)
+        assert sum(new) > sum(magnitudes)
 
 
 @pytest.mark.parametrize("update", ["sgd", "adam", "adamw"])
@@ -482,9 +486,11 @@ def test_what_is_not_understood_is_left_alone_and_said(
     model(x).square().sum().backward()
     optimizer.step()
     y, weights = model(x), {w.module_name: w.dense.detach().clone() for w in handle.sparse}
-    said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
+    sentences = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     torch.testing.assert_close(model(x), y)
-    assert any(f"input channels not permuted of {sentence}" in line for line in said), said
+    assert any(f"input channels not permuted of {sentence}" in line for line in sentences), (
+        sentences
+    )
     columns_moved = {
         w.module_name for w in handle.sparse if moved_columns(weights[w.module_name], w.dense)
     }
@@ -506,9 +512,9 @@ def test_a_group_with_positions_of_several_channels_is_left_alone() -> None:
         )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         handle = sparsified(model, optimizer, pattern, include=["3", "4"])
-        said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
+        sentences = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
         reason = "input channels not permuted of 3.weight: groups of 3.weight hold positions of several channels"
-        assert (reason in said) is not moves
+        assert (reason in sentences) is not moves
 
 
 class Untraceable(nn.Sequential):
@@ -518,7 +524,7 @@ class Untraceable(nn.Sequential):
 
 @pytest.mark.parametrize("wrap", [lambda m: Untraceable(*m), nn.DataParallel])
 def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap: Any) -> None:
-    found = []
+    tensors = []
     for option in (True, False):
         model = wrap(chain())
         handle = nmrun.sparsify(
@@ -530,14 +536,14 @@ def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap: Any) -> None:
             include=".*[24]",
             permute=option,
         )
-        found.append(list(model.state_dict().values()))
+        tensors.append(list(model.state_dict().values()))
         events = [event for event in handle.pop_events() if "permute" in event]
         assert len(events) == option
         assert not option or (
             events[0].startswith("no channels will be permuted: the model ")
             and "\n" not in events[0]
         )
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *tensors))
 
 
 def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,27 +567,27 @@ def asp(
     handle = nmrun.sparsify(
         model, optimizer, "asp", "1:4", total, permute=permuting, include="inner.*"
     )
-    said: list[str] = []
+    events: list[str] = []
     for step in range(steps):
         if watch:
             watch(step, model, handle)
         F.cross_entropy(model(x), torch.arange(len(x)) % 5).backward()
         optimizer.step()
         optimizer.zero_grad()
-        said += handle.pop_events()
-    return model, handle, said
+        events += handle.pop_events()
+    return model, handle, events
 
 
 def test_pruning_keeps_more_and_the_pattern_holds() -> None:
-    kept, dense = [], []
+    magnitudes, dense = [], []
     for permuting in (False, True):
         _, handle, _ = asp(permuting, 4)
         dense.append([w.dense.detach().clone() for w in handle.sparse])
-        model, handle, said = asp(permuting, 5)
-        kept.append([float(w.weight.abs().sum()) for w in handle.sparse])
+        model, handle, events = asp(permuting, 5)
+        magnitudes.append([float(w.weight.abs().sum()) for w in handle.sparse])
         asp_says = [
             sentence
-            for sentence in said
+            for sentence in events
             if "input channels permuted of inner.0.weight, inner.1.weight" in sentence
         ]
         assert len(asp_says) == permuting
@@ -593,24 +599,24 @@ def test_pruning_keeps_more_and_the_pattern_holds() -> None:
             "inner.1.weight",
         ]
     assert all(map(torch.equal, *dense))  # up to the pruning it makes no difference
-    assert all(more > less for less, more in zip(*kept, strict=True))
+    assert all(more > less for less, more in zip(*magnitudes, strict=True))
 
 
 def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did() -> None:
     """Whenever it is made; an average of weights is of channels in one order where it begins after
     the pruning.
     """
-    copies, said = {}, {}
+    copies, results = {}, {}
     x = network("small_conv")[1]
 
     def watch(step: int, model: nn.Module, handle: nmrun.Handle) -> None:
         if step in (2, 6):
             copies[step] = copy.deepcopy(model)
-            said[step] = model(x).detach()
+            results[step] = model(x).detach()
 
     model, handle, _ = asp(True, 7, watch=watch)
     for step, other in copies.items():
-        assert torch.equal(other(x), said[step])
+        assert torch.equal(other(x), results[step])
     nmrun.sparsity.check_nm(copies[6], "1:4", include="inner.*")
     copies[6].load_state_dict(model.state_dict())
     assert torch.equal(copies[6](x), model(x))
@@ -640,13 +646,15 @@ def test_masks_that_are_remembered_follow() -> None:
     diagnostics.before()
     model(x).sum().backward()
     optimizer.step()
-    found = diagnostics.after(x)
+    metrics = diagnostics.after(x)
     flips = sum(int((masks[w.name] != (w.weight != 0)).sum()) for w in handle.sparse)
     entries = sum(mask.numel() for mask in masks.values())
     assert flips > 0
     assert handle.metrics()["sparsity/sad"] == flips
     assert handle.metrics()["sparsity/sad_since_first"] == pytest.approx(flips / entries)
-    assert found["diagnose/flipped"] == found["diagnose/flips"] == pytest.approx(flips / entries)
+    assert (
+        metrics["diagnose/flipped"] == metrics["diagnose/flips"] == pytest.approx(flips / entries)
+    )
     reordered.eval()
     _Task().loss(
         reordered, x
@@ -655,7 +663,7 @@ def test_masks_that_are_remembered_follow() -> None:
     slopes = [
         float((full[w.name].grad * (full[w.name] - w.dense).detach()).sum()) for w in handle.sparse
     ]
-    assert found["diagnose/descent_predicted_dense"] == pytest.approx(sum(slopes), rel=1e-9)
+    assert metrics["diagnose/descent_predicted_dense"] == pytest.approx(sum(slopes), rel=1e-9)
 
 
 class _Task:

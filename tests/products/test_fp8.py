@@ -34,12 +34,12 @@ def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
     return (x.float() * scale).to(kind).double() / scale.double()
 
 
-def near(found: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
+def near(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
     """Within one rounding to each dtype, and float32's of the sum."""
     allowed = sum({torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] for dtype in dtypes)
     expected = expected.detach()
     torch.testing.assert_close(
-        found.double(), expected.double(), rtol=allowed, atol=1e-5 * float(expected.abs().max())
+        actual.double(), expected.double(), rtol=allowed, atol=1e-5 * float(expected.abs().max())
     )
 
 
@@ -96,8 +96,8 @@ def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as for_now:
         for_now.setattr(cusparselt, "multiply", full)
-        found = probe.measured(shape, device)
-    assert found["cusparselt_fp8"].wrong == "not enough memory is free to try it"
+        times = probe.measured(shape, device)
+    assert times["cusparselt_fp8"].wrong == "not enough memory is free to try it"
     assert not probe.measured(shape, device)["cusparselt_fp8"].wrong
 
 
@@ -219,10 +219,10 @@ def test_what_is_said(tmp_path: Path) -> None:
         "recipe=ste",
         "trainer.fp8=true",
     )
-    found = config(tmp_path, *network)
-    said = console.plan_lines(found, build.build(found))
-    assert "  N:M products in 2 of 2 sparse layers" in said
-    assert any("FP8 simulated 6.000 ms, cusparselt_fp8 4.000 ms (1.50x)" in line for line in said)
+    settings = config(tmp_path, *network)
+    lines = console.plan_lines(settings, build.build(settings))
+    assert "  N:M products in 2 of 2 sparse layers" in lines
+    assert any("FP8 simulated 6.000 ms, cusparselt_fp8 4.000 ms (1.50x)" in line for line in lines)
     by_name = build.build(config(tmp_path, *network, "trainer.acceleration=cusparselt_fp8"))
     assert [choice.path for choice in by_name.accelerated] == ["cusparselt_fp8"] * 2
     narrow = build.build(config(tmp_path, *network, "model.hidden=[48,48]"))

@@ -124,11 +124,11 @@ def test_input_gradient_with_an_estimate_of_the_weight() -> None:
     identity_matrix = torch.eye(8, dtype=torch.float64)  # dX is then the estimate itself
     rows = torch.zeros(8, 6, dtype=torch.float64)
     options = (None, None, False, None, PAIRS)
-    found = [gradients(identity_matrix, rows, w, b, *options)[0] for _ in range(4000)]
-    assert all(((e != 0).reshape(2, 4, 6).sum(1) <= 2).all() for e in found)
-    assert not torch.equal(found[0], found[1])
-    drawn = torch.stack(found)
-    error = (drawn.mean(0) - w).abs() / (drawn.std(0) / len(found) ** 0.5).clamp_min(1e-9)
+    estimates = [gradients(identity_matrix, rows, w, b, *options)[0] for _ in range(4000)]
+    assert all(((e != 0).reshape(2, 4, 6).sum(1) <= 2).all() for e in estimates)
+    assert not torch.equal(estimates[0], estimates[1])
+    drawn = torch.stack(estimates)
+    error = (drawn.mean(0) - w).abs() / (drawn.std(0) / len(estimates) ** 0.5).clamp_min(1e-9)
     assert error.max() < 5
     dx, dw, db = gradients(dz, x, w, b, *options)
     assert not torch.allclose(dx, dz @ w)
@@ -196,12 +196,12 @@ def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n: int
 def test_weight_gradient_is_unbiased_for_any_input() -> None:
     draws, x, dz, w = 2000, normal(3, 6, 5), normal(3, 6, 4, seed=1), normal(4, 5)
     generator = torch.Generator().manual_seed(0)
-    found = torch.stack(
+    estimates = torch.stack(
         [gradients(dz, x, w, None, None, Pattern(2, 4), False, generator)[1] for _ in range(draws)]
     )
     exact = torch.einsum("bto,bti->oi", dz, x)
-    assert ((found.mean(0) - exact).abs() <= 5 * found.std(0) / math.sqrt(draws)).all()
-    assert (found.std(0) > 0.1).all()
+    assert ((estimates.mean(0) - exact).abs() <= 5 * estimates.std(0) / math.sqrt(draws)).all()
+    assert (estimates.std(0) > 0.1).all()
 
 
 def test_the_last_tokens_are_a_group_with_zeros() -> None:
@@ -460,8 +460,8 @@ def test_a_copy_of_the_model_computes_as_a_plain_one(products: str) -> None:
     assert exact.keys() == {name for name, _ in plain.named_parameters()}
     assert torch.equal(twin(x), plain(x))
     assert all(torch.equal(g, exact[name]) for name, g in grads_of(twin, x).items())
-    own = grads_of(model, x)
-    assert any(not torch.equal(own[name], exact[name]) for name in exact)
+    grads = grads_of(model, x)
+    assert any(not torch.equal(grads[name], exact[name]) for name in exact)
     train(model, optimizer, 1)  # which the copy knows nothing of
     assert torch.equal(twin(x), plain(x))
     assert not torch.equal(twin[0].weight, model[0].weight)

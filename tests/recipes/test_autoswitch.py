@@ -85,13 +85,13 @@ def test_window_length(beta2: float, length: int) -> None:
 
 def test_a_window_longer_than_t_max_is_said_beforehand() -> None:
     model, optimizer, handle = begin("auto", beta2=0.999)
-    (said,) = handle.pop_events()
-    assert len(said.split()) == 6
+    (event,) = handle.pop_events()
+    assert len(event.split()) == 6
     steps, switched = iter(gradients(lambda t: 1e-6)), 0
     while handle.phase == "dense":
         one_step(model, optimizer, next(steps))
         switched += 1
-    assert str(switched) in said.split()
+    assert str(switched) in event.split()
     _, _, handle = begin(0.25, beta2=0.999)
     assert handle.pop_events() == []
 

@@ -88,12 +88,12 @@ def second_mask(forward: Tensor, order: list[int], n: int, m: int) -> Tensor:
     """Entry by entry, for a matrix (outputs, columns): within m outputs that follow each other in
     ``order``, the n largest.
     """
-    kept = torch.zeros_like(forward, dtype=torch.bool)
+    mask = torch.zeros_like(forward, dtype=torch.bool)
     for start, column in itertools.product(range(0, len(order), m), range(forward.shape[1])):
         group = [row for row in order[start : start + m] if row < len(forward)]
         largest = sorted(group, key=lambda row: -abs(float(forward[row, column])))[:n]
-        kept[largest, column] = forward[largest, column] != 0
-    return kept
+        mask[largest, column] = forward[largest, column] != 0
+    return mask
 
 
 LAYERS = {
@@ -125,11 +125,11 @@ def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
     outputs = weight.shape[0]
     assert sorted(order) == list(range(-(-outputs // m) * m))
     matrix = weight.weight.flatten(1)
-    kept = second_mask(matrix, order, n, m).reshape(weight.shape)
-    assert (kept <= (weight.weight != 0)).all()
-    assert kept.sum() < (weight.weight != 0).sum() or outputs == 3
+    mask = second_mask(matrix, order, n, m).reshape(weight.shape)
+    assert (mask <= (weight.weight != 0)).all()
+    assert mask.sum() < (weight.weight != 0).sum() or outputs == 3
     forward[0].weight.data.copy_(weight.weight)
-    backward[0].weight.data.copy_(weight.weight * kept)
+    backward[0].weight.data.copy_(weight.weight * mask)
 
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     z, at_forward, at_backward = model(x), forward(x), backward(x)
@@ -177,11 +177,11 @@ def test_the_best_of_the_candidates_is_taken(
     _, handle = sparsify(model, pattern, candidates=20)
     assert torch.equal(torch.get_rng_state(), state)  # the run's own random numbers are not touched
     (weight,) = handle.sparse
-    kept = [int(second_mask(weight.weight.flatten(1), order, n, m).sum()) for order in drawn]
+    counts = [int(second_mask(weight.weight.flatten(1), order, n, m).sum()) for order in drawn]
     assert len(drawn) == 20
-    assert len(set(kept)) > 1
-    assert order_of(weight) == drawn[kept.index(max(kept))]
-    assert int((weight.layer.input_weight != 0).sum()) == max(kept)
+    assert len(set(counts)) > 1
+    assert order_of(weight) == drawn[counts.index(max(counts))]
+    assert int((weight.layer.input_weight != 0).sum()) == max(counts)
 
 
 def test_each_seed_has_its_own_candidates() -> None:

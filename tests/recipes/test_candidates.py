@@ -219,21 +219,21 @@ def test_the_prior_prefers_large_weights() -> None:
     _, _, handle = maskllm(dense=0.0, prior=50.0)
     for weight in handle.sparse:
         dense, logits = weight.dense, handle.recipe.scores(weight)
-        kept = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
+        masks = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
         for place in itertools.product(*map(range, logits.shape[:-1])):
             assert (
                 sorted(MASKS[int(logits[place].argmax())])
-                == kept[place].nonzero().flatten().tolist()
+                == masks[place].nonzero().flatten().tolist()
             )
 
 
 def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path: Path) -> None:
     """Of a file: the smallest weights here, which no magnitude would keep. The dense weights stay."""
-    kept = {
+    masks = {
         f"{name}.weight": top(1 / Net()[int(name)].weight.detach(), 2, 4) for name in ("0", "2")
     }
     pruned = {
-        name: weight * kept.get(name, torch.ones_like(weight))
+        name: weight * masks.get(name, torch.ones_like(weight))
         for name, weight in Net().state_dict().items()
     }
     save_file(pruned, tmp_path / "model.safetensors")
@@ -242,7 +242,7 @@ def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path: Path) -> None
         for weight in handle.sparse:
             assert torch.equal(weight.dense, Net().get_parameter(weight.name))
             assert torch.equal(
-                handle.final_weight(weight), torch.where(kept[weight.name] > 0, weight.dense, 0.0)
+                handle.final_weight(weight), torch.where(masks[weight.name] > 0, weight.dense, 0.0)
             )
     with pytest.raises(ConfigError, match=r"masks=.*: 0.weight is not 2:4 there: it keeps 4"):
         save_file(Net().state_dict(), tmp_path / "model.safetensors")
@@ -286,6 +286,6 @@ def test_kappa_and_temperature_change_linearly_up_to_the_last_step(step: int) ->
         return centred(recipe.soft[weight.name].log()), centred(scores)
 
     noise, _ = blended(0.0, kappa=(1.0, 1.0), temperature=(1.0, 1.0))
-    found, scores = blended(1.0, kappa=(2.0, 12.0), temperature=(4.0, 1.0))
+    blend, scores = blended(1.0, kappa=(2.0, 12.0), temperature=(4.0, 1.0))
     wanted = ((2.0 + step) * scores + noise) / (4.0 - 0.3 * step)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(blend, wanted, rtol=1e-9, atol=1e-9)

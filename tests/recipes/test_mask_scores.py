@@ -46,8 +46,8 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype: torch.dtype) -> Non
         optimizer.step()
         optimizer.zero_grad()
     handle.finalize()
-    kept = layer.weight.detach().reshape(-1, 4).nonzero()[:, 1].reshape(-1, 2)
-    assert torch.equal(kept.sort(1).values, wanted.sort(1).values)
+    indices = layer.weight.detach().reshape(-1, 4).nonzero()[:, 1].reshape(-1, 2)
+    assert torch.equal(indices.sort(1).values, wanted.sort(1).values)
 
 
 def test_a_better_score_beats_any_magnitude() -> None:
@@ -78,13 +78,13 @@ def test_flips_are_of_the_candidates_with_the_best_scores(
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total, **options)
 
     def best() -> list[Tensor]:
-        found = []
+        masks = []
         for weight in handle.sparse:
             scores = handle.recipe.scores(weight).detach()
             if recipe == "lbc":
                 scores = scores.masked_fill(~weight["alive"], -torch.inf)
-            found.append(rows(scores.argmax(-1)))
-        return found
+            masks.append(rows(scores.argmax(-1)))
+        return masks
 
     flips = []
     step(model, optimizer, 0)  # at the very first, LBC's scores are all alike

@@ -134,7 +134,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ("recipe.bta=0.9",),
@@ -157,7 +157,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
         (("recipe._target_=",), "recipe._target_=: it takes package.Class"),
     ],
 )
-def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
+def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     """In this process: what the command line looks at first, and then what only the built run
     shows.
     """
@@ -177,7 +177,7 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
             build.build(schema.check(compose("nmrun", words)))
         problems = raised.value.problems
     (problem,) = problems
-    assert problem.startswith(said)
+    assert problem.startswith(message)
     assert "\n" not in problem
 
 

@@ -185,8 +185,8 @@ def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe: str) -> None
     optimizer = torch.optim.SGD(model.parameters(), LR)
     handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=0.2, final=0.01)
     for t in range(TOTAL):
-        kept = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
-        assert (kept == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)
+        most = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
+        assert (most == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)
         for x, y in data(1)(t):
             (model(x) - y).square().mean().backward()
         optimizer.step()

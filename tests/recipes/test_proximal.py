@@ -33,8 +33,8 @@ def on_a_grid(z: Tensor, n: int, strength: float, points: int) -> float:
 def test_no_point_of_a_grid_is_lower(n: int, m: int, strength: float) -> None:
     torch.manual_seed(0)
     z = torch.randn(6, m, dtype=torch.float64)
-    found = proximal(z, Pattern(n, m), 1, strength)
-    for row, value in zip(z, objective(found, z, n, strength).tolist(), strict=True):
+    minimiser = proximal(z, Pattern(n, m), 1, strength)
+    for row, value in zip(z, objective(minimiser, z, n, strength).tolist(), strict=True):
         assert value <= on_a_grid(row, n, strength, 20) + 1e-12
 
 
@@ -55,9 +55,9 @@ def test_no_descent_from_anywhere_ends_lower(n: int, m: int, strength: float) ->
 def test_two_by_hand() -> None:
     """1:2 at strength l: both stay where l < min / max, at (z1 - l z2, z2 - l z1) / (1 - l^2)."""
     z = torch.tensor([[2.0, -1.0], [3.0, 1.0]], dtype=torch.float64)
-    found = proximal(z, Pattern(1, 2), 1, 0.4)
+    minimiser = proximal(z, Pattern(1, 2), 1, 0.4)
     torch.testing.assert_close(
-        found,
+        minimiser,
         torch.tensor([[1.6 / 0.84, -0.2 / 0.84], [3.0, 0.0]], dtype=z.dtype),
         rtol=1e-5,
         atol=0,
@@ -73,16 +73,16 @@ def test_a_pattern_that_holds_stays() -> None:
 def test_along_any_dimension(dim: int) -> None:
     torch.manual_seed(3)
     w = torch.randn(8, 8, 3)
-    found = proximal(w, Pattern(2, 4), dim, 0.3)
+    minimiser = proximal(w, Pattern(2, 4), dim, 0.3)
     rows = w.movedim(dim, -1).reshape(-1, 4)
     wanted = proximal(rows, Pattern(2, 4), 1, 0.3)
-    torch.testing.assert_close(found.movedim(dim, -1).reshape(-1, 4), wanted)
+    torch.testing.assert_close(minimiser.movedim(dim, -1).reshape(-1, 4), wanted)
 
 
 def test_a_group_does_not_depend_on_the_others() -> None:
     """Groups end at different sweeps; each ends where it would alone, to the bit."""
     torch.manual_seed(4)
     w = torch.randn(64, 8) * torch.logspace(-2, 1, 64)[:, None]
-    found = proximal(w, Pattern(2, 8), 1, 1.0)
-    for row, one in zip(w, found, strict=True):
+    minimiser = proximal(w, Pattern(2, 8), 1, 1.0)
+    for row, one in zip(w, minimiser, strict=True):
         assert torch.equal(proximal(row[None], Pattern(2, 8), 1, 1.0)[0], one)

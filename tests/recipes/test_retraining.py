@@ -419,8 +419,8 @@ def test_sqft_trains_masked_adapters(turned: bool, ratio: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), LR)
     dims = {"2.weight": 0} if turned else None
     handle = nmrun.sparsify(model, optimizer, "sqft", ratio, rank=rank, alpha=alpha, dims=dims)
-    own = dict(zip(SPARSE, handle.sparse, strict=True))
-    adapters = {i: first_adapters(own[i], rank, *used[i].shape) for i in SPARSE}
+    by_index = dict(zip(SPARSE, handle.sparse, strict=True))
+    adapters = {i: first_adapters(by_index[i], rank, *used[i].shape) for i in SPARSE}
     by_hand = torch.optim.Adam([*others, *adapters[0], *adapters[2]], LR)
     batches = data(1)
     for t in range(TOTAL):
@@ -449,7 +449,7 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between() -> None:
         step(model, optimizer, batches(t))
     with torch.no_grad():
         model[0].weight.mul_(0.5)
-    halved, kept = model[0].weight.detach().clone(), handle.sparse[0]["mask"].clone()
+    halved, mask = model[0].weight.detach().clone(), handle.sparse[0]["mask"].clone()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     step(model, optimizer, batches(4))
@@ -459,7 +459,7 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between() -> None:
         group["lr"] = LR
     step(model, optimizer, batches(5))
     assert not torch.allclose(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
-    assert torch.equal(model[0].weight != 0, kept)
+    assert torch.equal(model[0].weight != 0, mask)
 
 
 class Products(TorchDispatchMode):

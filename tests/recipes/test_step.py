@@ -49,11 +49,11 @@ def test_the_learning_rate_is_the_user_s_again_after_a_step_that_failed():
         model, optimizer, recipe="step", pattern="2:4", total_steps=4, exclude=(), switch=0.25,
         lr_factor=FACTOR,
     )  # fmt: skip
-    own = optimizer.param_groups[0]["betas"]
+    betas = optimizer.param_groups[0]["betas"]
     for fails in (False, False, True, False):
         optimizer.zero_grad()
         model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.param_groups[0]["betas"] = None if fails else own
+        optimizer.param_groups[0]["betas"] = None if fails else betas
         if fails:
             with pytest.raises(TypeError):
                 optimizer.step()

@@ -103,8 +103,8 @@ def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float, dead: i
     measured, rule, options = CASES[case]
     grads = gradients(CURVES[curve], dead)
     step, settled = oracle(measured(grads, beta2))
-    found, event = run(grads, rule, beta2, **options)
-    assert found == step
+    switched, event = run(grads, rule, beta2, **options)
+    assert switched == step
     assert ("the variance has settled" if settled else "t > t_max = 100") in event
     assert ("t > t_min = 20" in event) == (settled and step == 21)  # the bound has decided
 
@@ -112,12 +112,12 @@ def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float, dead: i
 def test_every_rule_decides_between_its_bounds_somewhere() -> None:
     """And is clipped elsewhere, so that the comparison above sees both."""
     for measured, _, _ in CASES.values():
-        found = {
+        steps = {
             oracle(measured(gradients(rms), beta2))
             for rms in CURVES.values()
             for beta2 in (0.9, 0.95)
         }
-        assert any(settled and T_MIN + 1 < t < T_MAX for t, settled in found)
+        assert any(settled and T_MIN + 1 < t < T_MAX for t, settled in steps)
     assert any(
         not s
         for c in ("ratio", "partial")
@@ -165,9 +165,9 @@ def test_where_no_step_waits_a_rule_fires_one_step_later(case: str, resumed: int
     """
     measured, rule, options = CASES[case]
     grads = gradients(CURVES["grows, then stays"])
-    found = list(measured(grads, 0.95))
+    samples = list(measured(grads, 0.95))
     wanted = next(
-        t for t in range(1, 200) if t > T_MAX or (t > T_MIN and t > 1 and found[t - 2][1])
+        t for t in range(1, 200) if t > T_MAX or (t > T_MIN and t > 1 and samples[t - 2][1])
     )
     model, optimizer, handle = begin(rule, 0.95, **options)
     handle.recipe.switching.waits = False

@@ -67,13 +67,13 @@ def test_the_mask_by_trying_all_choices(v: int, n: int, m: int, dtype: torch.dty
 
 def test_at_every_kernel_position_and_in_a_short_last_group() -> None:
     w = weights(8, 16, 3, 2)
-    found = nm_mask(w, "4:2:8")
+    mask = nm_mask(w, "4:2:8")
     for y, x in itertools.product(range(3), range(2)):
-        assert torch.equal(found[:, :, y, x], by_hand(w[:, :, y, x], 4, 2, 8))
+        assert torch.equal(mask[:, :, y, x], by_hand(w[:, :, y, x], 4, 2, 8))
     for inputs in (9, 10, 13, 15):
         w = weights(8, inputs)
-        found = nm_mask(w, "4:2:8", pad=True)
-        assert torch.equal(found, by_hand(w, 4, 2, 8))
+        mask = nm_mask(w, "4:2:8", pad=True)
+        assert torch.equal(mask, by_hand(w, 4, 2, 8))
 
 
 def test_what_is_not_a_number_is_kept() -> None:
@@ -154,8 +154,8 @@ def test_a_training_resumes_with_the_same_bits(
     train(*first[:2], range(6))
     for layer, (v, n, m) in ((0, (4, 2, 8)), (2, (3, 2, 8)), (4, (1, 2, 6))):
         weight = first[2].sparse[layer // 2]
-        kept = by_hand(weight.dense, v, n, m) if v > 1 else nm_mask(weight.dense, "2:6")
-        assert torch.equal(first[0][layer].weight, weight.dense * kept)
+        mask = by_hand(weight.dense, v, n, m) if v > 1 else nm_mask(weight.dense, "2:6")
+        assert torch.equal(first[0][layer].weight, weight.dense * mask)
     again = start()
     again[0].load_state_dict(first[0].state_dict())
     again[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
@@ -254,10 +254,10 @@ def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
     }
     assert result["sparsity"]["pattern"] == "16:2:8"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
-    for verb, told in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
+    for verb, text in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
         done = nmrun_cli(verb, "outputs")
         assert done.returncode == 0, done.stderr
-        assert told in done.stdout
+        assert text in done.stdout
     run = Result("finished", result["config"], result["metrics"]["final"], folder)
     assert ["sparsity", "16:2:8"] in [line.split() for line in repr(run).splitlines()]
     used_elsewhere(run, nmrun_cli, tmp_path)

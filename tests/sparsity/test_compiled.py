@@ -59,20 +59,20 @@ def train(
 
 
 def same(
-    found: tuple[nn.Module, Any, Handle], wanted: tuple[nn.Module, Any, Handle], exact: bool
+    actual: tuple[nn.Module, Any, Handle], wanted: tuple[nn.Module, Any, Handle], exact: bool
 ) -> None:
     """Parameters, dense weights and phases."""
-    assert found[2].phase == wanted[2].phase
-    assert found[2].recipe.step == wanted[2].recipe.step
+    assert actual[2].phase == wanted[2].phase
+    assert actual[2].recipe.step == wanted[2].recipe.step
     tensors = [
         [p.detach() for p in model.parameters()] + [w.dense for w in handle.sparse]
-        for model, _, handle in (found, wanted)
+        for model, _, handle in (actual, wanted)
     ]
     # torch's own compiled AdamW is as far from its uncompiled one, in a dense training of this size
     close: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-3, "atol": 1e-5}
     torch.testing.assert_close(*tensors, **close)
-    if found[2].is_sparse:
-        check_nm(found[0], "2:4")
+    if actual[2].is_sparse:
+        check_nm(actual[0], "2:4")
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -87,34 +87,34 @@ def test_one_graph_serves_all_phases(recipe: str) -> None:
         compiles.append(1)
         return graph.forward
 
-    found, wanted = start(recipe), start(recipe)
-    compiled = torch.compile(found[0], backend=backend, fullgraph=True)
+    training, wanted = start(recipe), start(recipe)
+    compiled = torch.compile(training[0], backend=backend, fullgraph=True)
     for at in range(TOTAL):
-        train(compiled, found[1], found[1].step, at)
+        train(compiled, training[1], training[1].step, at)
         train(wanted[0], wanted[1], wanted[1].step, at)
-        same(found, wanted, exact=True)
-    assert found[2].is_sparse
+        same(training, wanted, exact=True)
+    assert training[2].is_sparse
     with torch.no_grad():
-        found[0][0].weight.neg_()
-    found[0].load_state_dict(wanted[0].state_dict())
+        training[0][0].weight.neg_()
+    training[0].load_state_dict(wanted[0].state_dict())
     assert torch.equal(compiled(batch(0)), wanted[0](batch(0)))
     assert len(compiles) == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_backward_graph(recipe: str) -> None:
-    found, wanted = start(recipe), start(recipe)
-    compiled = torch.compile(found[0], backend="aot_eager", fullgraph=True)
+    training, wanted = start(recipe), start(recipe)
+    compiled = torch.compile(training[0], backend="aot_eager", fullgraph=True)
     for at in range(TOTAL):
-        train(compiled, found[1], found[1].step, at)
+        train(compiled, training[1], training[1].step, at)
         train(wanted[0], wanted[1], wanted[1].step, at)
-        same(found, wanted, exact=False)
-    assert found[2].is_sparse
+        same(training, wanted, exact=False)
+    assert training[2].is_sparse
     if recipe == "step":
-        dense = found[2].sparse[0].dense
-        assert torch.equal(found[0][0].weight, hard_threshold(dense, "2:4"))
-    found[2].finalize()
-    check_nm(found[0], "2:4")
+        dense = training[2].sparse[0].dense
+        assert torch.equal(training[0][0].weight, hard_threshold(dense, "2:4"))
+    training[2].finalize()
+    check_nm(training[0], "2:4")
 
 
 # --- the optimizer's step, and the whole training step -------------------------------------------
@@ -123,15 +123,15 @@ def test_compiled_backward_graph(recipe: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
 def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
-    found, wanted = start(recipe, optimizer), start(recipe, optimizer)
-    step = torch.compile(found[1].step, backend="aot_eager")
+    training, wanted = start(recipe, optimizer), start(recipe, optimizer)
+    step = torch.compile(training[1].step, backend="aot_eager")
     for at in range(TOTAL):
-        train(found[0], found[1], step, at)
+        train(training[0], training[1], step, at)
         train(wanted[0], wanted[1], wanted[1].step, at)
-        same(found, wanted, exact=False)
-    assert found[2].recipe.step == TOTAL
-    found[2].finalize()
-    check_nm(found[0], "2:4")
+        same(training, wanted, exact=False)
+    assert training[2].recipe.step == TOTAL
+    training[2].finalize()
+    check_nm(training[0], "2:4")
 
 
 @pytest.mark.slow
@@ -140,24 +140,24 @@ def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
     [case if case in ONCE else pytest.param(*case, marks=pytest.mark.minutes) for case in BY_STEP],
 )
 def test_compiled_training_step(optimizer: str, recipe: str) -> None:
-    found, wanted = start(recipe, optimizer), start(recipe, optimizer)
+    training, wanted = start(recipe, optimizer), start(recipe, optimizer)
 
     @torch.compile(backend="aot_eager")
     def whole(x: Tensor) -> Tensor:
-        loss = found[0](x).square().mean()
+        loss = training[0](x).square().mean()
         loss.backward()
-        found[1].step()
-        found[1].zero_grad()
+        training[1].step()
+        training[1].zero_grad()
         return loss.detach()
 
     for at in range(TOTAL):
         loss = whole(batch(at))
         torch.testing.assert_close(loss, wanted[0](batch(at)).square().mean().detach())
         train(wanted[0], wanted[1], wanted[1].step, at)
-        same(found, wanted, exact=False)
-    assert found[2].recipe.step == TOTAL
-    found[2].finalize()
-    check_nm(found[0], "2:4")
+        same(training, wanted, exact=False)
+    assert training[2].recipe.step == TOTAL
+    training[2].finalize()
+    check_nm(training[0], "2:4")
 
 
 @pytest.mark.minutes
@@ -169,10 +169,10 @@ def test_by_inductor(optimizer: str) -> None:
         train(wanted[0], wanted[1], wanted[1].step, at)
     for what in ("model", "step", "whole"):
         torch._dynamo.reset()
-        found = start("sr_ste", optimizer)
-        forward = torch.compile(found[0], fullgraph=True) if what == "model" else found[0]
-        step = torch.compile(found[1].step) if what == "step" else found[1].step
+        training = start("sr_ste", optimizer)
+        forward = torch.compile(training[0], fullgraph=True) if what == "model" else training[0]
+        step = torch.compile(training[1].step) if what == "step" else training[1].step
         whole = torch.compile(train) if what == "whole" else train
         for at in range(TOTAL):
-            whole(forward, found[1], step, at)
-        same(found, wanted, exact=False)
+            whole(forward, training[1], step, at)
+        same(training, wanted, exact=False)

@@ -91,8 +91,8 @@ def test_compiled_equals_eager(recipe: str) -> None:
     torch._dynamo.reset()
     forward = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
     wanted = train(eager[0], eager[1], eager[0])
-    found = train(compiled[0], compiled[1], forward)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    actual = train(compiled[0], compiled[1], forward)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
 MASKED = {"asp", "ste_periodic", "slope", "mdgf_linear", "mdgf_exponential"}  # at the end
@@ -104,25 +104,25 @@ def test_where_gradients_are_said_to_be_masked_those_of_pruned_weights_count_for
     recipe: str,
 ) -> None:
     """Products that compute the others alone are then right."""
-    ends, said = [], []
+    ends, claims = [], []
     for noise in (0.0, 1.0):
         model, optimizer, handle = start(recipe)
         for step in range(TOTAL):
             x, y = batch(step)
             (model(x) - y).square().mean().backward()
             if step == TOTAL - 2:
-                said = [handle.recipe.masks_gradient(weight) for weight in handle.sparse]
+                claims = [handle.recipe.masks_gradient(weight) for weight in handle.sparse]
                 for weight in handle.sparse:
                     assert weight.parameter.grad is not None
                     weight.parameter.grad += noise * (weight.parameter.detach() == 0)
             optimizer.step()
             optimizer.zero_grad()
         ends.append(torch.cat([weight.dense.detach().flatten() for weight in handle.sparse]))
-    if recipe in MASKED or all(said):
-        assert all(said)
+    if recipe in MASKED or all(claims):
+        assert all(claims)
         assert torch.equal(*ends)
     if recipe in FULL:
-        assert not any(said)
+        assert not any(claims)
         assert not torch.equal(*ends)
 
 
@@ -148,15 +148,15 @@ def test_memory(recipe: str) -> None:
     model, optimizer, handle = start(recipe)
     train(model, optimizer, model)
     before = {id(p) for p in model.parameters()}
-    own = {"step", "exp_avg", "exp_avg_sq", "frozen_denominator"}
+    adams = {"step", "exp_avg", "exp_avg_sq", "frozen_denominator"}
     extra = 0
     for weight in handle.sparse:
-        kept = {k: t for k, t in optimizer.state[weight.parameter].items() if k not in own}
-        assert all(key.startswith("nmrun_") for key in kept)
+        added = {k: t for k, t in optimizer.state[weight.parameter].items() if k not in adams}
+        assert all(key.startswith("nmrun_") for key in added)
         assert weight.layer is None
-        extra += sum(t.numel() * t.element_size() for t in kept.values() if id(t) not in before)
+        extra += sum(t.numel() * t.element_size() for t in added.values() if id(t) not in before)
         assert sum(t.numel() * t.element_size() for t in weight.saved().values()) == sum(
-            t.numel() * t.element_size() for t in kept.values()
+            t.numel() * t.element_size() for t in added.values()
         )
     weights = sum(w.dense.numel() for w in handle.sparse)
     scalars = 8 * len(handle.sparse)  # such as S-STE's scale

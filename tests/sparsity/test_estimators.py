@@ -16,7 +16,7 @@ from nmrun.sparsity.estimators import inclusion_probabilities
 from nmrun.sparsity.transposable import block_patterns
 
 
-def kept(weight: Tensor, mask: Tensor) -> Tensor:
+def block_sums(weight: Tensor, mask: Tensor) -> Tensor:
     """The sum of magnitudes kept in each M x M block of a block column."""
     return (weight.abs() * mask).double().reshape(-1, weight.shape[1] ** 2).sum(1)
 
@@ -63,7 +63,7 @@ def test_transposable_mask_is_optimal_in_every_block(n: int, m: int, size: float
     optimum = torch.tensor(
         [best_by_search(b, n) for b in weight.reshape(count, m, m)], dtype=torch.float64
     )
-    torch.testing.assert_close(kept(weight, mask), optimum, rtol=1e-12, atol=0)
+    torch.testing.assert_close(block_sums(weight, mask), optimum, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("m", [4, 8, 16])
@@ -209,8 +209,8 @@ def test_on_a_device_it_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None
         torch.ops.nmrun.mvue.default, (x, 2, 4, 0), test_utils=("test_schema", "test_faketensor")
     )
     torch.manual_seed(3)
-    found = torch.ops.nmrun.mvue(x, 2, 4, 0)
-    assert torch.equal(found, mvue(x, "2:4", 0, torch.Generator().manual_seed(3)))
+    estimate = torch.ops.nmrun.mvue(x, 2, 4, 0)
+    assert torch.equal(estimate, mvue(x, "2:4", 0, torch.Generator().manual_seed(3)))
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch.ops.nmrun, "mvue", lambda x, *rest: (asked.append(rest), x)[1])
     played = SimpleNamespace(is_cuda=True, dim=lambda: 2)

@@ -17,13 +17,13 @@ from nmrun.step.activations import SquaredReLU, keep_largest
 
 def best_of_each_group(tokens: Tensor, pattern: Pattern) -> Tensor:
     """Of all choices of N of M features of a token, the one with the most energy."""
-    kept = torch.zeros_like(tokens)
+    result = torch.zeros_like(tokens)
     for row, token in enumerate(tokens):
         for start in range(0, len(token), pattern.m):
             choices = itertools.combinations(range(start, start + pattern.m), pattern.n)
             best = max(choices, key=lambda at: float(token[list(at)].square().sum()))
-            kept[row, list(best)] = token[list(best)]
-    return kept
+            result[row, list(best)] = token[list(best)]
+    return result
 
 
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 24), (0, 8)])
@@ -50,8 +50,8 @@ def test_blocks_of_tokens_share_four_features(tokens: int) -> None:
         for row, token in enumerate(block):
             for c in sorted(columns, key=lambda c: -abs(float(token[c])))[:2]:
                 expected[first + row, start + c] = token[c]
-    found = keep_largest(activations, Pattern(2, 8, v=4))
-    assert torch.equal(found, expected)
+    actual = keep_largest(activations, Pattern(2, 8, v=4))
+    assert torch.equal(actual, expected)
     assert torch.equal(keep_largest(activations[None], Pattern(2, 8, v=4))[0], expected)
 
 
@@ -82,19 +82,19 @@ def test_the_closed_form() -> None:
 
 def test_a_nan_shows() -> None:
     activations = torch.tensor([[1.0, float("nan"), 3.0, 2.0]])
-    kept = keep_largest(activations, Pattern(1, 4))
-    assert kept[0, 1].isnan()
-    assert kept[0, 2] == 3
-    assert kept[0, 0] == 0
+    result = keep_largest(activations, Pattern(1, 4))
+    assert result[0, 1].isnan()
+    assert result[0, 2] == 3
+    assert result[0, 0] == 0
 
 
 def test_bfloat16_and_other_strides() -> None:
     torch.manual_seed(4)
     activations = torch.randn(8, 6, 3).bfloat16().permute(2, 1, 0)
-    kept = keep_largest(activations, Pattern(2, 4))
+    result = keep_largest(activations, Pattern(2, 4))
     expected = best_of_each_group(activations.reshape(-1, 8).float(), Pattern(2, 4))
-    assert kept.dtype == torch.bfloat16
-    assert torch.equal(kept.float(), expected.view(3, 6, 8))
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result.float(), expected.view(3, 6, 8))
 
 
 def test_features_that_m_does_not_divide() -> None:

@@ -21,8 +21,8 @@ def brute_force(group: list[float], n: int) -> list[bool]:
     """
     # in lexicographic order, so max() takes the lowest indices
     subsets = itertools.combinations(range(len(group)), n)
-    kept = max(subsets, key=lambda subset: math.fsum(abs(group[i]) for i in subset))
-    return [i in kept for i in range(len(group))]
+    best = max(subsets, key=lambda subset: math.fsum(abs(group[i]) for i in subset))
+    return [i in best for i in range(len(group))]
 
 
 def hard_groups(m: int, dtype: torch.dtype) -> Tensor:
@@ -89,10 +89,10 @@ def test_memory_layout_does_not_matter(strided) -> None:
     assert torch.equal(soft_threshold(view, "2:4"), soft_threshold(weight, "2:4"))
 
 
-@pytest.mark.parametrize(("n", "kept"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4])])
-def test_nan_is_kept_on_top_of_the_n(n: int, kept: list[int]) -> None:
+@pytest.mark.parametrize(("n", "indices"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4])])
+def test_nan_is_kept_on_top_of_the_n(n: int, indices: list[int]) -> None:
     weight = torch.tensor([[math.nan, 1.0, -2.0, 3.0, -4.0, math.nan]])
-    assert nm_mask(weight, f"{n}:6").nonzero()[:, 1].tolist() == [0, *kept, 5]
+    assert nm_mask(weight, f"{n}:6").nonzero()[:, 1].tolist() == [0, *indices, 5]
     projected = hard_threshold(weight, f"{n}:6")
     assert projected.isnan().sum() == 2
     assert nm_mask(torch.full((1, 4), math.nan), "1:4").all()
@@ -115,8 +115,8 @@ def test_masks_take_no_part_in_autograd() -> None:
 
 def test_gamma_is_the_way_from_one_magnitude_to_the_next() -> None:
     weight = torch.tensor([[0.5, -4.0, 1.0, 2.0]], dtype=torch.float64)  # t from 1 to 2 at 2:4
-    for gamma, kept in ((0.0, [-3.0, 1.0]), (0.25, [-2.75, 0.75]), (0.9, [-2.1, 0.1])):
-        expected = torch.tensor([[0.0, kept[0], 0.0, kept[1]]], dtype=torch.float64)
+    for gamma, values in ((0.0, [-3.0, 1.0]), (0.25, [-2.75, 0.75]), (0.9, [-2.1, 0.1])):
+        expected = torch.tensor([[0.0, values[0], 0.0, values[1]]], dtype=torch.float64)
         torch.testing.assert_close(soft_threshold(weight, "2:4", gamma=gamma), expected)
 
 

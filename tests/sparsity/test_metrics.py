@@ -84,9 +84,9 @@ def test_flips_and_divergence_of_hand_made_masks(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_energy_and_norm_in_closed_form(recipe: str) -> None:
     _, optimizer, handle = start(recipe, **RECIPES[recipe])
-    found = move(handle, optimizer, SECOND)
-    assert found["sparsity/kept_energy"] == pytest.approx((16 + 9 + 9 + 16) / 60)
-    assert found["sparsity/pruned_norm"] == pytest.approx(math.sqrt(1 + 4 + 1 + 4))
+    logged = move(handle, optimizer, SECOND)
+    assert logged["sparsity/kept_energy"] == pytest.approx((16 + 9 + 9 + 16) / 60)
+    assert logged["sparsity/pruned_norm"] == pytest.approx(math.sqrt(1 + 4 + 1 + 4))
     layer = layer_metrics(handle.sparse, handle.recipe)
     assert layer["layer/0.weight/kept_energy"] == pytest.approx(50 / 60)
     assert layer["layer/0.weight/density"] == (0.5 if recipe == "ste" else 1.0)
@@ -98,10 +98,12 @@ def test_energies_are_summed_over_all_pieces(
 ) -> None:
     monkeypatch.setattr(metrics, "PIECE", 7)
     weight, mask = torch.randn(5, 3, 2).to(dtype), torch.rand(5, 3, 2) < 0.4
-    kept, pruned = energies(weight, mask)
+    kept_energy, pruned_energy = energies(weight, mask)
     squares = list(zip((weight * weight).flatten().tolist(), mask.flatten().tolist(), strict=True))
-    assert float(kept) == pytest.approx(math.fsum(s for s, m in squares if m), rel=1e-6)
-    assert float(pruned) == pytest.approx(math.fsum(s for s, m in squares if not m), rel=1e-6)
+    assert float(kept_energy) == pytest.approx(math.fsum(s for s, m in squares if m), rel=1e-6)
+    assert float(pruned_energy) == pytest.approx(
+        math.fsum(s for s, m in squares if not m), rel=1e-6
+    )
     assert energies(weight.new_zeros(0, 4), mask.new_zeros(0, 4)) == [0, 0]
 
 
@@ -145,11 +147,11 @@ def test_layers_with_patterns_of_their_own() -> None:
     handle = nmrun.sparsify(
         model, torch.optim.SGD(model.parameters(), 0.1), "sr_ste", "2:4", **options
     )
-    found = layer_metrics(handle.sparse, handle.recipe)
-    assert (found["layer/0.weight/density"], found["layer/2.weight/density"]) == (1 / 2, 1 / 8)
+    logged = layer_metrics(handle.sparse, handle.recipe)
+    assert (logged["layer/0.weight/density"], logged["layer/2.weight/density"]) == (1 / 2, 1 / 8)
     largest = handle.sparse[1].dense.abs().max(1).values
     total = handle.sparse[1].dense.square().sum()
-    assert found["layer/2.weight/kept_energy"] == pytest.approx(
+    assert logged["layer/2.weight/kept_energy"] == pytest.approx(
         float(largest.square().sum() / total), rel=1e-5
     )
 
@@ -196,14 +198,14 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind: Any) -> None:
         for some, power in zip(weights, (1, 2), strict=True)
     )
     expected = square - mean**2
-    found = handle.metrics()
-    assert found["sparsity/gradient_noise_kept"] == pytest.approx(
+    logged = handle.metrics()
+    assert logged["sparsity/gradient_noise_kept"] == pytest.approx(
         float(expected[:, :2].mean()), rel=1e-4
     )
-    assert found["sparsity/gradient_noise_pruned"] == pytest.approx(
+    assert logged["sparsity/gradient_noise_pruned"] == pytest.approx(
         float(expected[:, 2:].mean()), rel=1e-4
     )
-    assert found["sparsity/gradient_noise_pruned"] > 100 * found["sparsity/gradient_noise_kept"]
+    assert logged["sparsity/gradient_noise_pruned"] > 100 * logged["sparsity/gradient_noise_kept"]
     estimate = gradient_variance([handle.sparse[0].parameter], optimizer)
     assert estimate is not None
     torch.testing.assert_close(estimate[0].double(), expected, rtol=1e-4, atol=1e-5)
@@ -302,7 +304,7 @@ def test_launches_do_not_grow_with_the_weights() -> None:
 def test_weights_are_measured_together_as_alone(
     sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    results = []
     for together in (0, 1 << 20, 1000):
         monkeypatch.setitem(metrics.TOGETHER, "cpu", together)
         weights, optimizer = made_sparse(7, "cpu")
@@ -318,6 +320,6 @@ def test_weights_are_measured_together_as_alone(
         measure.reorder("4.weight", 1, order)
         for weight in weights[:4]:
             weight.parameter.data.copy_(nmrun.sparsity.hard_threshold(weight.dense, "2:4"))
-        found.append(measure.after(optimizer))
-    assert found[0]["sparsity/sad"] > 0
-    assert found[0] == pytest.approx(found[1], rel=1e-6) == found[2]
+        results.append(measure.after(optimizer))
+    assert results[0]["sparsity/sad"] > 0
+    assert results[0] == pytest.approx(results[1], rel=1e-6) == results[2]

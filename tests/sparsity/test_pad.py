@@ -60,7 +60,7 @@ def groups(row: list[float], m: int) -> list[list[float]]:
     return [row[i : i + m] for i in range(0, len(row), m)]
 
 
-def kept(group: list[float], n: int) -> list[bool]:
+def group_mask(group: list[float], n: int) -> list[bool]:
     """The n largest magnitudes, the lower index first; everything if there are no more."""
     best = sorted(range(len(group)), key=lambda j: (-abs(group[j]), j))[:n]
     return [j in best for j in range(len(group))]
@@ -104,17 +104,17 @@ def test_projections_by_brute_force(
         pattern = Pattern(n, m)
         weight = nasty(*(size if at == dim else other for at, other in enumerate(shape)))
         split = [groups(row, m) for row in rows(weight, dim)]
-        mask = [[k for g in row for k in kept(g, n)] for row in split]
+        mask = [[k for g in row for k in group_mask(g, n)] for row in split]
         hard = [
-            [x if k else 0.0 for g in row for x, k in zip(g, kept(g, n), strict=True)]
+            [x if k else 0.0 for g in row for x, k in zip(g, group_mask(g, n), strict=True)]
             for row in split
         ]
         soft = [[x for g in row for x in shrunk(g, n)] for row in split]
-        found = nm_mask(weight, pattern, dim, pad=True)
-        assert found.dtype == torch.bool
-        assert found.shape == weight.shape
-        assert found.is_contiguous()
-        assert rows(found, dim) == mask
+        result = nm_mask(weight, pattern, dim, pad=True)
+        assert result.dtype == torch.bool
+        assert result.shape == weight.shape
+        assert result.is_contiguous()
+        assert rows(result, dim) == mask
         assert rows(hard_threshold(weight, pattern, dim, pad=True), dim) == hard
         assert rows(soft_threshold(weight, pattern, dim, pad=True), dim) == soft
         energy = sum(x * x for row in soft for x in row)
@@ -185,8 +185,8 @@ def test_transposable_by_brute_force() -> None:
     torch.manual_seed(0)
     for inputs in (1, 2, 3, 5, 6, 7):
         weight = torch.randn(4, inputs)
-        found = transposable_mask(weight, "2:4", pad=True)
-        assert found.shape == weight.shape
+        result = transposable_mask(weight, "2:4", pad=True)
+        assert result.shape == weight.shape
         for start in range(0, inputs, 4):
             block = weight[:, start : start + 4].abs()
             width = block.shape[1]
@@ -204,7 +204,7 @@ def test_transposable_by_brute_force() -> None:
                             )
                         ),
                     )
-            part = found[:, start : start + 4]
+            part = result[:, start : start + 4]
             assert (part.sum(0) == 2).all()
             assert (part.sum(1) <= 2).all()
             assert float(block[part].sum()) == pytest.approx(best)
@@ -485,17 +485,17 @@ ODD = ("model.channels=[10,8,9]", "sparsity='2:6'")
 
 
 def test_plan() -> None:
-    said = "\n".join(
+    text = "\n".join(
         console.plan_lines(
             made := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(made)
         )
     )
-    assert re.search(r"sparse +inner.0.weight +8x10x3x3 +2:6, the last group of 4\n", said)
-    assert re.search(r"sparse +inner.1.weight +9x8x3x3 +2:6, the last group of 2\n", said)
+    assert re.search(r"sparse +inner.0.weight +8x10x3x3 +2:6, the last group of 4\n", text)
+    assert re.search(r"sparse +inner.1.weight +9x8x3x3 +2:6, the last group of 2\n", text)
     # 100 in the stem, 8 * 10 * 9 + 8 and 9 * 8 * 9 + 9 within, of which 4 of 10 and 4 of 8 are
     # left, and 10 * 36 + 10 in the head
-    kept = 100 + (8 * 4 * 9 + 8) + (9 * 4 * 9 + 9) + 370
-    assert f"density {kept / 1855:.1%} of 1,855 parameters" in said
+    nonzeros = 100 + (8 * 4 * 9 + 8) + (9 * 4 * 9 + 9) + 370
+    assert f"density {nonzeros / 1855:.1%} of 1,855 parameters" in text
 
 
 def test_the_config_says_what_would_help() -> None:
@@ -518,14 +518,14 @@ def test_the_config_says_what_would_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "said"),
+    ("ratio", "meaning"),
     [("2:2:8", "2:2:8: 2:8, the columns shared by 2 rows"), ("1:1", "1:1, which prunes nothing")],
 )
 def test_the_plan_says_what_an_unusual_ratio_means(
-    ratio: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ratio: str, meaning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     made = config(tmp_path, f"sparsity='{ratio}'", "recipe=sr_ste", "trainer.threads=2")
     lines = console.plan_lines(made, build.build(made))
-    assert any(line.endswith(said) for line in lines)
+    assert any(line.endswith(meaning) for line in lines)
     assert any("trainer.threads=2 on 1 cores" in line for line in lines)

@@ -71,9 +71,11 @@ KINDS: dict[
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
     module, wanted = KINDS[kind]
-    found = list(candidates(layers(layer=module)))
-    assert {c.name: c.dim for c in found} == {f"layer.{name}": dim for name, dim in wanted.items()}
-    for candidate in found:
+    weights = list(candidates(layers(layer=module)))
+    assert {c.name: c.dim for c in weights} == {
+        f"layer.{name}": dim for name, dim in wanted.items()
+    }
+    for candidate in weights:
         assert (
             candidate.parameter
             is dict(module.named_parameters())[candidate.name.removeprefix("layer.")]
@@ -222,11 +224,11 @@ def test_inputs_must_be_a_multiple_of_m() -> None:
     inputs = {"a.weight": 12, "b.weight": 24, "c.weight": 6, "d.weight": 12}
     for m in (2, 3, 4, 6, 8, 12, 24):
         assert names(model, f"1:{m}") == [name for name, count in inputs.items() if count % m == 0]
-    told = reasons(model, "1:8")
-    assert list(told) == ["a.weight", "c.weight", "d.weight"]
+    by_name = reasons(model, "1:8")
+    assert list(by_name) == ["a.weight", "c.weight", "d.weight"]
     assert all(
         reason.startswith(f"{inputs[name]} inputs are not a multiple of 8")
-        for name, reason in told.items()
+        for name, reason in by_name.items()
     )
     # each by its own pattern
     assert names(model, "1:8", overrides={"a": "1:6"}) == [
@@ -245,8 +247,8 @@ def test_every_reason_is_told() -> None:
     model = tower()
     owned = {id(p) for name, p in model.named_parameters() if name != "layer10.weight"}
     model["stem"].weight.requires_grad_(False)
-    told = reasons(model, exclude="head", owned=owned)
-    assert told == {
+    by_name = reasons(model, exclude="head", owned=owned)
+    assert by_name == {
         "stem.weight": "frozen",
         "layer10.weight": "not in the optimizer",
         "head.weight": "excluded",
@@ -306,7 +308,7 @@ COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parame
 
 
 @pytest.mark.parametrize(
-    ("norm", "held"),
+    ("norm", "originals"),
     [
         (
             parametrizations.weight_norm,
@@ -318,11 +320,11 @@ COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parame
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_a_weight_that_is_computed_stays_dense(norm: Any, held: list[str]) -> None:
+def test_a_weight_that_is_computed_stays_dense(norm: Any, originals: list[str]) -> None:
     model = layers(normed=norm(nn.Linear(8, 8)), free=nn.Linear(8, 8))
     owned = {id(p) for p in model.parameters()}
     assert names(model, owned=owned) == ["free.weight"]
-    assert reasons(model, owned=owned) == {f"normed.{name}": COMPUTED for name in held}
+    assert reasons(model, owned=owned) == {f"normed.{name}": COMPUTED for name in originals}
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

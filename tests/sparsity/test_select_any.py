@@ -47,10 +47,10 @@ def reasons(model: nn.Module, pattern: str = "2:4", **options: Any) -> dict[str,
 
 def by_hand(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tensor, gate: Any) -> Tensor:
     """Each token through its experts, by einsum with the dimensions that ``candidates`` gives."""
-    found = {c.attribute: c for c in candidates(experts)}
+    by_attribute = {c.attribute: c for c in candidates(experts)}
 
     def product(name: str, expert: int, x: Tensor) -> Tensor:
-        c: Candidate = found[name]
+        c: Candidate = by_attribute[name]
         letters = {0: "e", c.dim: "i", c.outputs: "o"}
         weight = torch.einsum(f"{letters[0]}{letters[1]}{letters[2]}->eoi", c.parameter)[expert]
         bias = getattr(experts, f"{name}_bias", None)
@@ -148,18 +148,18 @@ def test_dims_make_any_parameter_a_candidate() -> None:
     assert sparse(model) == {"fc.weight": (1, 0)}
     assert reasons(model) == dict.fromkeys(["own.a", "own.b", "own.c", "own.d"], UNKNOWN)
     dims = {r"own\.a": 0, r"own\.[bc]": 1, r"own\.d": 2, r".*\.b": 0}
-    found = {
+    axes = {
         "own.a": (0, 1),
         "own.b": (1, 0),
         "own.c": (1, 0),
         "own.d": (2, 1),
         "fc.weight": (1, 0),
     }
-    assert sparse(model, dims=dims) == found  # the first that matches counts
-    assert {c.name: (c.dim, c.outputs) for c in candidates(model, dims)} == found
+    assert sparse(model, dims=dims) == axes  # the first that matches counts
+    assert {c.name: (c.dim, c.outputs) for c in candidates(model, dims)} == axes
     assert sparse(model, dims={"fc.weight": 0})["fc.weight"] == (0, 1)
-    del found["fc.weight"]
-    assert sparse(model, dims=dims, include="own") == found
+    del axes["fc.weight"]
+    assert sparse(model, dims=dims, include="own") == axes
     assert "6 inputs are not a multiple of 4" in reasons(model, dims={r"own\.a": 1})["own.a"]
 
 
@@ -250,8 +250,8 @@ def with_weight(data: Tensor) -> nn.Linear:
     ],
 )
 def test_quantised_weights_stay_dense(dtype: torch.dtype, kind: str) -> None:
-    told = reasons(with_weight(torch.ones(8, 8).to(dtype)))
-    assert told == {"weight": f"quantised or of another kind ({kind})"}
+    by_name = reasons(with_weight(torch.ones(8, 8).to(dtype)))
+    assert by_name == {"weight": f"quantised or of another kind ({kind})"}
 
 
 def test_weights_packed_by_bitsandbytes_stay_dense() -> None:

@@ -107,8 +107,8 @@ def test_of_a_recurrent_layer_only_what_reads_the_input() -> None:
 
 def test_a_first_layer_that_is_computed_is_still_the_first() -> None:
     stem = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-    told = auto(chain(stem=stem, body=body(), fc=nn.Linear(8, 8)))
-    assert {name for name, reason in told.items() if "auto" in reason} == {"fc.weight"}
+    by_name = auto(chain(stem=stem, body=body(), fc=nn.Linear(8, 8)))
+    assert {name for name, reason in by_name.items() if "auto" in reason} == {"fc.weight"}
 
 
 def test_the_model_may_say_it_itself() -> None:

@@ -51,8 +51,8 @@ class Spy(TorchDispatchMode):
         if name and tensor.shape[dim] > 1:
             sizes = zip(parameter.shape, parameter.stride(), strict=True)
             steps = [stride if size > 1 else 0 for size, stride in sizes]
-            own = steps.index(tensor.stride(dim))
-            self.summed.setdefault(name, set()).add(own)
+            axis = steps.index(tensor.stride(dim))
+            self.summed.setdefault(name, set()).add(axis)
 
 
 # --- the models, small and random ---------------------------------------------------------------

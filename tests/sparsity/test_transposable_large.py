@@ -51,7 +51,7 @@ def weights(kind: str, count: int, m: int) -> Tensor:
 KINDS = ("normal", "products", "heavy", "ties", "mostly zero", "zero", "tiny", "huge")
 
 
-def kept(blocks: Tensor, masks: Tensor) -> Tensor:
+def magnitude(blocks: Tensor, masks: Tensor) -> Tensor:
     return torch.where(masks, blocks, 0.0).sum((1, 2))
 
 
@@ -60,8 +60,8 @@ def by_programme(block: Tensor, n: int) -> float:
     m, most = len(block), float(block.max()) or 1.0
     sums = np.concatenate([np.kron(np.eye(m), np.ones(m)), np.kron(np.ones(m), np.eye(m))])
     gain = (block / most).flatten().numpy()
-    found = linprog(-gain, A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
-    return -found.fun * most
+    solution = linprog(-gain, A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
+    return -solution.fun * most
 
 
 def greedy(block: Tensor, n: int) -> float:
@@ -100,7 +100,7 @@ def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(
     assert (masks.sum(1) == n).all()
     assert (masks.sum(2) == n).all()
     least = torch.tensor([greedy(block, n) for block in blocks], dtype=torch.float64)
-    assert (kept(blocks, masks) >= least * (1 - 1e-9)).all()
+    assert (magnitude(blocks, masks) >= least * (1 - 1e-9)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +108,7 @@ def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(
 def test_by_trying_all_masks_of_four(n: int, kind: str) -> None:
     blocks = weights(kind, 200, 4)
     best = (blocks.flatten(1) @ block_patterns(n, 4).flatten(1).T).amax(1)
-    torch.testing.assert_close(kept(blocks, best_masks(blocks, n)), best, rtol=1e-11, atol=0)
+    torch.testing.assert_close(magnitude(blocks, best_masks(blocks, n)), best, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["normal", "products", "heavy", "ties"])
@@ -116,20 +116,20 @@ def test_by_trying_all_masks_of_four(n: int, kind: str) -> None:
 def test_by_linear_programmes(n: int, m: int, kind: str) -> None:
     blocks = weights(kind, 6, m)
     best = torch.tensor([by_programme(block, n) for block in blocks], dtype=torch.float64)
-    found = kept(blocks, best_masks(blocks, n))
-    torch.testing.assert_close(found, best, rtol=1e-6, atol=0)  # the solver's tolerance
-    assert (found >= best * (1 - 1e-9)).all()
+    sums = magnitude(blocks, best_masks(blocks, n))
+    torch.testing.assert_close(sums, best, rtol=1e-6, atol=0)  # the solver's tolerance
+    assert (sums >= best * (1 - 1e-9)).all()
 
 
 def test_the_regularised_plan_alone_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     """TSENOR without the cycles: N:M both ways, and within a hundredth of the best."""
     blocks = weights("normal", 50, 16)
-    best = kept(blocks, best_masks(blocks, 8))
+    best = magnitude(blocks, best_masks(blocks, 8))
     monkeypatch.setattr(transposable, "_improve", lambda *_: None)
     rounded = best_masks(blocks, 8)
     assert (rounded.sum(1) == 8).all()
     assert (rounded.sum(2) == 8).all()
-    share = kept(blocks, rounded) / best
+    share = magnitude(blocks, rounded) / best
     assert (share <= 1 + 1e-12).all()
     assert share.mean() > 0.99
 

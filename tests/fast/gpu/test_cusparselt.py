@@ -103,10 +103,10 @@ class Library:
         assert (of_w.leading, of_x.leading, of_z.leading) == (
             *(of_w.columns, of_x.columns, of_z.rows),
         )
-        found = weight @ (dense.T if product["turned"] else dense)
+        result = weight @ (dense.T if product["turned"] else dense)
         if product["bias"] is not None:
-            found += array(product["bias"], (of_z.rows, 1))[:, None]
-        array(out.value, of_z[:2])[:] = found.ravel("F")
+            result += array(product["bias"], (of_z.rows, 1))[:, None]
+        array(out.value, of_z[:2])[:] = result.ravel("F")
 
     def cusparseLtMatDescriptorDestroy(self, at):
         self.destroyed += 1
@@ -143,9 +143,9 @@ def test_products(library: Library) -> None:
     biases = [drawn(6, seed=2), None, drawn(7, seed=3)[1:]]
     for x in xs:
         for bias in biases:
-            found = cusparselt.multiply(weight, x, bias)
-            torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
-            assert found.is_contiguous()
+            z = cusparselt.multiply(weight, x, bias)
+            torch.testing.assert_close(z, torch.nn.functional.linear(x, weight, bias))
+            assert z.is_contiguous()
     assert library.plans == 4  # by rows and by columns, with a bias and without
 
 
@@ -172,9 +172,14 @@ def test_plans_are_few(library: Library, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_old_library_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, said in ((None, "has no cuSPARSELt"), (((0, 5, 2), "lib"), "0.6 or later")):
+    for installation, message in (
+        (None, "has no cuSPARSELt"),
+        (((0, 5, 2), "lib"), "0.6 or later"),
+    ):
         cusparselt.library.cache_clear()
-        monkeypatch.setattr(cusparselt, "loaded_cusparselt", lambda found=found: found)
-        with pytest.raises(RuntimeError, match=said):
+        monkeypatch.setattr(
+            cusparselt, "loaded_cusparselt", lambda installation=installation: installation
+        )
+        with pytest.raises(RuntimeError, match=message):
             cusparselt.call("Init")
     cusparselt.library.cache_clear()

@@ -123,11 +123,11 @@ def test_estimated_weight_gradient(path: str | None, tokens: int) -> None:
     )
     packed = SemiStructuredProducts("compressed", weight, None, torch.float64, False, path)
     torch.manual_seed(0)
-    (found,) = torch.autograd.grad(packed(x, weight, None, PAIRS), weight, dz)
+    (dw,) = torch.autograd.grad(packed(x, weight, None, PAIRS), weight, dz)
     torch.manual_seed(0)
     (expected,) = torch.autograd.grad(simulation.linear(x, weight, None, None, PAIRS), weight, dz)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found, dz.t() @ x)
+    torch.testing.assert_close(dw, expected)
+    assert not torch.allclose(dw, dz.t() @ x)
 
 
 def test_rounding_is_that_of_the_layer_it_replaces() -> None:
@@ -148,11 +148,11 @@ def test_rounding_is_that_of_the_layer_it_replaces() -> None:
             assert z.dtype == torch.bfloat16
             assert torch.equal(z, expected)
             dz = normal(8, 16, seed=1).bfloat16()
-            for found, wanted in zip(
+            for actual, wanted in zip(
                 *(torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected)), strict=True
             ):
-                assert found.dtype == wanted.dtype == torch.float32
-                torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
+                assert actual.dtype == wanted.dtype == torch.float32
+                torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=2**-7)
 
 
 def test_recomputed_activations_share_the_packed_weight(monkeypatch: pytest.MonkeyPatch) -> None:
