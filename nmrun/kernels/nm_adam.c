@@ -18,13 +18,13 @@ enum { AS_IS, DECAYED, SCALED };
 /* With `frozen`, `second` is a constant denominator. A weight is pruned where the mask says so; without one, where the projection has changed it. */
 static inline __attribute__((always_inline)) void update(float *restrict weight, const float *restrict grad, float *restrict first,
                                                          float *restrict second, float *restrict out, const uint8_t *restrict mask,
-                                                         int64_t count, const Scalars *s, int edit, int held, int coupled, int frozen) {
+                                                         int64_t count, const Scalars *s, int edit, int has_mask, int coupled, int frozen) {
   const float shrink = s->shrink, wd = s->coupled, lerp = s->lerp, beta2 = s->beta2, rest2 = s->rest2, root = s->root;
   const float eps = s->eps, step = s->step, decay = s->decay, spared = s->spared;
   for (int64_t i = 0; i < count; i++) {
     float w = weight[i], g = grad[i], m = first[i], v = second[i];
     if (edit == DECAYED) g = fmaf(w - out[i], decay, g);
-    if (edit == SCALED) g *= (held ? mask[i] != 0 : out[i] == w) ? 1.0f : spared;
+    if (edit == SCALED) g *= (has_mask ? mask[i] != 0 : out[i] == w) ? 1.0f : spared;
     if (coupled) g = fmaf(w, wd, g);
     else w *= shrink;
     m = lerp < 0.5f ? fmaf(lerp, g - m, m) : fmaf(lerp - 1.0f, g - m, g);
@@ -35,7 +35,7 @@ static inline __attribute__((always_inline)) void update(float *restrict weight,
       second[i] = v;
     }
     weight[i] = w, first[i] = m;
-    if (held) out[i] = w * (float)mask[i];
+    if (has_mask) out[i] = w * (float)mask[i];
   }
 }
 
@@ -43,20 +43,20 @@ static inline __attribute__((always_inline)) void update(float *restrict weight,
 int nm_adam(float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t begin, int64_t end,
              int64_t inner, const Scalars *s, int edit, int soft, int frozen) {
   int64_t row = M * inner, rows = row < PIECE ? PIECE / row : 1;
-  int coupled = s->coupled != 0.0f, held = mask != NULL;
+  int coupled = s->coupled != 0.0f, has_mask = mask != NULL;
   const float projected[2] = {s->scale, s->factor};
   for (int64_t r = begin; r < end; r += rows) {
     int64_t last = r + rows < end ? r + rows : end, at = r * row, count = (last - r) * row;
     float *w = weight + at, *m = first + at, *v = second + at, *o = out + at;
     const float *g = grad + at;
-    const uint8_t *kept = held ? mask + at : NULL;
-    switch (edit << 3 | held << 2 | coupled << 1 | frozen) { /* one loop for each */
+    const uint8_t *part = has_mask ? mask + at : NULL;
+    switch (edit << 3 | has_mask << 2 | coupled << 1 | frozen) { /* one loop for each */
 #define CASE(E, H, C, F) \
-  case E << 3 | H << 2 | C << 1 | F: update(w, g, m, v, o, kept, count, s, E, H, C, F); break;
+  case E << 3 | H << 2 | C << 1 | F: update(w, g, m, v, o, part, count, s, E, H, C, F); break;
 #define CASES(E, H) CASE(E, H, 0, 0) CASE(E, H, 0, 1) CASE(E, H, 1, 0) CASE(E, H, 1, 1)
       CASES(AS_IS, 0) CASES(AS_IS, 1) CASES(DECAYED, 0) CASES(DECAYED, 1) CASES(SCALED, 0) CASES(SCALED, 1)
     }
-    if (!held) nm_project(weight, out, r * inner, last * inner, inner, soft, projected);
+    if (!has_mask) nm_project(weight, out, r * inner, last * inner, inner, soft, projected);
   }
   return 0;
 }

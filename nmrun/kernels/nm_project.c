@@ -85,9 +85,9 @@ static inline __attribute__((always_inline)) int no_ties(int32_t size[][LANES], 
 static inline __attribute__((always_inline)) void in_order(const float *restrict weight, int32_t threshold, float *restrict out,
                                                            uint8_t *restrict mask, float factor) {
   for (int j = 0; j < M; j++) {
-    int32_t x = bits(weight[j]) & 0x7fffffff, kept = (x >= threshold) | (x > 0x7f800000);
-    if (mask) mask[j] = (uint8_t)kept;
-    else out[j] = (kept ? weight[j] : FADES ? weight[j] * factor : 0.0f) + 0.0f;
+    int32_t x = bits(weight[j]) & 0x7fffffff, keep = (x >= threshold) | (x > 0x7f800000);
+    if (mask) mask[j] = (uint8_t)keep;
+    else out[j] = (keep ? weight[j] : FADES ? weight[j] * factor : 0.0f) + 0.0f;
   }
 }
 
@@ -106,7 +106,7 @@ static inline __attribute__((always_inline)) void columns(const float *restrict 
     /* M pieces of memory, each loaded whole: convolutions from 5x5 on, weights stored (in, out) */
     int row = !together && lanes == LANES && at + LANES <= inner;
     int64_t base = column / inner * M * inner + at, first[LANES];
-    int32_t w[M][LANES], size[M][LANES], top[TOPS][LANES], room[LANES], kept[M][LANES], whole[M * LANES];
+    int32_t w[M][LANES], size[M][LANES], top[TOPS][LANES], room[LANES], keep[M][LANES], whole[M * LANES];
     for (int l = 0; l < LANES && !together && !row; l++) {
       int64_t c = l < lanes ? column + l : end - 1; /* idle lanes repeat the last column and store nothing */
       first[l] = inner == 1 ? c * M : (c / inner) * M * inner + c % inner;
@@ -151,26 +151,26 @@ static inline __attribute__((always_inline)) void columns(const float *restrict 
         for (int l = 0; l < LANES; l++) {
           int32_t x = size[j][l], tie = (x == top[NTH][l]) & (room[l] > 0);
           room[l] -= tie;
-          kept[j][l] = (x > top[NTH][l]) | tie | (x < 0);
+          keep[j][l] = (x > top[NTH][l]) | tie | (x < 0);
         }
       if (!mask)
         for (int j = 0; j < M; j++)
           for (int l = 0; l < LANES; l++) {
             float x = number(w[j][l]), rest = FADES ? x * factor : 0.0f;
-            w[j][l] = bits((kept[j][l] ? x : rest) + 0.0f);
+            w[j][l] = bits((keep[j][l] ? x : rest) + 0.0f);
           }
     }
     if (mask) {
       if (together) {
         for (int l = 0; l < LANES; l++)
-          for (int j = 0; j < M; j++) whole[l * M + j] = kept[j][l];
+          for (int j = 0; j < M; j++) whole[l * M + j] = keep[j][l];
         for (int i = 0; i < M * LANES; i++) mask[column * M + i] = (uint8_t)whole[i];
       } else if (row)
         for (int j = 0; j < M; j++)
-          for (int l = 0; l < LANES; l++) mask[base + j * inner + l] = (uint8_t)kept[j][l];
+          for (int l = 0; l < LANES; l++) mask[base + j * inner + l] = (uint8_t)keep[j][l];
       else
         for (int j = 0; j < M; j++)
-          for (int l = 0; l < lanes; l++) mask[first[l] + j * inner] = (uint8_t)kept[j][l];
+          for (int l = 0; l < lanes; l++) mask[first[l] + j * inner] = (uint8_t)keep[j][l];
     } else if (together)
       for (int l = 0; l < LANES; l++)
         for (int j = 0; j < M; j++) out[(column + l) * M + j] = number(w[j][l]);
