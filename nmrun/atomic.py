@@ -14,7 +14,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def room_told(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Say in the error of a full disk how much is free, while a file is written. Raises OSError
     with a number of ``FULL``, whatever wrote the file; other errors stay as they are."""
     try:
@@ -44,10 +44,10 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
     """Replace a file whole: a kill or a power cut at any moment leaves the old content or the new.
     A context with the path to write to, which takes the file's name at the end. ``shared``:
     other processes may replace the file at the same time, and the last one's content stays.
-    Raises OSError of a full disk as :func:`room_told` says it."""
+    Raises OSError of a full disk as :func:`disk_errors` says it."""
     owner = f"{os.getpid()}." if shared else ""
     partial = path.with_name(f"{path.name}.{owner}partial")
-    with room_told(path):
+    with disk_errors(path):
         try:
             partial.unlink(missing_ok=True)
             partial.touch()

@@ -106,6 +106,6 @@ def test_a_full_disk_says_where_and_how_much_is_free(small_disk: Path, writer: s
 
 
 def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="too large") as error, atomic.room_told(tmp_path / "file"):
+    with pytest.raises(OSError, match="too large") as error, atomic.disk_errors(tmp_path / "file"):
         raise OSError(errno.EFBIG, "too large")
     assert error.value.filename is None

@@ -77,7 +77,7 @@ class Tracker:
         become null, which every JSON reader knows."""
         row = {**documents.strict(row), "time": round(time.time(), 3)}
         line = json.dumps(row) + "\n"
-        with atomic.room_told(self._path):
+        with atomic.disk_errors(self._path):
             self._file.write(line)
             self._file.flush()
         self._count(line)

@@ -136,7 +136,7 @@ def note_signal(folder: Path, number: int) -> None:
 def _note(folder: Path, line: dict[str, Any], what: str) -> None:
     path = folder / JOBS
     try:
-        with atomic.room_told(path), path.open("a", encoding="utf-8") as file:
+        with atomic.disk_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:  # the jobs that follow may have room again
         tell([f"{error.filename}: {error.strerror}; the {what} is not noted"])
