@@ -52,12 +52,12 @@ def install(module: nn.Module, role: str, by_onednn: bool, activations: Activati
     steps that prune; in all other passes as before. ``role``: it ``reads`` the activations, or ``feeds``
     them, its dense product then oneDNN's with ``by_onednn``."""
     before = vars(module).get("forward")
-    own: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
+    original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
     stored = isinstance(module, nn.Linear)
 
     def forward(module: Any, x: Tensor) -> Tensor:
         if not (activations.sparse and onednn.takes(module, x)):
-            return own(module, x)
+            return original(module, x)
         weight = module.weight if stored else module.weight.t()
         flat = x.reshape(-1, x.shape[-1])
         if role == READS:
@@ -72,11 +72,12 @@ def install(module: nn.Module, role: str, by_onednn: bool, activations: Activati
 def packed(matrix: Tensor, turned: bool = False) -> list[PackedMatrix]:
     """What is not 0 of a matrix (rows, columns), and of its transpose if asked for."""
     shape = matrix.shape
-    made = [_room(*shape), _room(*reversed(shape))][: 1 + turned]
-    products.pack(matrix.contiguous(), *made)
-    count = made[0].count
+    matrices = [_room(*shape), _room(*reversed(shape))][: 1 + turned]
+    products.pack(matrix.contiguous(), *matrices)
+    count = matrices[0].count
     return [
-        PackedMatrix(p.values[:count], p.index[:count], p.start, p.rows, p.columns) for p in made
+        PackedMatrix(p.values[:count], p.index[:count], p.start, p.rows, p.columns)
+        for p in matrices
     ]
 
 
@@ -192,8 +193,8 @@ def measure(shape: ActivationShape) -> dict[str, Times]:
     sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns), (shape.tokens, shape.rows))
     weight, x, d = (torch.randn(*size, generator=generator) for size in sizes)
     reading = shape.role == READS
-    of = x if reading else d
-    of.copy_(keep_largest(of.relu().square_(), shape.pattern))
+    sparse = x if reading else d
+    sparse.copy_(keep_largest(sparse.relu().square_(), shape.pattern))
     zeros = (x != 0) if reading else torch.ones_like(x)  # what masks the input's gradient
 
     def dense(product: Callable[[Tensor, Tensor], Tensor]) -> list[Callable[[], list[Tensor]]]:
@@ -217,15 +218,17 @@ def measure(shape: ActivationShape) -> dict[str, Times]:
         ]
     forward, (dx, dw) = calls["dense"][0](), calls["dense"][1]()
     expected = [*forward, dx * zeros, dw]
-    found: dict[str, Times] = {}
-    for name, own in calls.items():
-        parts = [(own[0], 0), (own[1], 0), (own[1], 1)]
-        made = [functools.partial(lambda call, i: call()[i], *part) for part in parts]
-        if name == NAME and (wrong := next(filter(None, map(fault, made, expected)), "")):
-            found[name] = Times(wrong=wrong)
-    right = [name for name in calls if name not in found]
-    taken = zip(*(side_by_side(*(calls[name][i] for name in right)) for i in range(2)), strict=True)
-    return found | {n: Times(0.0, *times) for n, times in zip(right, taken, strict=True)}
+    by_path: dict[str, Times] = {}
+    for name, pair in calls.items():
+        parts = [(pair[0], 0), (pair[1], 0), (pair[1], 1)]
+        functions = [functools.partial(lambda call, i: call()[i], *part) for part in parts]
+        if name == NAME and (wrong := next(filter(None, map(fault, functions, expected)), "")):
+            by_path[name] = Times(wrong=wrong)
+    right = [name for name in calls if name not in by_path]
+    durations = zip(
+        *(side_by_side(*(calls[name][i] for name in right)) for i in range(2)), strict=True
+    )
+    return by_path | {n: Times(0.0, *times) for n, times in zip(right, durations, strict=True)}
 
 
 def pack_activations(
@@ -252,7 +255,7 @@ def pack_activations(
         return []
     before = {choice.name: choice for choice in choices}
     layers = {weight.module: weight.layer for weight in sparse}
-    names, found = {module: name for name, module in model.named_modules()}, list[Choice]()
+    names, results = {module: name for name, module in model.named_modules()}, list[Choice]()
     for module, (role, size) in _around(model, activations.modules, sample).items():
         rows = module.weight.numel() // size[-1]
         shape = ActivationShape(rows, size[-1], size.numel() // size[-1], role, pattern)
@@ -271,8 +274,8 @@ def pack_activations(
             layer = layers.get(module)
             if layer is not None and always:
                 layer.packed = None
-        found.append(Choice(name, path, reason, shape, times, always_dense=True))
-    return found
+        results.append(Choice(name, path, reason, shape, times, always_dense=True))
+    return results
 
 
 def _best(
@@ -281,23 +284,23 @@ def _best(
     """Whether a layer packs activations, and what was found. Where it does not ``always``, a packed
     weight has to be kept up beside them.
     """
-    own = times[NAME]
-    if own.wrong:
-        return None, f"{NAME}: {own.wrong}"
-    taken = own.dense
+    candidate = times[NAME]
+    if candidate.wrong:
+        return None, f"{NAME}: {candidate.wrong}"
+    cost = candidate.dense
     rivals = {name: t.dense for name, t in times.items() if name != NAME and not t.wrong}
     if before is not None and before.is_sparse:
         product = before.times[str(before.path)]
         rivals[f"{before.path} weight"] = product.step(accumulate) + min(
             t.weight_gradient for t in before.times.values() if not t.wrong
         )
-        taken += 0 if always else product.pack / accumulate
+        cost += 0 if always else product.pack / accumulate
     rival = min(rivals, key=lambda name: rivals[name])
-    faster = taken < onednn.FASTER * rivals[rival]
-    told = f"{rival} {rivals[rival]:.3f} ms, {NAME} {taken:.3f} ms"
+    faster = cost < onednn.FASTER * rivals[rival]
+    comparison = f"{rival} {rivals[rival]:.3f} ms, {NAME} {cost:.3f} ms"
     return (
         NAME if faster or mode == "force" else None,
-        f"{told} ({rivals[rival] / taken:.2f}x)",
+        f"{comparison} ({rivals[rival] / cost:.2f}x)",
     )
 
 
@@ -305,8 +308,8 @@ def _plain(module: Any, layer: Layer | None) -> bool:
     """Whether a layer computes X W^T and its gradients by whatever way, and no estimates of them."""
     current = getattr(vars(module).get("forward"), "__module__", "nmrun.fast.")
     other = layer is not None and (layer.mvue or layer.fp8 or layer.other_input_gradient)
-    own = type(module.weight) is nn.Parameter and module.weight.requires_grad
-    return own and not other and current.startswith(("nmrun.products.", "nmrun.fast."))
+    is_trained = type(module.weight) is nn.Parameter and module.weight.requires_grad
+    return is_trained and not other and current.startswith(("nmrun.products.", "nmrun.fast."))
 
 
 def _around(
@@ -314,12 +317,12 @@ def _around(
 ) -> dict[Any, tuple[str, torch.Size]]:
     """The linear layers in float32 whose very output goes into the modules of these names, or that
     take in what comes out: their role, and the shape of their input."""
-    found: dict[Any, tuple[str, torch.Size]] = {}
+    roles: dict[Any, tuple[str, torch.Size]] = {}
     last: dict[str, Any] = {}
 
     def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0] is last.get("pruned") and compute_dtype(inputs[0]) == torch.float32:
-            found[module] = READS, inputs[0].shape
+            roles[module] = READS, inputs[0].shape
 
     def behind(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         last["made"], last["made by"] = output, (module, inputs[0].shape)
@@ -328,7 +331,7 @@ def _around(
         last["pruned"] = output
         if inputs[0] is last.get("made") and inputs[0].dtype == torch.float32:
             feeding, shape = last["made by"]
-            found.setdefault(feeding, (FEEDS, shape))
+            roles.setdefault(feeding, (FEEDS, shape))
 
     hooks = [module.register_forward_hook(prunes) for module in map(model.get_submodule, names)]
     for module in model.modules():
@@ -338,4 +341,4 @@ def _around(
                 module.register_forward_hook(behind),
             ]
     watched(hooks, sample)
-    return found
+    return roles

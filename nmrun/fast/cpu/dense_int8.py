@@ -62,12 +62,14 @@ class DenseInt8Linear(nn.Module):
     def _lay_out(self) -> None:
         bias, rows = self.bias, self.out_features
         zeros = torch.zeros(rows, dtype=torch.long)
-        held = torch._make_per_channel_quantized_tensor(self.weight, self.scales.double(), zeros, 0)
+        quantised = torch._make_per_channel_quantized_tensor(
+            self.weight, self.scales.double(), zeros, 0
+        )
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = ENGINE
         try:
             laid_out = torch.ops.quantized.linear_prepack(
-                held, None if bias is None else bias.float()
+                quantised, None if bias is None else bias.float()
             )
         finally:
             torch.backends.quantized.engine = before
@@ -105,8 +107,8 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
         return x.new_empty(len(x), len(weight))
     if not all(math.isfinite(end) for end in torch.aminmax(x)):
         raise RuntimeError("int8 products: the activations have NaN or infinity")
-    made: Tensor = torch.ops.quantized.linear_dynamic(x.float().contiguous(), _LAID_OUT[number])
-    return made.to(x.dtype)
+    result: Tensor = torch.ops.quantized.linear_dynamic(x.float().contiguous(), _LAID_OUT[number])
+    return result.to(x.dtype)
 
 
 @torch.library.custom_op("nmrun::dense_int8", mutates_args=())

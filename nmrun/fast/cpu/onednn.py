@@ -31,14 +31,18 @@ def available() -> bool:
 
 def is_faster(times: Mapping[str, Times]) -> bool:
     """Whether oneDNN is right and beats torch's default in a layer with these times by path."""
-    own = times.get(ONEDNN, Times(wrong="not measured"))
-    return not own.wrong and own.dense < FASTER * times["dense"].dense
+    candidate = times.get(ONEDNN, Times(wrong="not measured"))
+    return not candidate.wrong and candidate.dense < FASTER * times["dense"].dense
 
 
 def best_gradient(times: Mapping[str, Times]) -> str:
     """By which path a dense weight gradient is the faster."""
-    own, torchs = times.get(ONEDNN), times["dense"].weight_gradient
-    faster = own is not None and not own.wrong and own.weight_gradient < FASTER * torchs
+    candidate, torchs = times.get(ONEDNN), times["dense"].weight_gradient
+    faster = (
+        candidate is not None
+        and not candidate.wrong
+        and candidate.weight_gradient < FASTER * torchs
+    )
     return ONEDNN if faster else "dense"
 
 
@@ -86,8 +90,8 @@ class OneDNNLinear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        held = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.register_parameter("bias", held)
+        parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., inputs) to (..., outputs)."""
@@ -119,8 +123,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a b^T + bias``, (m, n), with a (m, k) and b (n, k), by rows or by columns."""
     # slices of columns are slow, and gradients may come expanded
     a, b = (t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous() for t in (a, b))
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return made
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return result
 
 
 @product.register_fake

@@ -81,9 +81,9 @@ class TiledMatrix:
         place = torch.arange(self.counts.numel() // SEGMENTS).repeat_interleave(self.start.diff())
         column = (place // tiles * BLOCK)[:, None] + self.index.long()
         row = (place % tiles * TILE)[:, None] + torch.arange(TILE)
-        held = self.values != 0
+        filled = self.values != 0
         out = torch.zeros(self.rows, self.columns, dtype=self.values.dtype)
-        out[row[held], column[held]] = self.values[held]
+        out[row[filled], column[filled]] = self.values[filled]
         return out
 
 
