@@ -241,8 +241,8 @@ def pack_activations(
     accumulate: int = 1,
     known: Mapping[str, Mapping[str, Times]] | None = None,
 ) -> list[Choice]:
-    """Let the linear layers next to pruned activations train with these packed, on a CPU in float32,
-    where that is right and faster than what the layers have got already, by the ``choices`` of
+    """Let the linear layers next to pruned activations train with these packed, on a CPU in float32.
+    They do where that is right and faster than what they have got already, by the ``choices`` of
     :func:`nmrun.accelerate`. Returns what those got that were measured.
 
     A layer that prunes its activations in every step packs its weight no more. Results differ from

@@ -1,8 +1,8 @@
 """A dense linear layer for inference in int8 by oneDNN: what a packed one has to beat.
 
 The weight is rounded as a packed one is, a scale a row. Tokens are quantised in the call, all of it
-with one scale and one zero (a packed layer has them for each token), so that a token's last bits
-depend on the others of its call.
+with one scale and one zero; a packed layer has them for each token. So a token's last bits depend on
+the others of its call.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 It stands in the place of ``nn.Linear`` and Hugging Face's ``Conv1D``. Nothing in it is trained, but
 gradients pass through to the input.
 
-The state dict of a :class:`PackedLinear` has ``values`` (slots, 16), ``index`` (slots, 16) and
-``counts`` (blocks, tiles, 8), see :class:`nmrun.fast.cpu.kernels.tiles.TiledMatrix`, and ``bias`` where
-there is one.
+The state dict of a :class:`PackedLinear` has the tensors of a
+:class:`nmrun.fast.cpu.kernels.tiles.TiledMatrix`: ``values`` (slots, 16), ``index`` (slots, 16) and
+``counts`` (blocks, tiles, 8). It has ``bias`` where there is one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The layout is that of ``nm_token.c``: tiles of 16 rows, whose non-zeros lie side by side. One layout
 serves a single token (``nm_token.c``, bound by reading the non-zeros) and thousands of them
-(``nm_product.c``), with the same bits for a token in whatever company it comes.
+(``nm_product.c``). A token has the same bits in whatever company it comes.
 """
 
 from __future__ import annotations
