@@ -14,7 +14,12 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands, over_tokens
+from nmrun.fast.cpu.packed_linear import (
+    PackedLinear,
+    check_operands,
+    over_tokens,
+    register_operator,
+)
 
 
 class Bf16Linear(PackedLinear):
@@ -70,11 +75,6 @@ def bf16_linear(
     return _product(x.detach(), values, index, counts, start, bias, rows, columns)
 
 
-@bf16_linear.register_fake
-def _(x, values, index, counts, start, bias, rows, columns):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], rows)
-
-
 @torch.library.custom_op("nmrun::unpacked_bf16", mutates_args=())
 def unpacked_bf16(
     values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
@@ -87,14 +87,4 @@ def _(values, index, counts, start, rows, columns):  # type: ignore[no-untyped-d
     return values.new_empty(rows, columns, dtype=torch.bfloat16)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *parts, _, ctx.rows, ctx.columns = inputs
-    ctx.save_for_backward(*parts)
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    dense = unpacked_bf16(*ctx.saved_tensors, ctx.rows, ctx.columns)
-    return dz @ dense.to(dz.dtype), *[None] * 7
-
-
-bf16_linear.register_autograd(_backward, setup_context=_save)
+register_operator(bf16_linear, unpacked_bf16, 4)

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
-from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands, over_tokens
+from nmrun.fast.cpu.packed_linear import (
+    PackedLinear,
+    check_operands,
+    over_tokens,
+    register_operator,
+)
 
 INT8 = "int8"
 TOLERANCE = 0.05  # normal operands are 0.01 off; outliers among the inputs make it more
@@ -88,11 +93,6 @@ def int8_linear(
     return _product(x.detach(), values, index, counts, scales, start, sums, bias, rows, columns)
 
 
-@int8_linear.register_fake
-def _(x, values, index, counts, scales, start, sums, bias, rows, columns):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], rows)
-
-
 @torch.library.custom_op("nmrun::unpacked_int8", mutates_args=())
 def unpacked_int8(
     values: Tensor, index: Tensor, counts: Tensor, scales: Tensor, start: Tensor, sums: Tensor,
@@ -106,14 +106,4 @@ def _(values, index, counts, scales, start, sums, rows, columns):  # type: ignor
     return values.new_empty(rows, columns, dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *parts, _, ctx.rows, ctx.columns = inputs
-    ctx.save_for_backward(*parts)
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    dense = unpacked_int8(*ctx.saved_tensors, ctx.rows, ctx.columns)
-    return dz @ dense.to(dz.dtype), *[None] * 9
-
-
-int8_linear.register_autograd(_backward, setup_context=_save)
+register_operator(int8_linear, unpacked_int8, 6)

@@ -105,6 +105,27 @@ def over_tokens(
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
+def register_operator(operator: Any, unpacked: Callable[..., Tensor], count: int) -> None:
+    """Let compilers and autograd know an operator ``(x, *parts, bias, rows, columns, ...)`` whose result
+    is (tokens, rows): the gradient of x goes through ``unpacked(*parts, rows, columns)``, the weight
+    with its zeros. There are ``count`` parts."""
+
+    @operator.register_fake
+    def _(x: Tensor, *operands: Any) -> Tensor:
+        return x.new_empty(x.shape[0], operands[count + 1])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *parts = inputs[: count + 1]
+        ctx.save_for_backward(*parts)
+        ctx.shape, ctx.others = inputs[count + 2 : count + 4], [None] * (len(inputs) - 1)
+
+    def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+        dense = unpacked(*ctx.saved_tensors, *ctx.shape)
+        return dz @ dense.to(dz.dtype), *ctx.others
+
+    operator.register_autograd(backward, setup_context=save)
+
+
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
     """Raise RuntimeError for an input of another width, and for tensors that are not on the CPU."""
     if not (x.is_cpu and values.is_cpu):
@@ -135,11 +156,6 @@ def packed_linear(
     return _product(x.detach(), values, index, counts, start, bias, rows, columns, same)
 
 
-@packed_linear.register_fake
-def _(x, values, index, counts, start, bias, rows, columns, same):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], rows)
-
-
 @torch.library.custom_op("nmrun::unpacked", mutates_args=())
 def unpacked(
     values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
@@ -153,14 +169,4 @@ def _(values, index, counts, start, rows, columns):  # type: ignore[no-untyped-d
     return values.new_empty(rows, columns)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *parts, _, ctx.rows, ctx.columns, _ = inputs
-    ctx.save_for_backward(*parts)
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    dense = unpacked(*ctx.saved_tensors, ctx.rows, ctx.columns)
-    return dz @ dense.to(dz.dtype), *[None] * 8
-
-
-packed_linear.register_autograd(_backward, setup_context=_save)
+register_operator(packed_linear, unpacked, 4)
