@@ -102,7 +102,7 @@ class FusedAdam:
     def __init__(self, members: Sequence[Operands]) -> None:
         decayed, spared, has_mask, soft, fading = members[0].update.rule.kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
-        self._constants = {"DECAYED": decayed, "SPARED": spared, "HELD": has_mask, "MODE": mode}
+        self._constants = {"DECAYED": decayed, "SPARED": spared, "HAS_MASK": has_mask, "MODE": mode}
         weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
         patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
         self._launches = launches(weights, outs, patterns, dims, TILE)
