@@ -279,8 +279,8 @@ def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
         if not layer.is_on(module):
             return type(module).forward(module, x)
         packed = layer.up_to_date(module.weight)
-        fits = x.dim() == 4 and x.numel() and compute_dtype(x) == torch.float32
-        if packed is not None and fits:
+        fits = packed is not None and x.dim() == 4 and compute_dtype(x) == packed.dtype
+        if packed is not None and fits and x.numel():
             return packed(x, module.weight, module.bias)
         input_weight = layer.other_weight()
         if input_weight is None:

@@ -1,18 +1,19 @@
-"""A convolution through N:M products on the CPU, as operators that autograd and ``torch.compile``
-know: as :mod:`nmrun.fast.cpu.linear`, but the gradient of the weight is torch's."""
+"""A convolution through N:M products on the CPU, in float32 or bfloat16, as operators that autograd and
+``torch.compile`` know: as :mod:`nmrun.fast.cpu.linear`, but the gradient of the weight is torch's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.linear import KINDS, PARTS
+from nmrun.fast.cpu.linear import KINDS, PARTS, Bf16Products
 from nmrun.patterns import Pattern
 
 
@@ -36,41 +37,71 @@ class ConvolutionProducts(nn.Module):
     """The packed weight of one convolution, (out channels, channels) = ``shape`` for each position of
     the kernel, in buffers that keep their addresses; empty until :meth:`write`."""
 
-    dtype = torch.float32
+    dtype: torch.dtype = torch.float32
+    PARTS: ClassVar[tuple[str, ...]] = PARTS
 
     def __init__(self, shape: Pair, window: Window, pattern: Pattern) -> None:
         super().__init__()
-        self.shape, self.window = shape, window
-        taps = window.positions
-        (rows, columns), m = shape, pattern.m
-        # the weight of the input gradient may be N:M along the outputs instead
-        room = taps * pattern.n * max(rows * -(-columns // m), columns * -(-rows // m))
-        for kind, sides in zip(KINDS, ((rows, columns), (columns, rows)), strict=True):
-            empty = PackedMatrix.empty(sides[0], sides[1], room, taps)
-            for part in PARTS:
+        self.shape, self.window, self.pattern = shape, window, pattern
+        for kind, sides in zip(KINDS, (shape, shape[::-1]), strict=True):
+            empty = self._empty(*sides)
+            for part in self.PARTS:
                 self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
+
+    def _empty(self, rows: int, columns: int) -> Any:
+        # the weight of the input gradient may be N:M along the outputs instead
+        (outputs, channels), (n, m) = self.shape, (self.pattern.n, self.pattern.m)
+        taps = self.window.positions
+        room = taps * n * max(outputs * -(-channels // m), channels * -(-outputs // m))
+        return PackedMatrix.empty(rows, columns, room, taps)
+
+    def parts(self, kind: str) -> list[Tensor]:
+        """What a product of ``KINDS`` reads."""
+        return [getattr(self, f"{kind}_{part}") for part in self.PARTS]
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one, and
         the weight of the input gradient where that is another. The weight gradient is whole, masked or not.
         """
+        self._pack(weight, other)
+
+    def _pack(self, weight: Tensor, other: Tensor | None) -> None:
         forward, backward = (self._matrix(kind) for kind in KINDS)
         if other is not None:
             products.pack(by_taps(other.transpose(0, 1)), backward)
         products.pack(by_taps(weight), forward, None if other is not None else backward)
 
-    def _matrix(self, kind: str) -> PackedMatrix:
-        rows, columns = self.shape if kind == KINDS[0] else reversed(self.shape)
-        parts = [getattr(self, f"{kind}_{part}") for part in PARTS]
-        return PackedMatrix.of(parts, rows, columns, self.window.positions)
+    def _matrix(self, kind: str) -> Any:
+        sides = self.shape if kind == KINDS[0] else self.shape[::-1]
+        return _packed(self.parts(kind), *sides, self.window)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (images, channels, height, width) to (images, out channels, height, width), channels
         last. ``weight`` is not read: it receives the gradient."""
-        w = self.window
-        parts = ([getattr(self, f"{kind}_{part}") for part in PARTS] for kind in KINDS)
-        return convolution(x, weight, bias, *parts, w.stride, w.padding, w.dilation)
+        w, parts = self.window, map(self.parts, KINDS)
+        return convolution(x.to(self.dtype), weight, bias, *parts, w.stride, w.padding, w.dilation)
+
+
+class Bf16Convolution(ConvolutionProducts):
+    """The same with products in bfloat16, which the processor has to have; the weight is rounded."""
+
+    dtype = torch.bfloat16
+    PARTS = Bf16Products.PARTS
+
+    def _empty(self, rows: int, columns: int) -> Any:
+        return Bf16Matrix.empty(rows, columns, self.window.positions)
+
+    def _pack(self, weight: Tensor, other: Tensor | None) -> None:
+        bf16.pack(by_taps(weight), self._matrix("forward"))
+        bf16.pack(by_taps(weight if other is None else other), self._matrix("backward"), True)
+
+
+def _packed(parts: list[Tensor], rows: int, columns: int, window: Window) -> Any:
+    if len(parts) == len(Bf16Convolution.PARTS):
+        values, index, counts, start = parts
+        return Bf16Matrix(values, index, counts, start, rows, columns, window.positions)
+    return PackedMatrix.of(parts, rows, columns, window.positions)
 
 
 def by_taps(weight: Tensor) -> Tensor:
@@ -89,7 +120,7 @@ def convolution(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
     window = _window(weight, (stride, padding, dilation))
-    matrix = PackedMatrix.of(forward, weight.shape[0], weight.shape[1], window.positions)
+    matrix = _packed(forward, weight.shape[0], weight.shape[1], window)
     return convolve(x, matrix, bias, window)
 
 
@@ -106,7 +137,7 @@ def convolution_back(
 ) -> Tensor:  # fmt: skip
     """The gradient of an input of height and width ``size``."""
     window = _window(weight, (stride, padding, dilation))
-    matrix = PackedMatrix.of(parts, weight.shape[1], weight.shape[0], window.positions)
+    matrix = _packed(parts, weight.shape[1], weight.shape[0], window)
     return convolve_back(dz, matrix, window, (size[0], size[1]))
 
 
@@ -118,7 +149,7 @@ def _(dz, weight, parts, size, stride, padding, dilation):  # type: ignore[no-un
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, _, backward, *ctx.moves = inputs
     ctx.save_for_backward(x, weight, *backward)
-    ctx.has_bias = bias is not None
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
@@ -126,13 +157,20 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     dx = None
     if ctx.needs_input_grad[0]:
         dx = convolution_back(dz, weight, backward, x.shape[2:], *ctx.moves)
-    wanted = [False, ctx.needs_input_grad[1], ctx.has_bias and ctx.needs_input_grad[2]]
-    bias = [weight.shape[0]] if ctx.has_bias else None
+    wanted = [False, ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+    # of the weight nothing but its shape and dtype is asked
+    low = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
+    bias = [weight.shape[0]] if ctx.bias_dtype else None
     stride, padding, dilation = ctx.moves
     _, dw, db = torch.ops.aten.convolution_backward(
-        dz, x, weight, bias, stride, padding, dilation, False, [0, 0], 1, wanted
+        dz, x, low, bias, stride, padding, dilation, False, [0, 0], 1, wanted
     )
-    return dx, dw, db, [None] * 3, [None] * 3, None, None, None
+    dw, db = (
+        None if gradient is None else gradient.to(dtype)
+        for gradient, dtype in ((dw, weight.dtype), (db, ctx.bias_dtype))
+    )
+    none = [None] * len(backward)
+    return dx, dw, db, none, none, None, None, None
 
 
 convolution.register_autograd(_backward, setup_context=_save)

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_input
 
 from nmrun.fast import measurement
 from nmrun.fast.cpu import convolution, linear, onednn
-from nmrun.fast.cpu.convolution import ConvolutionProducts
+from nmrun.fast.cpu.convolution import Bf16Convolution, ConvolutionProducts
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.cpu.linear import Bf16Products, LinearProducts
@@ -33,6 +34,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 FILE = "probe_cpu.json"
 LINEAR = {"packed": LinearProducts, BF16: Bf16Products}  # by their path
+CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16Convolution}
 DTYPES = (torch.float32, torch.bfloat16)
 # multiplications of one product below which a layer is left alone: some 0.2 ms, where what
 # Python does around an operator eats the gain
@@ -89,8 +91,17 @@ class ConvolutionShape:
     window: Window
     pattern: Pattern
     channels_last: bool
-    dtype: torch.dtype = torch.float32
-    paths: ClassVar[tuple[str, ...]] = ("dense", "packed")
+    dtype: torch.dtype
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is tried."""
+        return "dense", self.packed
+
+    @property
+    def packed(self) -> str:
+        """The path of packed products."""
+        return "packed" if self.dtype == torch.float32 else BF16
 
     @property
     def multiplications(self) -> int:
@@ -106,9 +117,10 @@ class ConvolutionShape:
             if pair != (usual, usual)
         )
         last = ", channels last" if self.channels_last else ""
+        low = "" if self.dtype == torch.float32 else ", bfloat16"
         return (
             f"{self.columns} to {self.rows} channels, {kernel}, padding {w.padding[0]}x"
-            f"{w.padding[1]}, {self.images} images of {height}x{width}{last}, {self.pattern}"
+            f"{w.padding[1]}, {self.images} images of {height}x{width}{last}{low}, {self.pattern}"
         )
 
 
@@ -149,10 +161,11 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
                      (shape.images, shape.columns, *shape.size), out)
     )  # fmt: skip
     weight = hard_threshold(weight, shape.pattern, 1).contiguous(memory_format=order)
-    packed = ConvolutionProducts((shape.rows, shape.columns), window, shape.pattern)
+    kind = CONVOLUTION[shape.packed]
+    packed = kind((shape.rows, shape.columns), window, shape.pattern)
     packed.write(weight, None)
-    moves = (window.stride, window.padding, window.dilation)
-    backward = [getattr(packed, f"backward_{part}") for part in linear.PARTS]
+    moves, backward = (window.stride, window.padding, window.dilation), packed.parts("backward")
+    x, dz, low = (t.to(shape.dtype) for t in (x, dz, weight))
 
     def z() -> Tensor:
         return packed(x, weight, None)
@@ -161,12 +174,12 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
         return convolution.convolution_back(dz, weight, backward, shape.size, *moves)
 
     def dense_z() -> Tensor:
-        return functional.conv2d(x, weight, None, *moves)
+        return functional.conv2d(x, low, None, *moves)
 
     def dense_gradient(which: int) -> Tensor:
         wanted = [which == 0, which == 1, False]
         gradients = torch.ops.aten.convolution_backward(
-            dz, x, weight, None, *moves, False, [0, 0], 1, wanted
+            dz, x, low, None, *moves, False, [0, 0], 1, wanted
         )
         found: Tensor = gradients[which]
         return found
@@ -174,13 +187,16 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
     def dense_dx() -> Tensor:
         return dense_gradient(0)
 
-    if wrong := fault(z, dense_z()) or fault(dx, dense_dx()):
-        return {"dense": Times(), "packed": Times(wrong=wrong)}
+    held = low.float()
+    exact_z = functional.conv2d(x.float(), held, None, *moves)
+    exact_dx = conv2d_input(x.shape, held, dz.float(), *moves)
+    if wrong := fault(z, exact_z) or fault(dx, exact_dx):
+        return {"dense": Times(), shape.packed: Times(wrong=wrong)}
     calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
     (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (side_by_side(*p) for p in calls)
     (dw,) = side_by_side(lambda: dense_gradient(1))  # dense by either path
     dense, packed_times = Times(0.0, z_dense, dx_dense, dw), Times(pack, z_packed, dx_packed, dw)
-    return {"dense": dense, "packed": packed_times}
+    return {"dense": dense, shape.packed: packed_times}
 
 
 def _of_linear(shape: LinearShape) -> dict[str, Times]:
@@ -322,13 +338,13 @@ def eligible(
         return layer.ESTIMATED_INPUT, None
     if weight.layer is not None and weight.layer.fp8:
         return "FP8 is simulated, in dense products", None
-    convolution, (inputs, dtype) = weight.parameter.dim() > 2, seen
-    if dtype not in DTYPES[: 1 if convolution else 2] or not _is_float32(weight):
+    inputs, dtype = seen
+    if dtype not in DTYPES or not _is_float32(weight):
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None
     shape: LinearShape | ConvolutionShape
-    if convolution:
+    if weight.parameter.dim() > 2:
         try:
-            shape = _convolution(weight, inputs)
+            shape = _convolution(weight, inputs, dtype)
         except ValueError as error:
             return str(error), None
     else:
@@ -356,14 +372,16 @@ def _is_float32(weight: SparseWeight) -> bool:
     return weight.parameter.dtype == torch.float32
 
 
-def _convolution(weight: SparseWeight, inputs: torch.Size) -> ConvolutionShape:
+def _convolution(weight: SparseWeight, inputs: torch.Size, dtype: torch.dtype) -> ConvolutionShape:
     """Raises ValueError: why it cannot be packed."""
+    if dtype == torch.bfloat16 and (why := bf16.obstacle()):
+        raise ValueError(f"packed convolutions are float32: {why}")
     if not isinstance(weight.module, nn.Conv2d) or len(inputs) != 4:
         raise ValueError("of convolutions those of batches of images are packed")
     window, (rows, columns, *_) = convolution.window_of(weight.module), weight.shape
     last = weight.parameter.is_contiguous(memory_format=torch.channels_last)
-    pattern = weight.pattern.by_rows
-    return ConvolutionShape(rows, columns, inputs[0], (inputs[2], inputs[3]), window, pattern, last)
+    size, pattern = (inputs[2], inputs[3]), weight.pattern.by_rows
+    return ConvolutionShape(rows, columns, inputs[0], size, window, pattern, last, dtype)
 
 
 def packed(
@@ -372,7 +390,7 @@ def packed(
     """What the products of a layer read by a path."""
     sides = (shape.rows, shape.columns)
     if isinstance(shape, ConvolutionShape):
-        return ConvolutionProducts(sides, shape.window, shape.pattern)
+        return CONVOLUTION[path](sides, shape.window, shape.pattern)
     dense = onednn.best_gradient(times)
     faster = bool(times[path].weight_gradient < times[dense].weight_gradient)
     assert shape.pattern is not None  # of a sparse layer

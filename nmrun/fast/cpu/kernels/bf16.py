@@ -29,13 +29,15 @@ WORTH = 64  # multiplications that cost as much as a weight in another pass, see
 
 @dataclass(frozen=True)
 class Bf16Matrix:
-    """A sparse matrix (rows, columns) in slots of 32 non-zeros, two of each row of a tile.
+    """A sparse matrix (rows, columns) in slots of 32 non-zeros, two of each row of a tile; or one for
+    each position of a convolution's kernel (tap), one after another.
 
     Attributes:
         values: (slots, 32), bfloat16; zeros fill up rows that have fewer non-zeros. There may be
             room behind them.
         index: (slots, 32), uint8: their columns, counted from the segment's first.
-        counts: (blocks, tiles, 16), uint8: the slots of each segment of 32 columns.
+        counts: (blocks, tiles, 16), uint8: the slots of each segment of 32 columns; each tap has
+            its own blocks.
         start: int32, (blocks * tiles + 1): where the slots of a tile in a block begin.
     """
 
@@ -45,13 +47,14 @@ class Bf16Matrix:
     start: Tensor
     rows: int
     columns: int
+    taps: int = 1
 
     @classmethod
-    def empty(cls, rows: int, columns: int) -> Bf16Matrix:
+    def empty(cls, rows: int, columns: int, taps: int = 1) -> Bf16Matrix:
         """Memory for any matrix of this shape, of which only what is filled is ever touched; it
         holds none yet."""
-        blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
-        slots = tiles * -(-columns // SEGMENT) * TILE
+        blocks, tiles = taps * -(-columns // BLOCK), -(-rows // TILE)
+        slots = taps * tiles * -(-columns // SEGMENT) * TILE
         return cls(
             torch.empty(slots, SEGMENT, dtype=torch.bfloat16),
             torch.empty(slots, SEGMENT, dtype=torch.uint8),
@@ -59,14 +62,15 @@ class Bf16Matrix:
             torch.zeros(blocks * tiles + 1, dtype=torch.int32),
             rows,
             columns,
+            taps,
         )
 
     @classmethod
     def of(
-        cls, values: Tensor, index: Tensor, counts: Tensor, rows: int, columns: int
+        cls, values: Tensor, index: Tensor, counts: Tensor, rows: int, columns: int, taps: int = 1
     ) -> Bf16Matrix:
         """Raises ValueError for tensors that hold no matrix of this shape."""
-        blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
+        blocks, tiles = taps * -(-columns // BLOCK), -(-rows // TILE)
         if counts.shape != (blocks, tiles, SEGMENTS) or counts.dtype != torch.uint8:
             raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
         start = torch.zeros(blocks * tiles + 1, dtype=torch.int32)
@@ -76,10 +80,9 @@ class Bf16Matrix:
             raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
         if values.dtype != torch.bfloat16:
             raise ValueError(f"values of {values.dtype}, not bfloat16")
-        made = cls(
-            values.contiguous(), index.contiguous(), counts.contiguous(), start, rows, columns
-        )
-        _, column = made._places()
+        held = (values.contiguous(), index.contiguous(), counts.contiguous(), start)
+        made = cls(*held, rows, columns, taps)
+        _, _, column = made._places()
         # an empty place reads its segment's first column: nothing outside of x is read
         if bool((index >= SEGMENT).any()) or bool((column >= columns).any()):
             raise ValueError("a column that is not of its segment")
@@ -90,21 +93,23 @@ class Bf16Matrix:
         """How many there are."""
         return int(self.start[-1])
 
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """The row and the column of each place, (slots, 32)."""
-        tiles = -(-self.rows // TILE)
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tap, the row and the column of each place, (slots, 32)."""
+        tiles, blocks = -(-self.rows // TILE), -(-self.columns // BLOCK)
         segment = torch.arange(self.counts.numel()).repeat_interleave(self.counts.flatten().long())
         place = segment // SEGMENTS
-        first = place // tiles * BLOCK + segment % SEGMENTS * SEGMENT
+        block = place // tiles
+        first = block % blocks * BLOCK + segment % SEGMENTS * SEGMENT
         row = (place % tiles * TILE)[:, None] + torch.arange(SEGMENT) // DEEP
-        return row, first[:, None] + self.index[: self.slots].long()
+        tap = (block // blocks)[:, None].expand_as(row)
+        return tap, row, first[:, None] + self.index[: self.slots].long()
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, bfloat16."""
-        (row, column), values = self._places(), self.values[: self.slots]
+        """The matrix with its zeros, (rows, taps * columns), bfloat16."""
+        (tap, row, column), values = self._places(), self.values[: self.slots]
         held = values != 0
-        out = torch.zeros(self.rows, self.columns, dtype=torch.bfloat16)
-        out[row[held], column[held]] = values[held]
+        out = torch.zeros(self.rows, self.taps * self.columns, dtype=torch.bfloat16)
+        out[row[held], (tap * self.columns + column)[held]] = values[held]
         return out
 
 
@@ -118,28 +123,37 @@ def obstacle() -> str:
 
 def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
     """Round a float32 matrix, contiguous, and pack it into memory of :meth:`Bf16Matrix.empty`: a matrix
-    of the shape of ``into``, or ``turned`` one of (columns, rows), whose transpose is packed.
+    (rows, taps * columns) for ``into``, or ``turned`` one of (columns, taps * rows), of which the
+    transpose of each tap is packed.
 
     Returns how many non-zeros there are, rounded.
     """
-    library, size = _loaded(), matrix.numel()
-    tiles, source = into.counts.shape[1], (matrix.data_ptr(), int(turned), into.rows, into.columns)
-    kept = torch.empty(tiles, dtype=torch.int32)
-    counts = into.counts.data_ptr()
-    in_parts(library.nm_bf16_count, (*source, BEGIN, END, counts, kept.data_ptr()), tiles, size)
+    library, size = _loaded(), matrix.numel() // into.taps
+    across, tiles = (into.rows if turned else into.columns), into.counts.shape[1]
+    shape = (int(turned), matrix.shape[1], into.rows, into.columns, BEGIN, END)
+    held = (into.values.data_ptr(), into.index.data_ptr())
+    kept = torch.empty(into.taps, tiles, dtype=torch.int32)
+    taps = [
+        (matrix.data_ptr() + 4 * tap * across, count.data_ptr(), start.data_ptr(), of.data_ptr())
+        for tap, (count, start, of) in enumerate(
+            zip(into.counts.chunk(into.taps), into.start[:-1].chunk(into.taps), kept, strict=True)
+        )
+    ]
+    for source, counts, _, of in taps:
+        in_parts(library.nm_bf16_count, (source, *shape, counts, of), tiles, size)
     into.start[1:] = into.counts.sum(2, dtype=torch.int32).flatten().cumsum(0)
-    to = (into.start.data_ptr(), into.values.data_ptr(), into.index.data_ptr())
-    in_parts(library.nm_bf16_fill, (*source, BEGIN, END, counts, *to), tiles, size)
+    for source, counts, start, _ in taps:
+        in_parts(library.nm_bf16_fill, (source, *shape, counts, start, *held), tiles, size)
     return int(kept.sum())
 
 
-def packed(matrix: Tensor) -> Bf16Matrix:
-    """A matrix (rows, columns) with zeros, packed, without room behind it."""
-    made = Bf16Matrix.empty(*matrix.shape)
+def packed(matrix: Tensor, taps: int = 1) -> Bf16Matrix:
+    """A matrix (rows, taps * columns) with zeros, packed, without room behind it."""
+    made = Bf16Matrix.empty(len(matrix), matrix.shape[1] // taps, taps)
     pack(matrix.float().contiguous(), made)
     return Bf16Matrix(
         made.values[: made.slots].clone(), made.index[: made.slots].clone(), made.counts,
-        made.start, made.rows, made.columns,
+        made.start, made.rows, made.columns, taps,
     )  # fmt: skip
 
 
@@ -158,6 +172,18 @@ def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tenso
     else:
         in_parts(library.nm_bf16, (*operands, 0, tokens, BEGIN, END), tiles, work)
     return out
+
+
+def convolve(
+    x: Tensor, out: Tensor, bias: Tensor | None, matrix: Bf16Matrix, geometry: int
+) -> None:
+    """See :func:`nmrun.fast.cpu.kernels.convolution.convolve`: images in bfloat16, channels last, a bias
+    in float32, and where a ``Geometry`` lies."""
+    pixels = out.shape[0] * out.shape[2] * out.shape[3]
+    operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    operands += [*_addresses(matrix), geometry, x.shape[0]]
+    work = pixels * matrix.slots * SEGMENT // WORTH
+    in_parts(_loaded().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, MOST)
 
 
 def sampled(x: Tensor, y: Tensor, kept: Bf16Matrix) -> Tensor:
@@ -187,12 +213,13 @@ def _loaded() -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    sources = ("nm_scratch", "nm_vectors", "nm_bf16")
+    sources = ("nm_scratch", "nm_vectors", "nm_bf16", "nm_window", "nm_bf16_convolution")
     library = compiler.library("nm_bf16", sources, FLAGS, __package__)
     if library is not None and hasattr(library, "nm_bf16"):
         p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         library.nm_bf16.argtypes = [*[p] * 7, *[n] * 6]
-        library.nm_bf16_count.argtypes = [p, flag, *[n] * 4, p, p]
-        library.nm_bf16_fill.argtypes = [p, flag, *[n] * 4, *[p] * 4]
+        library.nm_bf16_count.argtypes = [p, flag, *[n] * 5, p, p]
+        library.nm_bf16_fill.argtypes = [p, flag, *[n] * 5, *[p] * 4]
+        library.nm_bf16_convolution.argtypes = [*[p] * 8, *[n] * 3]
         library.nm_bf16_sampled.argtypes = [*[p] * 6, *[n] * 5, p, p]
     return library

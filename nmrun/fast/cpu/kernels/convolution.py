@@ -1,7 +1,7 @@
-"""Convolutions with an N:M weight on the CPU: ``nm_convolution.c``.
+"""Convolutions with an N:M weight on the CPU: ``nm_convolution.c`` in float32, whose images lie in
+the lanes, so that it takes a batch to be fast; ``nm_bf16_convolution.c`` in bfloat16, whose outputs do.
 
-Images lie in the lanes, so that it takes a batch to be fast; any kernel, stride, padding and
-dilation of two dimensions is right. Padding costs nothing: taps outside of the image are left out.
+Any kernel, stride, padding and dilation of two dimensions is right. Nothing is padded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix, loaded
 from nmrun.kernels.compiler import BEGIN, END, in_parts
 
@@ -52,25 +54,28 @@ class _Geometry(ctypes.Structure):
     ]  # fmt: skip
 
 
-def convolve(x: Tensor, weight: PackedMatrix, bias: Tensor | None, window: Window) -> Tensor:
-    """Convolve x (images, channels, height, width), float32, read with channels last, with a weight
-    (out channels, channels) for each tap, row by row of the kernel; (images, out channels, height, width),
-    channels last."""
+def convolve(
+    x: Tensor, weight: PackedMatrix | Bf16Matrix, bias: Tensor | None, window: Window
+) -> Tensor:
+    """Convolve x (images, channels, height, width), float32 or with a :class:`Bf16Matrix` bfloat16, read with
+    channels last, with a weight (out channels, channels) for each tap, row by row of the kernel;
+    (images, out channels, height, width), channels last."""
     height, width = window.out(x.shape[2], x.shape[3])
     return _run(x, weight, bias, window, height, width, backward=False)
 
 
-def convolve_back(dz: Tensor, weight: PackedMatrix, window: Window, size: Pair) -> Tensor:
+def convolve_back(
+    dz: Tensor, weight: PackedMatrix | Bf16Matrix, window: Window, size: Pair
+) -> Tensor:
     """The gradient of the input of :func:`convolve`, of height and width ``size``, channels last; the
     weight is the transpose of every tap, (channels, out channels) each."""
     return _run(dz, weight, None, window, *size, backward=True)
 
 
 def _run(
-    x: Tensor, weight: PackedMatrix, bias: Tensor | None, window: Window, height: int, width: int,
-    backward: bool,
+    x: Tensor, weight: PackedMatrix | Bf16Matrix, bias: Tensor | None, window: Window, height: int,
+    width: int, backward: bool,
 ) -> Tensor:  # fmt: skip
-    library = loaded()
     images, columns, in_height, in_width = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
     out = x.new_empty((images, height, width, weight.rows)).permute(0, 3, 1, 2)
@@ -80,19 +85,29 @@ def _run(
     geometry = _Geometry(
         *(in_height, in_width, columns, height, width, weight.rows), *pairs, backward
     )
-    about = ctypes.addressof(geometry)
+    if isinstance(weight, Bf16Matrix):
+        bf16.convolve(x, out, bias, weight, ctypes.addressof(geometry))
+    else:
+        _by_images(x, out, bias, weight, geometry)
+    return out
+
+
+def _by_images(
+    x: Tensor, out: Tensor, bias: Tensor | None, weight: PackedMatrix, geometry: _Geometry
+) -> None:
+    library, (images, columns, in_height, in_width) = loaded(), x.shape
+    about, height = ctypes.addressof(geometry), out.shape[2]
     pixels = in_height * in_width
     turned = _workspace(pixels * columns * PANEL)
     parts = [t.data_ptr() for t in (weight.values, weight.index, weight.start)]
     bias_at = 0 if bias is None else bias.data_ptr()
-    work = min(images, PANEL) * len(weight.values) * height * width // WORTH
+    work = min(images, PANEL) * len(weight.values) * height * out.shape[3] // WORTH
     for first in range(0, images, PANEL):
         some = (first, min(first + PANEL, images))
         turn = (x.data_ptr(), about, *some, BEGIN, END, turned.data_ptr())
         in_parts(library.nm_turn, turn, pixels, pixels * columns * PANEL // 8)
         convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *some, BEGIN, END)
         in_parts(library.nm_convolution, convolve, height, work)
-    return out
 
 
 _kept = threading.local()

@@ -147,18 +147,19 @@ int nm_bf16(const uint16_t *x, uint16_t *y, const float *bias, const uint16_t *v
 
 /* --- packing ---------------------------------------------------------------------------------------------------------------------------- */
 
-/* A float32 matrix (rows, columns), or with `turned` the transpose of one that lies there as (columns, rows). */
+/* A float32 matrix (rows, columns), or with `turned` the transpose of one that lies there as (columns, rows); what lies there has its rows
+   `wide` numbers apart. */
 typedef struct {
   const float *numbers;
   int turned;
-  int64_t rows, columns;
+  int64_t wide, rows, columns;
 } Source;
 
 /* LANES numbers: of row r from column c on; turned, of column c from row r on. Zeros where there are none. */
 static inline __m512i some(const Source *m, int64_t r, int64_t c) {
-  int64_t high = m->turned ? c : r, across = m->turned ? r : c, wide = m->turned ? m->rows : m->columns;
-  uint32_t keep = high < (m->turned ? m->columns : m->rows) ? first_of(wide - across, LANES) : 0;
-  return _mm512_maskz_loadu_epi32((__mmask16)keep, m->numbers + high * wide + across);
+  int64_t high = m->turned ? c : r, across = m->turned ? r : c, end = m->turned ? m->rows : m->columns;
+  uint32_t keep = high < (m->turned ? m->columns : m->rows) ? first_of(end - across, LANES) : 0;
+  return _mm512_maskz_loadu_epi32((__mmask16)keep, m->numbers + high * m->wide + across);
 }
 
 /* Which of them are not rounded to zero. */
@@ -167,8 +168,9 @@ static inline __mmask16 filled(__m512i v) {
 }
 
 /* counts of tiles `begin` to `end`, and in kept[i] the non-zeros of tile i. */
-int nm_bf16_count(const float *matrix, int turned, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t *counts, int32_t *kept) {
-  Source m = {matrix, turned, rows, columns};
+int nm_bf16_count(const float *matrix, int turned, int64_t wide, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t *counts,
+                  int32_t *kept) {
+  Source m = {matrix, turned, wide, rows, columns};
   int64_t blocks = (columns + BLOCK - 1) / BLOCK, tiles = (rows + TILE - 1) / TILE;
   for (int64_t i = begin; i < end; i++) {
     kept[i] = 0;
@@ -222,10 +224,10 @@ static inline void gather(const Source *m, int64_t r, int64_t c, vec even[TILE],
 }
 
 /* Values and index of tiles `begin` to `end`, whose counts and start are there. */
-int nm_bf16_fill(const float *matrix, int turned, int64_t rows, int64_t columns, int64_t begin, int64_t end, const uint8_t *counts,
+int nm_bf16_fill(const float *matrix, int turned, int64_t wide, int64_t rows, int64_t columns, int64_t begin, int64_t end, const uint8_t *counts,
                  const int32_t *start, uint16_t *values, uint8_t *index) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
-  Source m = {matrix, turned, rows, columns};
+  Source m = {matrix, turned, wide, rows, columns};
   int64_t blocks = (columns + BLOCK - 1) / BLOCK, tiles = (rows + TILE - 1) / TILE;
   for (int64_t i = begin; i < end; i++)
     for (int64_t b = 0; b < blocks; b++) {

@@ -1,28 +1,8 @@
-/* Convolutions with a sparse weight, forward and for the gradient of the input. Follows nm_product.c in one translation unit.
+/* Convolutions with a sparse weight, forward and for the gradient of the input. Follows nm_window.c and nm_product.c in one translation unit.
 
    Images lie in the lanes: a pixel of TOKENS images is a panel, and the weight at one position of the kernel (a tap) is a matrix. So there is
    no edge to pad and nothing to copy for overlapping windows: a tap that falls outside of the image is left out. Images are stored with
    their channels innermost. */
-
-/* Sizes of the side that is read and of the side that is written. Forward, output pixel p reads p * stride - padding + tap * dilation;
-   backward, the pixel at which this pixel was read. */
-typedef struct {
-  int64_t height, width, columns, out_height, out_width, rows;
-  int64_t taps[2], stride[2], padding[2], dilation[2];
-  int64_t backward;
-} Geometry;
-
-/* The coordinate that is read, or -1. */
-static int64_t source(const Geometry *g, int axis, int64_t p, int64_t tap) {
-  int64_t size = axis == 0 ? g->height : g->width;
-  int64_t at = g->backward ? p + g->padding[axis] - tap * g->dilation[axis]
-                           : p * g->stride[axis] - g->padding[axis] + tap * g->dilation[axis];
-  if (g->backward) {
-    if (at < 0 || at % g->stride[axis]) return -1;
-    at /= g->stride[axis];
-  }
-  return at >= 0 && at < size ? at : -1;
-}
 
 /* Turn pixels `begin` to `end` of images `first` to `last`: pixel p of `turned` is a panel (columns, TOKENS). */
 int nm_turn(const float *x, const Geometry *g, int64_t first, int64_t last, int64_t begin, int64_t end, float *turned) {

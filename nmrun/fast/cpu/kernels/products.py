@@ -203,6 +203,7 @@ def _library() -> ctypes.CDLL | None:
             "nm_product",
             "nm_token",
             "nm_sampled",
+            "nm_window",
             "nm_convolution",
             "nm_pack",
         ),
