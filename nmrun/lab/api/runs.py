@@ -5,41 +5,33 @@ left as it was.
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab import verbs
 from nmrun.lab.compare.runs import collect, summary
-from nmrun.lab.train import jobs
+from nmrun.lab.runs.run_folder import METRICS, RunFolder
+from nmrun.lab.train import checkpoint, jobs
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words import sweep as record
 from nmrun.lab.words.composition import jobs_of
+from nmrun.lab.words.schema import flatten
+from nmrun.lab.words.suggestions import RATIOS
 from nmrun.lab.words.sweep import recorded
-
-if TYPE_CHECKING:
-    import pandas as pd
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from nmrun.lab import verbs
-from nmrun.lab.runs.run_folder import METRICS, RunFolder
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
-import os
-import shlex
-from collections.abc import Iterator, Mapping
-
-import torch
-from hydra.core.override_parser.types import Override, Quote, QuotedString
-
-from nmrun.lab.train import checkpoint
-from nmrun.lab.words.schema import flatten
-from nmrun.lab.words.suggestions import RATIOS
 
 
 def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result:
