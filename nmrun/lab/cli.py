@@ -121,15 +121,15 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     """Whether a word is a verb; ConfigError for one that is no option or override either."""
     if word in VERBS or "=" in word or word[:1] in "-~+":
         return word in VERBS
-    there = all_verbs()
-    if word in there:
+    names = all_verbs()
+    if word in names:
         return True
-    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, there)
+    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, names)
     if word in GROUPS and following:
         meant = f"{word}={following[0]}"
     hint = f"; did you mean {meant}?" if meant else ""
     raise ConfigError(
-        f"{word}: no such verb{hint} (there are {', '.join(there)}; a run takes group=option and "
+        f"{word}: no such verb{hint} (there are {', '.join(names)}; a run takes group=option and "
         "key=value)"
     )
 

@@ -31,13 +31,13 @@ def main(argv: Sequence[str]) -> int:
         "--yes", action="store_true", help="run also code that the folder names, without a question"
     )
     options = parser.parse_intermixed_args(argv)
-    there = RunFolder(options.run)
-    if there.problem:
-        raise RunError(f"{there.path / RESULT}: {there.problem}")
+    run = RunFolder(options.run)
+    if run.problem:
+        raise RunError(f"{run.path / RESULT}: {run.problem}")
     settings.read(options.run)
-    if there.is_sealed:
-        there.checked(CONFIG)  # the command stands above it
-    command = status.command(there)
+    if run.is_sealed:
+        run.checked(CONFIG)  # the command stands above it
+    command = status.command(run)
     if command is None:
         raise ConfigError(f"{options.run}: its command is not known")
     words, place = _split(command, options.run)

@@ -82,12 +82,12 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
             if not any(part.startswith(".") for part in file.relative_to(path).parts):
                 files.setdefault(file.resolve(), file)
     for file in files.values():
-        there = RunFolder(file.parent)
+        run = RunFolder(file.parent)
         try:
-            if there.result:
-                rows.append(row(there.result, there.path))
+            if run.result:
+                rows.append(row(run.result, run.path))
                 continue
-            why = there.problem
+            why = run.problem
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"it is no whole result ({type(error).__name__}: {error})"
         left_out.append(f"{file}: {why}")
@@ -298,8 +298,8 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
         for value in values:
             same = {t for t in set(labels) if settings.same(t, value.replace(" ", ""))}
             if not same:
-                there = ", ".join(sorted(set(labels) - {"-"}))
-                raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {there}")
+                listing = ", ".join(sorted(set(labels) - {"-"}))
+                raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {listing}")
             fitting |= same
         without = labels == "-" if key not in ("sparsity", *RATIO) else runs["sparsity"] == "dense"
         runs = runs[labels.isin(fitting) | without]
@@ -316,10 +316,10 @@ def verify(runs: pd.DataFrame) -> None:
     for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
         if not folder.is_dir():
             raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
-        there = RunFolder(folder)  # read anew
-        broken = there.broken(contents=True)
+        run = RunFolder(folder)  # read anew
+        broken = run.broken(contents=True)
         wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
-        unsealed += there.is_finished and not there.is_sealed
+        unsealed += run.is_finished and not run.is_sealed
     if wrong:
         raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
     if unsealed:

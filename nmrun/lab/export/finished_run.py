@@ -85,17 +85,17 @@ def load(folder: Path, trusted: bool = False) -> FinishedRun:
 def read(folder: Path, trusted: bool = False) -> FinishedRun:
     """Read a run, sparse or dense, and check it against the hashes of its files. ValueError if it
     is damaged, changed, or not N:M after all; NoRun if it is not finished."""
-    there = RunFolder(folder)
-    result, source = there.result, folder / FINAL
-    if result and not there.is_finished:
+    run = RunFolder(folder)
+    result, source = run.result, folder / FINAL
+    if result and not run.is_finished:
         raise NoRun(f"{folder} holds no finished run (the run is {result['status']}, not finished)")
-    if not result and not there.problem:
+    if not result and not run.problem:
         raise NoRun(f"{folder} holds no finished run (there is no {RESULT})")
     if not source.exists():
         raise NoRun(f"{folder} holds no finished run (there is no {FINAL})")
-    for name, problem in there.broken(contents=True).items():
+    for name, problem in run.broken(contents=True).items():
         raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
-    there.tell_unverified()
+    run.tell_unverified()
     try:
         state = load_file(source)
     except SafetensorError as error:

@@ -75,8 +75,8 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path) -> RunState:
-    there = RunFolder(folder)
-    state = there.result.get("status", "damaged" if there.problem else "killed")
+    run = RunFolder(folder)
+    state = run.result.get("status", "damaged" if run.problem else "killed")
     if locks.is_locked(folder):
         state = "running"
     if state == "finished":
@@ -84,8 +84,8 @@ def _run(folder: Path) -> RunState:
     step = _step(folder)
     if state == "running":
         return RunState(str(folder), state, step=step)
-    error = f"{RESULT}: {there.problem}" if there.problem else there.result.get("error")
-    return RunState(str(folder), state, error, step, command(there))
+    error = f"{RESULT}: {run.problem}" if run.problem else run.result.get("error")
+    return RunState(str(folder), state, error, step, command(run))
 
 
 def _step(folder: Path) -> int | None:

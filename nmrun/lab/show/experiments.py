@@ -109,16 +109,16 @@ def runs(
     rows = []
     for config in configs(experiment, scale, overrides):
         folder = run_folder(config)
-        there = RunFolder(folder)
-        if there.problem:
-            tell([f"{folder / RESULT} left out: {there.problem}"])
+        run_dir = RunFolder(folder)
+        if run_dir.problem:
+            tell([f"{folder / RESULT} left out: {run_dir.problem}"])
         missing: dict[str, Any] = {
-            "status": "damaged" if there.problem else "missing",
+            "status": "damaged" if run_dir.problem else "missing",
             "id": "",
             "config": config.plain,
             "metrics": {"final": {}, "best": {}},
         }
-        run = row(there.result or missing, folder)
+        run = row(run_dir.result or missing, folder)
         if run["status"] == "finished":
             run["test/score"] = run.get(f"test/{run['metric']}")
             run |= {key: value for key in metrics if (value := _from_log(folder, key)) is not None}

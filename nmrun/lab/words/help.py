@@ -19,7 +19,7 @@ def text(config_dir: str | None = None) -> str:
     template = parts["template"]
     for name in ("header", "footer"):
         template = template.replace(f"${{hydra.help.{name}}}", parts[name])
-    groups = "".join(f"{group}: {', '.join(there)}\n" for group, there in _groups(config_dir))
+    groups = "".join(f"{group}: {', '.join(names)}\n" for group, names in _groups(config_dir))
     return string.Template(template).substitute(APP_CONFIG_GROUPS=groups)
 
 

@@ -105,10 +105,10 @@ def _compose(overrides: list[Override], config_dir: str | None) -> Config:
 
 def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     """The config of a finished run, with changes, which begins with the run's weights."""
-    there = RunFolder(folder)
-    result = there.finished()
+    run = RunFolder(folder)
+    result = run.finished()
     if result is None:
-        raise ConfigError(f"{folder}: {there.unfinished()}")
+        raise ConfigError(f"{folder}: {run.unfinished()}")
     verbs.demand_consent(folder, result["config"], trusted)
     plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder), "seeds": None}
     plain["recipe"] = {"name": STAND_IN}

@@ -173,8 +173,8 @@ def _find(among: list[Option], group: str, name: str) -> Option:
         if option.name == name:
             return option
     names = [option.name for option in among if option.name]
-    there = f" (there are {', '.join(names)})" if names else ""
-    raise ConfigError(f"{group}={name}: no such {group}{did_you_mean(name, names)}{there}")
+    listing = f" (there are {', '.join(names)})" if names else ""
+    raise ConfigError(f"{group}={name}: no such {group}{did_you_mean(name, names)}{listing}")
 
 
 def _hint(topic: str) -> str:

@@ -123,9 +123,9 @@ def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
         return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
     if name is None:
         return {f"{group}.name: missing": group}
-    there = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
-    if name not in there:
-        line = no_option(f"{group}.name", group, shown(name), there)
+    names = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
+    if name not in names:
+        line = no_option(f"{group}.name", group, shown(name), names)
         timms = (
             "; timm's networks are named by model.name_in_timm" if "name_in_timm" in content else ""
         )

@@ -74,7 +74,7 @@ def _belongs(what: str, group: str, having: list[str]) -> str:
     return f"; {what} belongs to {group}={names}"
 
 
-def option(group: str, name: str, there: Iterable[str]) -> str:
+def option(group: str, name: str, names: Iterable[str]) -> str:
     """The line for an option that a group does not have, beside those that there are."""
     if name.startswith("["):
         listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
@@ -83,21 +83,21 @@ def option(group: str, name: str, there: Iterable[str]) -> str:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
     if group == "optimizer":
-        return f"{no_option(group, group, name, there)}; nmrun.sparsify takes any in your own loop"
-    return no_option(group, group, name, there)
+        return f"{no_option(group, group, name, names)}; nmrun.sparsify takes any in your own loop"
+    return no_option(group, group, name, names)
 
 
 def owners(group: str, leaf: str) -> list[str]:
     """The options of a group that have a key."""
-    there = options.names(group) if group in options.NAMED else []
-    return [name for name in there if leaf in options.keys(group, name)]
+    names = options.names(group) if group in options.NAMED else []
+    return [name for name in names if leaf in options.keys(group, name)]
 
 
 def wrong_keys(group: str, keys: Iterable[str], content: Iterable[str]) -> dict[str, str]:
     """The keys that a group lacks or should not have: each problem with its key."""
-    names, there = [f"{group}.{key}" for key in keys], [f"{group}.{key}" for key in content]
-    wrong = {f"{name}: missing": name for name in names if name not in there}
-    return wrong | {no_key(name, names): name for name in there if name not in names}
+    names, present = [f"{group}.{key}" for key in keys], [f"{group}.{key}" for key in content]
+    wrong = {f"{name}: missing": name for name in names if name not in present}
+    return wrong | {no_key(name, names): name for name in present if name not in names}
 
 
 def no_key(key: str, keys: Iterable[str]) -> str:

@@ -62,14 +62,16 @@ def load_coco(options: Coco) -> dict[str, Split]:
     rows = list(range(len(pool.ids)))
     random.Random(options.split_seed).shuffle(rows)
     cut = len(rows) - math.ceil(options.held_out * len(rows))
-    there = [row for row in rows[:cut] if any(map(learned, pool.coco.imgToAnns[pool.ids[row]]))]
-    if not there or not rows[cut:]:
+    with_instances = [
+        row for row in rows[:cut] if any(map(learned, pool.coco.imgToAnns[pool.ids[row]]))
+    ]
+    if not with_instances or not rows[cut:]:
         raise ConfigError(
             f"dataset.held_out={options.held_out}: of {len(rows)} images in {place / options.train} "
-            f"that leaves {len(there)} with an instance for training and {len(rows[cut:])} for validation"
+            f"that leaves {len(with_instances)} with an instance for training and {len(rows[cut:])} for validation"
         )
     return {
-        "train": Split(pool, there[: options.limit]),
+        "train": Split(pool, with_instances[: options.limit]),
         "val": Split(pool, rows[cut:]),
         "test": Split(test, list(range(len(test.ids)))),
     }

@@ -124,10 +124,10 @@ def _targets(batch: Batch) -> list[dict[str, Tensor]]:
     bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=batch[0].device)
     per_image = []
     for (height, width), boxes, labels, bytes_ in zip(batch[1].tolist(), *batch[2:], strict=True):
-        there = labels > 0
-        pixels = (bytes_[there][..., None] >> bits & 1).flatten(-2)
+        valid = labels > 0
+        pixels = (bytes_[valid][..., None] >> bits & 1).flatten(-2)
         masks = pixels[:, :height, :width]
-        per_image.append({"boxes": boxes[there], "labels": labels[there], "masks": masks})
+        per_image.append({"boxes": boxes[valid], "labels": labels[valid], "masks": masks})
     return per_image
 
 
