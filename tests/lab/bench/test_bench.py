@@ -58,7 +58,7 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
     arm(torch.randn(8, 32), steps=3)
     used = arm.model[0].weight.detach()
     assert not torch.equal(used, first)
-    kept = int((used.reshape(-1, 4) != 0).sum(1).max())
+    most = int((used.reshape(-1, 4) != 0).sum(1).max())
     # on the way to the pattern
     fading = recipe.startswith(("mdgf", "sdgf")) or recipe in (
         "decay_mask",
@@ -67,7 +67,7 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
         "proxsparse",
         "cast",
     )
-    assert (kept > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
+    assert (most > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
 
 
 def test_arms_do_not_share_weights() -> None:
@@ -159,7 +159,7 @@ def test_what_was_measured_is_reported_whatever_comes(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--models tiny --patterns 1:128 --rounds 1", "1:128"),
         ("masks --patterns 16:2:8", "16:2:8: kernels are timed with N:M"),
@@ -169,11 +169,13 @@ def test_what_was_measured_is_reported_whatever_comes(
         ("infer --device cpu --tokens 8x0", "8x0: a whole number, or two such as"),
     ],
 )
-def test_a_mistake_gets_a_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_gets_a_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verb("bench", *words.split()) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # behind what was being measured
     assert line.startswith("nmrun: ")
-    assert said in line
+    assert message in line
 
 
 def test_the_names_that_the_options_know_without_torch() -> None:
@@ -211,8 +213,8 @@ def test_quartiles_and_paired_ratios() -> None:
     }
     assert harness.quartiles("ms", [7.0]) == {"ms": 7.0, "ms_q1": 7.0, "ms_q3": 7.0}
     # 2, 4 and 1 times as fast, whatever the medians are
-    found = harness.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])
-    assert (found["n"], found["ms"], found["speedup"]) == (3, 2.0, 2.0)
+    row = harness.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])
+    assert (row["n"], row["ms"], row["speedup"]) == (3, 2.0, 2.0)
 
 
 def test_a_round_runs_every_arm_once() -> None:
@@ -427,10 +429,10 @@ def test_infer(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFi
     ]
     assert bench.main(["infer", *words]) == 0
     rows = written(tmp_path / "out", "infer", printed := capsys.readouterr().out)
-    found = [
+    layers = [
         (row["model"], row["batch"], row["layers"]) for row in rows if row["arm"] == "compressed"
     ]
-    assert found == [
+    assert layers == [
         (m, b, n) for m, n in (("gpt_tiny", "8 of 8"), ("vit_small_32", "4 of 4")) for b in (1, 3)
     ]
     assert "broken: WRONG results" in printed
@@ -483,16 +485,16 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
         raise TypeError("no such\noperator")
 
     model, x, asked = infer_cpu.network("tiny"), infer_cpu.example("tiny", (1, 3)), ["float32"]
-    for runtime, said in (
+    for runtime, message in (
         (absent, "far is not installed: pip install 'nmrun[bench]'"),
         (unable, "cannot take this network: TypeError: no such"),
     ):
         monkeypatch.setitem(peers.RUNTIMES, name, runtime)
-        assert peers.arms([name], model, x, asked) == ({}, {name: said})
+        assert peers.arms([name], model, x, asked) == ({}, {name: message})
         (first, second) = infer_cpu.measure("tiny", [], (1, 3), asked, ["torch", name], 1)
         assert first["arm"] == "torch"
-        assert (second["arm"], second["missing"]) == (name, said)
-        assert f"{name}: {said}" in infer_cpu.page([first, second], 1).splitlines()
+        assert (second["arm"], second["missing"]) == (name, message)
+        assert f"{name}: {message}" in infer_cpu.page([first, second], 1).splitlines()
 
 
 @pytest.mark.slow
@@ -520,8 +522,8 @@ def test_a_precision_without_instructions_is_one_line(
 ) -> None:
     monkeypatch.setattr(peers, "has_bf16", lambda: False)
     assert verb("bench", "infer", "--device", "cpu", "--precisions", "bf16") == 2
-    said = "nmrun: --precisions bf16: this processor has no instructions for it"
-    assert capsys.readouterr().err.splitlines() == [said]
+    message = "nmrun: --precisions bf16: this processor has no instructions for it"
+    assert capsys.readouterr().err.splitlines() == [message]
 
 
 @pytest.mark.skipif(not products.available(), reason="no C compiler works here")

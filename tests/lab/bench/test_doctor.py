@@ -101,24 +101,24 @@ def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [((0, 8, 0), "0.8.0 (/lib/libcusparseLt.so.0)"), (None, "not loaded")]
+    ("version", "text"), [((0, 8, 0), "0.8.0 (/lib/libcusparseLt.so.0)"), (None, "not loaded")]
 )
-def test_cusparselt(version: Any, said: str, monkeypatch: pytest.MonkeyPatch):
+def test_cusparselt(version: Any, text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         cusparselt, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0")
     )
-    assert doctor.cusparselt().startswith(said)
+    assert doctor.cusparselt().startswith(text)
 
 
 def test_the_loaded_version_is_the_one_torch_knows():
-    found = cusparselt.loaded_cusparselt()
+    library = cusparselt.loaded_cusparselt()
     number = (
         torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     )
     if not number:
         pytest.skip("this torch has no cuSPARSELt")
-    assert found is not None
-    major, minor, patch = found[0]
+    assert library is not None
+    major, minor, patch = library[0]
     assert number == 1000 * major + 100 * minor + patch
 
 
@@ -248,8 +248,8 @@ def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
     weight, x = semi_structured.transposable(16, 32, "cpu"), torch.randn(16, 32).bfloat16()
     parts, _ = semi_structured.CUSPARSELT.pack(weight, None)
     expected = x.float() @ weight.float().t()
-    found = semi_structured.fastest("cusparselt", x, parts, None, expected)
-    assert found == ("cusparselt:3", 3.0)
+    fastest = semi_structured.fastest("cusparselt", x, parts, None, expected)
+    assert fastest == ("cusparselt:3", 3.0)
     with pytest.raises(ValueError, match="WRONG results"):
         semi_structured.fastest("cusparselt", x, parts, None, expected + 5)
 

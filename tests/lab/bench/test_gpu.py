@@ -37,7 +37,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, probe.Times]:
+def measurements() -> dict[str, probe.Times]:
     if why := obstacle(DEVICE):
         pytest.skip(why)
     shape = probe.SemiStructuredShape(512, 256, 1024, torch.bfloat16, both=True, mvue=True)
@@ -46,12 +46,14 @@ def found() -> dict[str, probe.Times]:
 
 
 @pytest.fixture
-def right(found: dict[str, probe.Times]) -> list[str]:
+def right(measurements: dict[str, probe.Times]) -> list[str]:
     """The paths that compute the right thing here; without any the test is skipped, and says why."""
-    names = [name for name, times in found.items() if name != "dense" and not times.wrong]
+    names = [name for name, times in measurements.items() if name != "dense" and not times.wrong]
     if not names:
         pytest.skip(
-            "; ".join(f"{name}: {times.wrong}" for name, times in found.items() if name != "dense")
+            "; ".join(
+                f"{name}: {times.wrong}" for name, times in measurements.items() if name != "dense"
+            )
         )
     return names
 
@@ -74,9 +76,9 @@ def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torc
     bits = weight.view(torch.int8 if dtype.itemsize == 1 else torch.int16)
     turned = compression.compressed(bits.t().contiguous().t().view(dtype), dtype)
     assert got.shape == turned.shape == expected.shape
-    kept, tile = rows * columns // 2 * dtype.itemsize, 32 * 2 // dtype.itemsize
+    size, tile = rows * columns // 2 * dtype.itemsize, 32 * 2 // dtype.itemsize
     # of the last tiles only what is there is compared, by the product below
-    whole = kept + rows // 64 * -(-columns // tile) * 8 * tile if columns % tile == 0 else kept
+    whole = size + rows // 64 * -(-columns // tile) * 8 * tile if columns % tile == 0 else size
     for blob in (got, turned):
         assert torch.equal(
             blob.view(-1).view(torch.int8)[:whole], expected.view(-1).view(torch.int8)[:whole]
@@ -112,14 +114,14 @@ def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> N
     plain = x.double() @ weight.double().t()
 
     def asked() -> bool:
-        found = []
+        close = []
         for bias in (biases[0], None, biases[1], biases[0], biases[2], None):
             z = cusparselt.multiply(blob, x, bias)
             by_columns = cusparselt.multiply(blob, x.t().contiguous().t(), bias)
             expected = plain if bias is None else plain + bias.double()
             for got in (z, by_columns):
-                found.append(torch.allclose(got.double(), expected, rtol=2**-7, atol=0.1))
-        return all(found)
+                close.append(torch.allclose(got.double(), expected, rtol=2**-7, atol=0.1))
+        return all(close)
 
     assert asked()
     with ThreadPoolExecutor(1) as other:
@@ -132,13 +134,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def test_each_path_is_right_or_says_why_not(found: dict[str, probe.Times]) -> None:
-    assert set(found) == {"dense", *semi_structured.candidates(fp8=False)}
-    for name, times in found.items():
+def test_each_path_is_right_or_says_why_not(measurements: dict[str, probe.Times]) -> None:
+    assert set(measurements) == {"dense", *semi_structured.candidates(fp8=False)}
+    for name, times in measurements.items():
         if not times.wrong:
             assert times.forward > 0, name
             assert times.input_gradient > 0, name
-    print({name: times.wrong or f"{times.forward:.4f} ms" for name, times in found.items()})
+    print({name: times.wrong or f"{times.forward:.4f} ms" for name, times in measurements.items()})
 
 
 def test_fp8_products_are_right_or_say_why_not() -> None:
@@ -147,10 +149,10 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
         pytest.skip(why)
     shape = probe.SemiStructuredShape(512, 256, 1024, torch.bfloat16, both=True, fp8=True)
     with torch.no_grad():
-        found = probe.measure(shape, DEVICE)["cusparselt_fp8"]
-    if found.wrong:
-        assert "WRONG" not in found.wrong, "refused, and nobody knows why"
-        pytest.skip(found.wrong)
+        times = probe.measure(shape, DEVICE)["cusparselt_fp8"]
+    if times.wrong:
+        assert "WRONG" not in times.wrong, "refused, and nobody knows why"
+        pytest.skip(times.wrong)
     dense = normal(512, 256)
     weight, x = (
         (dense * transposable_mask(dense, "2:4")).bfloat16(),
@@ -168,11 +170,11 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
 
 
 def test_one_pass_packing_is_for_compute_capability_8_alone(
-    found: dict[str, probe.Times],
+    measurements: dict[str, probe.Times],
 ) -> None:
     if torch.cuda.get_device_capability(DEVICE)[0] == 8:
         pytest.skip("this GPU is of compute capability 8")
-    assert found["one_pass"].wrong.startswith("not tried")
+    assert measurements["one_pass"].wrong.startswith("not tried")
     assert semi_structured.verdict(semi_structured.ONE_PASS, DEVICE).startswith("not tried")
 
 
@@ -337,7 +339,7 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
     ids=lambda words: words[0],
 )
 def test_benchmarks_run(
-    found: dict[str, probe.Times], words: tuple[str, ...], tmp_path: Path
+    measurements: dict[str, probe.Times], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert bench.main([*words, "--rounds", "2", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"{words[0]}_gpu.json").read_text())

@@ -209,8 +209,8 @@ def test_groups_of_pretrained_weights_run_along_the_inputs(pretrained):
     handle.finalize()
     stored = theirs.transformer.h[1].mlp.c_fc.weight  # (inputs, outputs)
     groups = stored.T.reshape(48, 3, 4)
-    kept = torch.zeros_like(groups).scatter(2, groups.abs().argmax(2, keepdim=True), 1.0)
-    assert torch.equal(model.h[1].mlp.c_fc.weight, (groups * kept).reshape(48, 12))
+    mask = torch.zeros_like(groups).scatter(2, groups.abs().argmax(2, keepdim=True), 1.0)
+    assert torch.equal(model.h[1].mlp.c_fc.weight, (groups * mask).reshape(48, 12))
 
 
 def test_pretrained_is_fine_tuned(tmp_path):

@@ -54,14 +54,14 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
 
 
 def test_an_interrupted_run_has_the_same_mean(tmp_path: Path) -> None:
-    found = []
+    weights = []
     for name, cut in (("alone", 0), ("cut", 11)):  # in the last epoch, when one was added already
         made = config(tmp_path / name, "recipe=step", "recipe.switch=0.5", "trainer.average=2")
         if cut:
             cut_off(made, cut - 1)
         assert runner.run(made, run_folder(made))["status"] == "finished"
-        found.append((run_folder(made) / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
+        weights.append((run_folder(made) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
 
 
 def test_running_statistics_are_averaged_and_one_epoch_is_left_alone() -> None:

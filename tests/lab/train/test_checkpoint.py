@@ -78,19 +78,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
         checkpoint.save_next(tmp_path, {"step": step, "tensor": torch.arange(4)})
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-40])
-    state, said = checkpoint.load_last(tmp_path)
+    state, messages = checkpoint.load_last(tmp_path)
     assert state is not None
     assert state["step"] == 1
-    assert said[0].startswith("checkpoint.pt is damaged (")
-    assert said[1:] == ["going on from checkpoint.previous.pt, the one before it"]
+    assert messages[0].startswith("checkpoint.pt is damaged (")
+    assert messages[1:] == ["going on from checkpoint.previous.pt, the one before it"]
     # from here on it is the last one: the next is saved beside it, not beside the damaged one
     checkpoint.save_next(tmp_path, {"step": 3})
     assert checkpoint.load(tmp_path / "checkpoint.previous.pt")["step"] == 1  # type: ignore[index]
     for name in ("checkpoint.pt", "checkpoint.previous.pt"):
         (tmp_path / name).write_bytes(b"nothing")
-    state, said = checkpoint.load_last(tmp_path)
+    state, messages = checkpoint.load_last(tmp_path)
     assert state is None
-    assert [line.partition(" (")[0] for line in said] == [
+    assert [line.partition(" (")[0] for line in messages] == [
         "checkpoint.pt is damaged",
         "checkpoint.previous.pt is damaged",
         "starting over",
@@ -138,17 +138,17 @@ def test_a_rank_that_does_not_lead_has_what_the_leader_found(
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "world", lambda: 2)
         patch.setattr(ranks, "from_leader", lambda value: sent.append(value) or value)
-        ours, said = checkpoint.load_last(tmp_path)
+        ours, messages = checkpoint.load_last(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "world", lambda: 2)
         patch.setattr(ranks, "leads", lambda: False)
         patch.setattr(ranks, "from_leader", lambda _: sent.pop(0))
-        theirs, said_there = checkpoint.load_last(tmp_path)
+        theirs, other_messages = checkpoint.load_last(tmp_path)
     assert ours is not None
     assert theirs is not None
     assert ours["step"] == theirs["step"] == (1 if damaged else 2)
     assert torch.equal(theirs["tensor"], torch.arange(theirs["step"]))
-    assert said == said_there
+    assert messages == other_messages
     assert sent == []
 
 

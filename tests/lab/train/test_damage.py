@@ -161,9 +161,9 @@ def test_of_an_interrupted_run(
     made, folder = copied(interrupted, tmp_path)
     for name in names.split():
         damage(folder / name, kind)
-    status, said = again(made, folder, capsys)
+    status, output = again(made, folder, capsys)
     right = status == "finished" and outcome(folder) == outcome(run_folder_of(whole))
-    assert right or names.split()[0] in said
+    assert right or names.split()[0] in output
     # a checkpoint costs steps at most; what lies in a folder of its name is not removed
     assert right or names == "metrics.jsonl" or kind == "a folder"
     assert not (tmp_path / "planted").exists()
@@ -194,11 +194,11 @@ def test_of_a_finished_run(
         assert name in err or (name == RESULT and "run" in err)
     assert sorted(os.listdir()) == ["out"]
     seen = name == RESULT or not (folder / name).is_file() or (folder / name).stat().st_size != size
-    status, said = again(made, folder, capsys)
+    status, output = again(made, folder, capsys)
     if seen and status == "finished":
         assert outcome(folder) == outcome(run_folder_of(whole))
         assert verb("table", "out", "--verify") == 0
     elif seen:  # it cannot be made again from what is left
-        assert name in said
+        assert name in output
     else:  # of the same size: whoever uses the file has its hash checked
         assert status == "skipped"

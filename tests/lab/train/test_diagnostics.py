@@ -101,25 +101,25 @@ def test_loss_change_and_descent_by_hand(recipe: str) -> None:
 
     diagnostics.before()
     move(optimizer, handle, AFTER, BIAS)
-    found = diagnostics.after(task.batch)
+    metrics = diagnostics.after(task.batch)
     start_loss, end_loss = task.by_hand(used, b), task.by_hand(used_later, b_later)
-    assert found["diagnose/loss_change"] == pytest.approx(end_loss - start_loss)
-    assert found["diagnose/loss_change_fixed_mask"] == pytest.approx(
+    assert metrics["diagnose/loss_change"] == pytest.approx(end_loss - start_loss)
+    assert metrics["diagnose/loss_change_fixed_mask"] == pytest.approx(
         task.by_hand(fixed, b_later) - start_loss
     )
-    assert found["diagnose/descent_actual"] == pytest.approx(start_loss - end_loss)
+    assert metrics["diagnose/descent_actual"] == pytest.approx(start_loss - end_loss)
     of_weight, of_bias = task.slope(used, b)
     of_bias = (of_bias * (b - b_later)).sum()
-    assert found["diagnose/descent_predicted_projected"] == pytest.approx(
+    assert metrics["diagnose/descent_predicted_projected"] == pytest.approx(
         float((of_weight * (used - used_later)).sum() + of_bias)
     )
-    assert found["diagnose/descent_predicted_dense"] == pytest.approx(
+    assert metrics["diagnose/descent_predicted_dense"] == pytest.approx(
         float((of_weight * (w - later)).sum() + of_bias)
     )
     # what the first order misses of a quadratic function is half its curvature along the way
     along = task.batch[0] @ (used_later - used).T + b_later - b
     curvature = float(along.square().sum() / 14)
-    assert found["diagnose/descent_predicted_projected"] - found[
+    assert metrics["diagnose/descent_predicted_projected"] - metrics[
         "diagnose/descent_actual"
     ] == pytest.approx(curvature)
 
@@ -131,8 +131,10 @@ def test_a_change_of_masks_alone_spoils_the_step() -> None:
     move(optimizer, handle, tie, [0.0, 0.0])
     diagnostics.before()
     move(optimizer, handle, [[4.0, 2.999, 3.0, 1.0], BEFORE[1]], [0.0, 0.0])
-    found = diagnostics.after(task.batch)
-    assert abs(found["diagnose/loss_change"]) > 100 * abs(found["diagnose/loss_change_fixed_mask"])
+    metrics = diagnostics.after(task.batch)
+    assert abs(metrics["diagnose/loss_change"]) > 100 * abs(
+        metrics["diagnose/loss_change_fixed_mask"]
+    )
 
 
 def test_oscillation_counts_flips_of_every_entry() -> None:
@@ -232,17 +234,17 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
     loop.steps.train_step(0, 0, measure_flips=False)
     diagnostics.before()
     former = copy.deepcopy(loop.model)
-    found = diagnostics.after(loop.steps.train_step(0, 1, measure_flips=False))
+    metrics = diagnostics.after(loop.steps.train_step(0, 1, measure_flips=False))
     for name, buffer in loop.model.named_buffers():
         if "running" in name:
             former.get_buffer(name).copy_(buffer)
-    own = loop.task.micro_batches(0, 1, 1)[0]
+    batch = loop.task.micro_batches(0, 1, 1)[0]
     with torch.no_grad():
         start, end = (
-            float(loop.task.loss(copy.deepcopy(model).eval(), own))
+            float(loop.task.loss(copy.deepcopy(model).eval(), batch))
             for model in (former, loop.model)
         )
-    assert found["diagnose/loss_change"] == pytest.approx(end - start, rel=1e-3)
+    assert metrics["diagnose/loss_change"] == pytest.approx(end - start, rel=1e-3)
     assert all(p.grad is None for p in loop.model.parameters())
 
 

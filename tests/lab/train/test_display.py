@@ -113,11 +113,11 @@ def test_no_colours_where_they_are_not_wanted(
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "speed"),
     [(54.4, "54 steps/s"), (3.25, "3.2 steps/s"), (0.5, "2 s/step"), (0.013, "76.9 s/step")],
 )
-def test_speed_in_words(steps: float, said: str) -> None:
-    assert console.facts({"steps_per_second": steps}, "accuracy") == [("", said)]
+def test_speed_in_words(steps: float, speed: str) -> None:
+    assert console.facts({"steps_per_second": steps}, "accuracy") == [("", speed)]
 
 
 def test_no_terminal_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +137,10 @@ def test_an_epoch_s_line_has_its_mean_loss(
     options = ("recipe=ste", "trainer.epochs=10", "optimizer.lr=0.02")
     every = config(tmp_path / "every", *options, "trainer.log_every=1")
     runner.run(every, run_folder(every))
-    found = rows(run_folder(every))
-    losses = [row["train/loss"] for row in found]
+    logged = rows(run_folder(every))
+    losses = [row["train/loss"] for row in logged]
     means = [sum(losses[start : start + 3]) / 3 for start in range(0, 30, 3)]
-    scores = [row["eval/accuracy"] for row in found if "eval/accuracy" in row]
+    scores = [row["eval/accuracy"] for row in logged if "eval/accuracy" in row]
     capsys.readouterr()
     some = config(tmp_path / "some", *options, "trainer.log_every=5")
     runner.run(some, run_folder(some))

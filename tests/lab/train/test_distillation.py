@@ -42,8 +42,8 @@ def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
 def test_the_formula(shape: tuple[int, ...], temperature: float) -> None:
     torch.manual_seed(0)
     logits, taught = 3 * torch.randn(shape), 3 * torch.randn(shape)
-    found = divergence(logits, taught, temperature)
-    assert float(found) == pytest.approx(by_hand(logits, taught, temperature), rel=1e-4)
+    loss = divergence(logits, taught, temperature)
+    assert float(loss) == pytest.approx(by_hand(logits, taught, temperature), rel=1e-4)
     assert float(divergence(taught, taught, temperature)) == pytest.approx(0.0, abs=1e-6)
 
 
@@ -60,8 +60,8 @@ class Points(Categorical):
     """Cross entropy of eight points."""
 
     def logits(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        found: Tensor = model(batch[0])
-        return found
+        logits: Tensor = model(batch[0])
+        return logits
 
     def loss_of(self, logits: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         return nn.functional.cross_entropy(logits, batch[1])
@@ -79,9 +79,11 @@ def test_the_sum_of_both_and_who_learns() -> None:
     batch = (torch.randn(8, 3), torch.randint(4, (8,)))
     loss = Distilled(Points(), teacher, 0.3, 2.0)(student, batch)
     with torch.no_grad():
-        own = nn.functional.cross_entropy(student(batch[0]), batch[1])
-        wanted = 0.7 * float(own) + 0.3 * by_hand(student(batch[0]), teacher(batch[0]), 2.0)
-    assert loss.item() == pytest.approx(wanted, rel=1e-5)
+        label_loss = nn.functional.cross_entropy(student(batch[0]), batch[1])
+        expected = 0.7 * float(label_loss) + 0.3 * by_hand(
+            student(batch[0]), teacher(batch[0]), 2.0
+        )
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     loss.backward()
     assert student.weight.grad is not None
     assert teacher.weight.grad is None
@@ -109,9 +111,9 @@ def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
     made = taught(tmp_path, teacher, "seed=1")
     parts = build.build(made)
     assert isinstance(parts.loss, Distilled)
-    found = parts.loss.teacher.state_dict()
+    state = parts.loss.teacher.state_dict()
     for name, tensor in load_file(teacher / "model.safetensors").items():
-        assert torch.equal(found[name], tensor)
+        assert torch.equal(state[name], tensor)
     assert not parts.loss.teacher.training
     assert not any(p.requires_grad for p in parts.loss.teacher.parameters())
 
@@ -189,16 +191,16 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
 def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
     """A dense forward pass for every item that is trained on; inference has no teacher."""
     plain, made = config(tmp_path / "a", "recipe=sr_ste"), taught(tmp_path / "b", teacher)
-    found = []
+    flops = []
     for each in (plain, made):
         assert runner.run(each, run_folder(each))["status"] == "finished"
-        found.append(json.loads((run_folder(each) / "result.json").read_text())["flops"])
+        flops.append(json.loads((run_folder(each) / "result.json").read_text())["flops"])
     forward = build.build(plain).cost.forward
     items = 12 * 32
     for kind in ("training_arithmetic", "training_hardware"):
-        assert found[1][kind] - found[0][kind] == items * forward
+        assert flops[1][kind] - flops[0][kind] == items * forward
     for kind in ("training_dense", "inference_arithmetic", "inference_hardware"):
-        assert found[1][kind] == found[0][kind]
+        assert flops[1][kind] == flops[0][kind]
 
 
 def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path: Path, teacher: Path) -> None:
@@ -247,12 +249,12 @@ def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
     for task in (Sums(), scores):
         with pytest.raises(ConfigError, match="compares distributions over classes or tokens"):
             loss_of(made, task, model)
-    for overrides, said in (
+    for overrides, message in (
         (("model.channels=[8,8,12]",), "is another network than this run's"),
         (("trainer.distributed=fsdp",), "keeps a whole teacher in every process"),
         ((f"trainer.distill='{tmp_path}'",), "no finished run is there"),
     ):
-        with pytest.raises(ConfigError, match=said) as raised:
+        with pytest.raises(ConfigError, match=message) as raised:
             build.build(taught(tmp_path, teacher, *overrides))
         assert "\n" not in str(raised.value)
 
@@ -290,13 +292,15 @@ def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
 
 
 def test_told_before_torch_is_there(tmp_path: Path, teacher: Path) -> None:
-    def said(*overrides: str) -> list[str]:
+    def messages(*overrides: str) -> list[str]:
         made = config(tmp_path, "recipe=sr_ste", *overrides)
         return [line for line in rules.refusals(made.plain) if "distill" in line]
 
-    assert said(f"trainer.distill='{teacher}'") == []
-    assert said("trainer.distill=nowhere") == ["trainer.distill=nowhere: no finished run is there"]
-    assert "begins with random weights" in said("trainer.distill=start")[0]
+    assert messages(f"trainer.distill='{teacher}'") == []
+    assert messages("trainer.distill=nowhere") == [
+        "trainer.distill=nowhere: no finished run is there"
+    ]
+    assert "begins with random weights" in messages("trainer.distill=start")[0]
 
 
 def test_the_same_run_without_a_teacher(tmp_path: Path) -> None:

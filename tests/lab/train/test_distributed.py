@@ -93,13 +93,13 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
     ):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate()
-    assert said.count("interrupted at step") == 1
+    output, _ = process.communicate()
+    assert output.count("interrupted at step") == 1
     result = json.loads((run_folder(made) / "result.json").read_text())
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     state = checkpoint.load(run_folder(made) / "checkpoint.pt")
     assert state is not None
-    assert f"interrupted at step {state['loop']['step']} of 300" in said
+    assert f"interrupted at step {state['loop']['step']} of 300" in output
     assert len(state["random"]) == 2
     assert not torch.equal(state["random"][0]["torch"], state["random"][1]["torch"])
     alone = nmrun_cli(*overrides)

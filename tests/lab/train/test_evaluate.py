@@ -82,10 +82,10 @@ def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Classification, "evaluate", noted)
     done = run(config(tmp_path, *LONG, "trainer.test=false"), tmp_path / "without")
     assert splits == {"val"}
-    for found in ("final", "best"):
-        assert done["metrics"][found] == {
+    for kind in ("final", "best"):
+        assert done["metrics"][kind] == {
             key: value
-            for key, value in whole["metrics"][found].items()
+            for key, value in whole["metrics"][kind].items()
             if not key.startswith("test/")
         }
     assert done["id"] != whole["id"]

@@ -197,12 +197,12 @@ def test_micro_batches_are_halved_until_they_fit(
     made = config(tmp_path, "trainer.on_oom=halve")
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished"
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); on with trainer.accumulate=2"
-        in said
+        in output
     )
-    assert "step 7: out of memory" in said  # from the checkpoint of step 6
+    assert "step 7: out of memory" in output  # from the checkpoint of step 6
     assert small_memory[:8] == [32] * 8
     assert small_memory[8:10] == [16, 8]  # step 7 again, at 2 and at 4 parts
     assert small_memory[9:] == [8] * 4 * 6
@@ -240,10 +240,10 @@ def test_the_pass_before_training_is_halved_too(
     tried.clear(), capsys.readouterr()
     made = config(tmp_path, *looks, "trainer.on_oom=halve", "force=true")
     assert runner.run(made, run_folder(made))["status"] == "finished"
-    said = capsys.readouterr().out
-    assert "  before training: out of memory (CUDA out of memory. Tried" in said
-    assert "on with trainer.accumulate=4" in said
-    assert "goes on at step" not in said
+    output = capsys.readouterr().out
+    assert "  before training: out of memory (CUDA out of memory. Tried" in output
+    assert "on with trainer.accumulate=4" in output
+    assert "goes on at step" not in output
     assert tried[:3] == [32, 16, 8]
     assert set(tried[3:]) == {8}
 

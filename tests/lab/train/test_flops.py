@@ -159,9 +159,9 @@ def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
     p = Pattern.parse(pattern)
     length = math.lcm(p.m, 4)
     runs = all(
-        len({i * p.m + k for i, group in enumerate(kept) for k in group} & set(range(a, a + 4)))
+        len({i * p.m + k for i, group in enumerate(mask) for k in group} & set(range(a, a + 4)))
         <= 2
-        for kept in itertools.product(itertools.combinations(range(p.m), p.n), repeat=length // p.m)
+        for mask in itertools.product(itertools.combinations(range(p.m), p.n), repeat=length // p.m)
         for a in range(0, length, 4)
     )
     assert hardware_density(p) == (0.5 if runs else 1.0)
@@ -178,11 +178,11 @@ def test_overlapping_windows_take_every_mask(pattern: str) -> None:
     fits = p.m % 2 == 0 and all(
         (
             maximum_bipartite_matching(
-                csr_matrix([[place in slot for slot in slots] for place in kept]), "column"
+                csr_matrix([[place in slot for slot in slots] for place in mask]), "column"
             )
             >= 0
         ).all()
-        for kept in itertools.combinations(range(p.m), p.n)
+        for mask in itertools.combinations(range(p.m), p.n)
     )
     assert weight_density(p) == (len(windows) * 4 / 2 / p.m if fits else 1.0)
 
@@ -278,8 +278,8 @@ def test_the_multiplications_that_are_left_one_by_one() -> None:
     model(torch.randn(5, 16, requires_grad=True)).square().sum().backward()
     (z, dy, db), v, w = (seen[k] for k in ("z", "dy", "db")), model[1].weight, model[4].weight
 
-    def pairs(a: Tensor, b: Tensor, kept: Tensor | float = 1.0) -> float:
-        return float((((a != 0).float() @ (b != 0).float()) * kept).sum())
+    def pairs(a: Tensor, b: Tensor, mask: Tensor | float = 1.0) -> float:
+        return float((((a != 0).float() @ (b != 0).float()) * mask).sum())
 
     x = torch.ones(5, 16)
     left = [pairs(x, v.t()), pairs(z, w.t()), pairs(dy, w, (z != 0).float()), pairs(dy.t(), z)]
@@ -452,8 +452,8 @@ def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
     inner = 2 * WEIGHTS * 64 + 2 * WEIGHTS * 16
     head = 2 * 10 * 8 * 4
     dense = 2 * stem + 3 * inner + 3 * head
-    found = finished(tmp_path, "recipe=asp", "recipe.prune_at=0.25")
-    assert found == {
+    counts = finished(tmp_path, "recipe=asp", "recipe.prune_at=0.25")
+    assert counts == {
         "training_arithmetic": BATCH * (3 * dense + 9 * (dense - 3 * inner // 2)),
         "training_hardware": BATCH * (3 * dense + 9 * (dense - inner // 2)),
         "training_dense": BATCH * 12 * dense,
@@ -470,18 +470,18 @@ def test_result_of_a_run_with_pruned_activations(tmp_path: Path) -> None:
     options += ("trainer.limit_evaluation=8", "trainer.activations_dense_start=0.25")
     options += ("trainer.activations_dense_end=0.25",)
     usual = finished(tmp_path, *options)
-    found = finished(tmp_path, *options, "trainer.activations=1:4")
+    counts = finished(tmp_path, *options, "trainer.activations=1:4")
     one = 2 * 2 * 16 * 16 * 64
     left_out = BATCH * 6 * 5 * one * 3 // 4
-    assert found["training_arithmetic"] == usual["training_arithmetic"] - left_out
-    assert found["training_hardware"] == usual["training_hardware"] - BATCH * 6 * one
-    assert found["training_dense"] == usual["training_dense"] == usual["training_arithmetic"]
-    assert found["inference_arithmetic"] == usual["inference_arithmetic"]
+    assert counts["training_arithmetic"] == usual["training_arithmetic"] - left_out
+    assert counts["training_hardware"] == usual["training_hardware"] - BATCH * 6 * one
+    assert counts["training_dense"] == usual["training_dense"] == usual["training_arithmetic"]
+    assert counts["inference_arithmetic"] == usual["inference_arithmetic"]
     # the first block's gradients go on to the embeddings; half the steps alone are cheaper
     planned = build.build(
         config(tmp_path, *options, "trainer.activations=1:4", "trainer.budget=flops:dense")
     ).total_steps
-    assert planned == round(12 * usual["training_dense"] / found["training_arithmetic"])
+    assert planned == round(12 * usual["training_dense"] / counts["training_arithmetic"])
 
 
 def test_a_resumed_run_counts_all_its_steps(
@@ -513,12 +513,14 @@ def test_as_many_flops_as_dense_training(recipe: str, dense: int, tmp_path: Path
     """Sparse steps are cheaper, so there are more of them, and the sums are equal to less than an
     epoch.
     """
-    found = finished(tmp_path, f"recipe={recipe}", "trainer.budget=flops:dense", "trainer.epochs=6")
-    assert abs(found["training_arithmetic"] - dense) < dense / 6
-    steps = round(found["training_dense"] / (dense / 18))
+    counts = finished(
+        tmp_path, f"recipe={recipe}", "trainer.budget=flops:dense", "trainer.epochs=6"
+    )
+    assert abs(counts["training_arithmetic"] - dense) < dense / 6
+    steps = round(counts["training_dense"] / (dense / 18))
     assert steps == 18 if recipe == "dense" else steps > 18
     if recipe == "ste":
-        assert abs(found["training_arithmetic"] - dense) < dense / 18  # less than a step
+        assert abs(counts["training_arithmetic"] - dense) < dense / 18  # less than a step
 
 
 def test_a_number_of_flops(tmp_path: Path) -> None:

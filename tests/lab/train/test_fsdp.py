@@ -55,9 +55,9 @@ def compare(alone: Path, other: Path) -> None:
     names = []
     for run in (alone, other):
         saved = torch.load(run / "checkpoint.pt", weights_only=True).get("shards")
-        own = {saved["folder"]} if saved else set()
-        assert own == {path.name for path in run.glob("checkpoint.shards.*")}
-        names.append({path.name for path in run.iterdir()} - own)
+        folders = {saved["folder"]} if saved else set()
+        assert folders == {path.name for path in run.glob("checkpoint.shards.*")}
+        names.append({path.name for path in run.iterdir()} - folders)
     assert names[0] == names[1]
 
 

@@ -52,9 +52,9 @@ def test_a_sweep_killed_again_and_again(tmp_path: Path) -> None:
     (jobs := output / ".sweeps" / "one").mkdir()
     (jobs / "jobs.jsonl").write_text(json.dumps({"folder": "f", "status": "finished"}) + "\n")
     (jobs / "jobs.jsonl").write_text((jobs / "jobs.jsonl").read_text() * 2)
-    found = kills.differences(output, alone)
+    differences = kills.differences(output, alone)
     place = folder.relative_to(output)
-    assert sorted(line.removeprefix(str(place)) for line in found) == [
+    assert sorted(line.removeprefix(str(place)) for line in differences) == [
         "/metrics.jsonl: other rows",
         "/model.safetensors: other bits",
         "/result.json.partial: left behind or missing",
@@ -83,9 +83,9 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
         *("trainer.threads=1", "trainer.log_every=1"),
     ]
     with (
-        (tmp_path / "said").open("w") as said,
+        (tmp_path / "log").open("w") as log,
         subprocess.Popen(
-            command, cwd=tmp_path, stdout=said, stderr=said, start_new_session=True
+            command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
         ) as sweep,
     ):
         try:
@@ -106,12 +106,12 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
                 os.killpg(sweep.pid, signal.SIGKILL)
     statuses = {"SIGTERM": 143, "SIGKILL": -9, "a worker's SIGKILL": 1}
     assert status == statuses.get(ends, 130)
-    told = (tmp_path / "said").read_text()
-    assert "Traceback" not in told
+    output = (tmp_path / "log").read_text()
+    assert "Traceback" not in output
     assert len(list(tmp_path.rglob("config.yaml"))) == 2, "a worker took another job"
     if ends == "a worker's SIGKILL":
-        assert "a worker was killed" in told
-        assert "[1/4] seed=0: killed" in told or "[1/4] recipe=ste seed=0: killed" in told
+        assert "a worker was killed" in output
+        assert "[1/4] seed=0: killed" in output or "[1/4] recipe=ste seed=0: killed" in output
         return
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     assert [result["status"] for result in results] == ["interrupted"] * 2
@@ -132,12 +132,12 @@ def test_control_c_while_workers_start(tmp_path: Path) -> None:
     """They end without a traceback, and no run begins."""
     words = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "track=local")
     with (
-        (tmp_path / "said").open("w") as said,
+        (tmp_path / "log").open("w") as log,
         subprocess.Popen(
             [sys.executable, "-m", "nmrun", *words],
             cwd=tmp_path,
-            stdout=said,
-            stderr=said,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
         ) as sweep,
     ):
@@ -150,21 +150,21 @@ def test_control_c_while_workers_start(tmp_path: Path) -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(sweep.pid, signal.SIGKILL)
-    told = (tmp_path / "said").read_text()
-    assert "Traceback" not in told, told
+    output = (tmp_path / "log").read_text()
+    assert "Traceback" not in output, output
     assert not list(tmp_path.rglob("config.yaml"))
 
 
 def workers_of(group: int) -> list[Path]:
     """The processes of a group that are joblib's workers, also while they start."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (process / "stat").read_text().rpartition(")")[2].split()
             command = (process / "cmdline").read_bytes()
             if int(fields[2]) == group and b"popen_loky_posix" in command:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def rows_of(place: Path) -> dict[Path, int]:

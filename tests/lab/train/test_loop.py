@@ -416,22 +416,22 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> N
 
         loop.steps.train_step = sabotaged  # type: ignore[method-assign]
 
-    said = failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
-    assert said.startswith("step 5: the loss is ")
-    assert "the output of inner.1 (Conv2d)" in said
-    assert "optimizer.lr" in said
-    assert "trainer.clip=1" in said
-    assert "\n" not in said
+    message = failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
+    assert message.startswith("step 5: the loss is ")
+    assert "the output of inner.1 (Conv2d)" in message
+    assert "optimizer.lr" in message
+    assert "trainer.clip=1" in message
+    assert "\n" not in message
 
 
 def test_a_learning_rate_far_too_high(tmp_path: Path) -> None:
-    said = failure(
+    message = failure(
         config(tmp_path, "optimizer=sgd", "optimizer.lr=1e30", "recipe=ste", "trainer.clip=1.0"),
         tmp_path,
     )
-    assert said.startswith("step 2: ")
-    assert "(it was 1e+30)" in said
-    assert "trainer.clip" not in said
+    assert message.startswith("step 2: ")
+    assert "(it was 1e+30)" in message
+    assert "trainer.clip" not in message
 
 
 def test_a_broken_parameter_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
@@ -474,10 +474,10 @@ def test_a_gradient_that_no_loss_scale_helps(
         "trainer.precision=fp16",
         "trainer.epochs=40",
     )
-    said = failure(made, tmp_path)
-    assert "however small the loss scale" in said
-    assert "the gradient of inner" in said
-    assert "trainer.precision=bf16 or fp32" in said
+    message = failure(made, tmp_path)
+    assert "however small the loss scale" in message
+    assert "the gradient of inner" in message
+    assert "trainer.precision=bf16 or fp32" in message
 
 
 def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:

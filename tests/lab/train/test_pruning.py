@@ -128,14 +128,14 @@ def test_other_verbs_take_the_folder(dense, tmp_path, capsys):
 
 
 def test_nothing_is_tracked_and_saying_so_changes_nothing(dense):
-    runs_own = pruning.read([str(dense), "seed=1"])
-    said = pruning.read([str(dense), "seed=1", "track=local"])
-    assert said.plain == runs_own.plain
-    assert said.plain["track"] == {"name": "local", "tags": [], "also": []}
+    usual = pruning.read([str(dense), "seed=1"])
+    local = pruning.read([str(dense), "seed=1", "track=local"])
+    assert local.plain == usual.plain
+    assert local.plain["track"] == {"name": "local", "tags": [], "also": []}
     composed = ("dataset=stdlib_text", "model=gpt_tiny", f"init={dense}", "dataset.context=16")
     width = ("model.width=16", "model.heads=2")
-    assert pruning.read([*composed, *width]).plain["track"] == said.plain["track"]
-    assert pruning.read([*composed, *width, "track=local"]).plain["track"] == said.plain["track"]
+    assert pruning.read([*composed, *width]).plain["track"] == local.plain["track"]
+    assert pruning.read([*composed, *width, "track=local"]).plain["track"] == local.plain["track"]
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_maskllm_begins_with_the_masks_of_a_pruned_network(dense, tmp_path, caps
     assert after["status"] == "finished", after.get("error")
     learned = load_file(tmp_path / "learned" / "model.safetensors")
     for layer in result["sparsity"]["layers"]:
-        kept = pruned[layer["name"]] != 0
-        assert torch.equal(learned[layer["name"]], torch.where(kept, start[layer["name"]], 0.0))
+        mask = pruned[layer["name"]] != 0
+        assert torch.equal(learned[layer["name"]], torch.where(mask, start[layer["name"]], 0.0))
     before = identity(config)
     moved = Path(result["folder"]).rename(tmp_path / "moved")
     assert identity(runs.config(tmp_path, *words, f"recipe.masks={moved}")) == before

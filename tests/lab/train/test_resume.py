@@ -170,9 +170,9 @@ def test_checkpoints_within_an_epoch(
     cut(monkeypatch, made, TrainingSteps, "train_step", 6)
     cut(monkeypatch, made, TrainingSteps, "train_step", 6)
     assert outcome(made) == alone
-    said = capsys.readouterr().out
-    assert "goes on at step 5 of 12" in said
-    assert "goes on at step 10 of 12" in said
+    output = capsys.readouterr().out
+    assert "goes on at step 5 of 12" in output
+    assert "goes on at step 10 of 12" in output
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         ((1, b'{"step": 3, "epo'), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 2)"),
         ((0, b"\0" * 40), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 1)"),
@@ -399,7 +399,7 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
 )
 def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     damage: tuple[int, Any],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -421,11 +421,11 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished"
     told = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
-    assert told == ([said] if said else [])
+    assert told == ([message] if message else [])
     alone = left_alone(tmp_path, "ste")
     assert result["events"] == [*told, *alone[4]]
-    kept = rows(run_folder(made))
-    assert len(kept) == len(alone[2]) - ("lost" in said)
+    logged = rows(run_folder(made))
+    assert len(logged) == len(alone[2]) - ("lost" in message)
     assert result["metrics"] == alone[3]
 
 

@@ -165,8 +165,8 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(
     shown = capsys.readouterr().out
     assert "  sparse  inner.1.weight  64x64x3x3  2:8\n" in shown
     total = 320 + 18_496 + 36_928 + 2_570
-    kept = total - 0.75 * (64 * 32 * 9 + 64 * 64 * 9)
-    assert f"density {kept / total:.1%} of {total:,} parameters" in shown
+    nonzeros = total - 0.75 * (64 * 32 * 9 + 64 * 64 * 9)
+    assert f"density {nonzeros / total:.1%} of {total:,} parameters" in shown
     forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 * 4 + 16 * 64 * 64 * 9 + 2560)
     assert f"{forward / 1e6:.3g}M dense" in shown
 
@@ -264,10 +264,10 @@ def test_a_finished_run_whose_file_is_gone_is_made_whole(
     (folder / name).write_bytes(data[:-1]) if shorter else (folder / name).unlink()
     capsys.readouterr()
     again = run(made)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     size = f"changed: it has {len(data) - 1} bytes and had {len(data)}"
-    assert f"finished before, but {name}: it {f'was {size}' if shorter else 'is missing'}" in said
-    assert "goes on at step 12 of 12" in said
+    assert f"finished before, but {name}: it {f'was {size}' if shorter else 'is missing'}" in output
+    assert "goes on at step 12 of 12" in output
     assert (folder / name).read_bytes() == data
     assert again["status"] == "finished"
     assert again["metrics"] == first["metrics"]

@@ -87,18 +87,18 @@ def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
     """At budgets in even steps, and at those that some choice uses up."""
     net = network(widths, seed)
     costs = tables(net, kind, seed)
-    every = {ns: (cost, kept) for ns, cost, kept in assignments(net, costs)}
+    every = {ns: (cost, share) for ns, cost, share in assignments(net, costs)}
     least = min(cost for cost, _ in every.values())
     exact = sorted(cost for cost, _ in every.values() if cost < 1)[:: len(every) // 20]
     given = None if kind == "weights" else {str(i): cost for i, cost in enumerate(costs)}
     for budget in [*torch.linspace(least, 0.99, 20, dtype=torch.float64).tolist(), *exact]:
-        found = search_ratios(net, budget, costs=given)
-        cost, kept = every[tuple(found.ratios[str(i)].n for i in range(len(net)))]
+        proposal = search_ratios(net, budget, costs=given)
+        cost, share = every[tuple(proposal.ratios[str(i)].n for i in range(len(net)))]
         assert cost <= budget + 1e-8
-        assert kept == pytest.approx(max(k for c, k in every.values() if c <= budget), abs=1e-6)
-        assert found.used == pytest.approx(cost, abs=1e-12)
-        assert {ratio.m for ratio in found.ratios.values()} == {M}
-        assert sum(found.shares.values()) == pytest.approx(kept, abs=1e-6)
+        assert share == pytest.approx(max(k for c, k in every.values() if c <= budget), abs=1e-6)
+        assert proposal.used == pytest.approx(cost, abs=1e-12)
+        assert {ratio.m for ratio in proposal.ratios.values()} == {M}
+        assert sum(proposal.shares.values()) == pytest.approx(share, abs=1e-6)
 
 
 def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
@@ -112,45 +112,45 @@ def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
     )
     for most in (2.5, 4.0, 6.0, 8.5):
         chosen = best_choice(costs, gains, most)
-        spent = sum(own[at] for own, at in zip(costs, chosen, strict=True))
-        gained = sum(own[at] for own, at in zip(gains, chosen, strict=True))
+        spent = sum(layer[at] for layer, at in zip(costs, chosen, strict=True))
+        gained = sum(layer[at] for layer, at in zip(gains, chosen, strict=True))
         assert spent <= most
         assert gained >= gain[cost <= most * (1 - 10 / 300)].max()
 
 
 def test_layers_without_a_cost_stay_dense():
     net = network(WIDTHS[0], 0)
-    found = search_ratios(
+    proposal = search_ratios(
         net, 0.5, costs={"1": dict(zip(CHOICES, (2.0, 3.0, 1.0, 3.0, 3.0), strict=True))}
     )
-    assert {name: ratio.n for name, ratio in found.ratios.items()} == {
+    assert {name: ratio.n for name, ratio in proposal.ratios.items()} == {
         "0": 16,
         "1": 4,
         "2": 16,
         "3": 16,
     }
-    assert found.used == 0.5
+    assert proposal.used == 0.5
     weights = [layer.weight.numel() for layer in net]
-    assert found.density == pytest.approx(1 - 0.75 * weights[1] / sum(weights))
+    assert proposal.density == pytest.approx(1 - 0.75 * weights[1] / sum(weights))
 
 
 def test_the_density_is_that_of_the_model_that_is_pruned_so():
     net = network((64, 96, 32, 10), 0)
-    found = search_ratios(net, 0.3)
+    proposal = search_ratios(net, 0.3)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     handle = nmrun.sparsify(
         net,
         optimizer,
         "ste",
         "1:2",
-        overrides={k: "dense" if r.n == r.m else r for k, r in found.ratios.items()},
+        overrides={k: "dense" if r.n == r.m else r for k, r in proposal.ratios.items()},
     )
     optimizer.step()  # without gradients, so nothing moves
     handle.finalize()
     zeros = [int((layer.weight == 0).sum()) for layer in net]
     weights = [layer.weight.numel() for layer in net]
-    assert 1 - sum(zeros) / sum(weights) == pytest.approx(found.density)
-    assert found.density == found.used
+    assert 1 - sum(zeros) / sum(weights) == pytest.approx(proposal.density)
+    assert proposal.density == proposal.used
 
 
 def test_a_module_with_several_weights_has_one_ratio_and_the_cost_of_them_all():
@@ -160,12 +160,12 @@ def test_a_module_with_several_weights_has_one_ratio_and_the_cost_of_them_all():
     )
     with torch.no_grad():
         net["attention"].q_proj_weight[:, ::4] *= 30
-    found = search_ratios(net, 0.5, m=8)
+    proposal = search_ratios(net, 0.5, m=8)
     cost = {"attention": 32 * 32 + 2 * 32 * 16, "attention.out_proj": 32 * 32, "out": 32 * 32}
-    assert set(found.ratios) == set(cost)
-    assert len(set(found.ratios.values())) > 1
-    assert found.density == pytest.approx(
-        sum(c * found.ratios[k].density for k, c in cost.items()) / sum(cost.values())
+    assert set(proposal.ratios) == set(cost)
+    assert len(set(proposal.ratios.values())) > 1
+    assert proposal.density == pytest.approx(
+        sum(c * proposal.ratios[k].density for k, c in cost.items()) / sum(cost.values())
     )
 
 
@@ -199,9 +199,9 @@ def test_flops_are_those_of_the_products(tmp_path):
     parts = nmrun.lab.train.build.build(
         config(tmp_path, "recipe=dense", "model.channels=[16,32,32]")
     )
-    found = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task, 4)
+    costs = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task, 4)
     dense = {"inner.0": 2 * 16 * 32 * 9 * 8 * 8, "inner.1": 2 * 32 * 32 * 9 * 4 * 4}
-    assert found == {k: {4: flops, 2: flops / 2, 1: flops / 4} for k, flops in dense.items()}
+    assert costs == {k: {4: flops, 2: flops / 2, 1: flops / 4} for k, flops in dense.items()}
     # nothing was made sparse for it
     assert not any(id(p) in LIVE for p in parts.model.parameters())
 
@@ -217,13 +217,13 @@ def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None
     the weight gradient of the kept entries 1; oneDNN, if it is there, the given time for each."""
 
     def measured(shape, device=None):
-        found = {"dense": Times(0.0, 4.0, 4.0, 4.0), "onednn": Times(wrong="there is none")}
+        times = {"dense": Times(0.0, 4.0, 4.0, 4.0), "onednn": Times(wrong="there is none")}
         if onednn is not None:
-            found["onednn"] = Times(0.0, onednn, onednn, onednn)
+            times["onednn"] = Times(0.0, onednn, onednn, onednn)
         if shape.pattern is not None:
             n = shape.pattern.n
-            found["packed"] = Times(2.0, n / 2, n / 2, 1.0)
-        return found
+            times["packed"] = Times(2.0, n / 2, n / 2, 1.0)
+        return times
 
     monkeypatch.setattr(probe, "measured", measured)
 
@@ -249,10 +249,10 @@ def test_times_are_those_of_the_products_that_would_run(
     def config_of(ratio):
         return config(tmp_path, *WIDE, "trainer.batch_size=64", *words, f"sparsity='{ratio}'")
 
-    found = times_by_layer(config_of, M)
-    assert found.costs == {"inner.0": {16: dense, **sparse}}
-    assert list(found.reasons) == ["inner.1"]
-    assert found.reasons["inner.1"].startswith("its products are too small to gain (1024 to 64,")
+    times = times_by_layer(config_of, M)
+    assert times.costs == {"inner.0": {16: dense, **sparse}}
+    assert list(times.reasons) == ["inner.1"]
+    assert times.reasons["inner.1"].startswith("its products are too small to gain (1024 to 64,")
     assert not list(tmp_path.iterdir())
 
 
@@ -338,7 +338,7 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             ("/nowhere",),
@@ -357,6 +357,6 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
         (("RUN", "--m", "128"), "no layer of this model can hold groups of 128"),
     ],
 )
-def test_a_mistake_gets_a_line(trained, options, said, capsys):
+def test_a_mistake_gets_a_line(trained, options, message, capsys):
     assert verb("ratios", *(str(trained) if word == "RUN" else word for word in options)) == 2
-    assert capsys.readouterr().err == f"nmrun: {said}\n"
+    assert capsys.readouterr().err == f"nmrun: {message}\n"

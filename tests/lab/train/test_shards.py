@@ -20,9 +20,9 @@ from nmrun.lab.train import checkpoint
 
 def loaded(folder: Path) -> tuple[int, list[str]]:
     """The step that one process finds, whose tensors are checked, and what is said."""
-    state, said = checkpoint.load_last(folder)
+    state, messages = checkpoint.load_last(folder)
     if state is None:
-        return 0, said
+        return 0, messages
     step = state["loop"]["step"]
     state = checkpoint.complete(folder, state, nn.Linear(2, 2))
     assert state["loop"]["random"][0].tolist() == list(range(step))
@@ -31,30 +31,30 @@ def loaded(folder: Path) -> tuple[int, list[str]]:
     for name, tensor in expected.items():
         assert torch.equal(state["model"][name], tensor)
     assert torch.equal(state["optimizer"]["state"][0]["moment"], expected["odd"])
-    return step, said
+    return step, messages
 
 
 @pytest.mark.slow
 def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     server = preloaded.context()
-    found, code = [], 3
+    outcomes, code = [], 3
     while code == 3:
-        folder = tmp_path / str(len(found))
+        folder = tmp_path / str(len(outcomes))
         folder.mkdir()
-        process = server.Process(target=one_rank.save, args=(folder, 3, len(found)))
+        process = server.Process(target=one_rank.save, args=(folder, 3, len(outcomes)))
         process.start()
         process.join()
         code = process.exitcode
-        found.append(loaded(folder))
-        assert found[-1][1] == []  # none is damaged
+        outcomes.append(loaded(folder))
+        assert outcomes[-1][1] == []  # none is damaged
         saved(folder, 4)  # and what a kill has left is in nobody's way
         assert loaded(folder) == (4, [])
         shards = [path.name for path in folder.iterdir() if path.is_dir()]
-        kept = [checkpoint.load(folder / n) for n in (checkpoint.CHECKPOINT, checkpoint.PREVIOUS)]
-        assert sorted(shards) == sorted({state["shards"]["folder"] for state in kept})
+        states = [checkpoint.load(folder / n) for n in (checkpoint.CHECKPOINT, checkpoint.PREVIOUS)]
+        assert sorted(shards) == sorted({state["shards"]["folder"] for state in states})
         assert not [path for path in folder.iterdir() if path.suffix == ".partial"]
     assert code == 0
-    steps = [step for step, _ in found]
+    steps = [step for step, _ in outcomes]
     assert steps == sorted(steps)
     assert set(steps) == {2, 3}
     assert len(steps) > 12  # the kills reached into everything
@@ -74,10 +74,10 @@ def test_damage_is_recognised_and_the_one_before_taken(where: str, tmp_path: Pat
         shutil.rmtree(place)
     else:
         file.write_bytes(data[:100] if where == "cut" else data)
-    step, said = loaded(tmp_path)
+    step, messages = loaded(tmp_path)
     assert step == 1
-    assert said[0].startswith("checkpoint.pt is damaged (the checksum of checkpoint.shards.1/")
-    assert said[1] == "going on from checkpoint.previous.pt, the one before it"
+    assert messages[0].startswith("checkpoint.pt is damaged (the checksum of checkpoint.shards.1/")
+    assert messages[1] == "going on from checkpoint.previous.pt, the one before it"
     assert loaded(tmp_path) == (1, [])  # the damaged one is in nobody's place any more
     saved(tmp_path, 2)
     assert loaded(tmp_path) == (2, [])

@@ -217,12 +217,12 @@ def test_ranks_of_a_machine_share_its_cores(
 def test_each_micro_batch_is_one_ranks(
     count: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    shares = []
     for rank in range(WORLD):
         monkeypatch.setenv("RANK", str(rank))
-        found.append(ranks.share(count, parts))
-    assert [number for share in found for number in share] == list(range(count))
-    assert all(len(share) <= parts for share in found)
+        shares.append(ranks.share(count, parts))
+    assert [number for share in shares for number in share] == list(range(count))
+    assert all(len(share) <= parts for share in shares)
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -231,12 +231,12 @@ def test_each_micro_batch_is_one_ranks(
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
 def test_ranks_take_turns_and_pass_as_often(count: int) -> None:
     for world in (1, 2, 3, 8, 10):
-        found = [turns(count, rank, world) for rank in range(world)]
-        assert {len(mine) for mine in found} == {-(-count // world)}
-        assert sorted(number for mine in found for number, counts in mine if counts) == list(
+        shares = [turns(count, rank, world) for rank in range(world)]
+        assert {len(mine) for mine in shares} == {-(-count // world)}
+        assert sorted(number for mine in shares for number, counts in mine if counts) == list(
             range(count)
         )
-        assert all(0 <= number < count for mine in found for number, _ in mine)
+        assert all(0 <= number < count for mine in shares for number, _ in mine)
 
 
 def check(task: Task, model: nn.Module, split: str = "test") -> None:
@@ -248,13 +248,13 @@ def check(task: Task, model: nn.Module, split: str = "test") -> None:
             seen.clear()
             tallies.append(task.tally(model, split, rank, world))
             counts.add(len(seen))
-        found = task.metrics_of(split, tallies)
+        metrics = task.metrics_of(split, tallies)
         assert len(counts) == 1
-        assert found == {
+        assert metrics == {
             key: pytest.approx(value, rel=1e-12, abs=0) for key, value in wanted.items()
         }
-        exact = {"accuracy", "f1", "matthews", "spearman", "pearson"} & {*found}
-        assert {key: found[key] for key in exact} == {key: wanted[key] for key in exact}
+        exact = {"accuracy", "f1", "matthews", "spearman", "pearson"} & {*metrics}
+        assert {key: metrics[key] for key in exact} == {key: wanted[key] for key in exact}
 
 
 @pytest.mark.parametrize("case", two_evaluate.CASES)
@@ -280,7 +280,7 @@ def test_shares_of_a_streams_evaluation_add_up(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process finds, and each of two."""
     place = tmp_path_factory.mktemp("shares")
     two_evaluate.folder(place / "whole")
@@ -297,10 +297,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*two_evaluate.CASES, "shards", "shards, 1 batch", "translation"])
-def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any]) -> None:
-    if case not in found["0of1"]:
+def test_two_processes_find_the_metrics_of_one(case: str, outcomes: dict[str, Any]) -> None:
+    if case not in outcomes["0of1"]:
         pytest.skip("needs nmrun[translation]")
-    alone, one, other = (found[name][case] for name in ("0of1", "0of2", "1of2"))
+    alone, one, other = (outcomes[name][case] for name in ("0of1", "0of2", "1of2"))
     assert one == other
     assert one["passes"] >= 1
     assert one["passes"] <= alone["passes"] / 2 + 1 or case == "translation"
@@ -314,30 +314,30 @@ def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any])
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(found: dict[str, Any]) -> None:
-    for name in found:
+def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(outcomes: dict[str, Any]) -> None:
+    for name in outcomes:
         assert (
-            found[name]["broken text"]
+            outcomes[name]["broken text"]
             == "the test text has the token 7, outside the vocabulary of 7"
         )
-        assert found[name]["damaged"]["status"] == "failed"
-        assert "bee/07.png is damaged, or not an image" in found[name]["damaged"]["error"]
+        assert outcomes[name]["damaged"]["status"] == "failed"
+        assert "bee/07.png is damaged, or not an image" in outcomes[name]["damaged"]["error"]
 
 
 @pytest.mark.slow
-def test_two_processes_decode_half_each(found: dict[str, Any]) -> None:
-    alone, one, other = (found[name]["stream"] for name in ("0of1", "0of2", "1of2"))
+def test_two_processes_decode_half_each(outcomes: dict[str, Any]) -> None:
+    alone, one, other = (outcomes[name]["stream"] for name in ("0of1", "0of2", "1of2"))
     assert [run["trained"] for run in (alone, one, other)] == [18, 9, 9]
     assert alone["status"] == one["status"] == "finished"
 
 
 @pytest.mark.slow
 def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
-    found: dict[str, Any], tmp_path: Path
+    outcomes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Two processes evaluate together what one process finds with the weights they have saved."""
-    run = found["0of2"]["stream"]
-    assert run["metrics"] == found["1of2"]["stream"]["metrics"]
+    run = outcomes["0of2"]["stream"]
+    assert run["metrics"] == outcomes["1of2"]["stream"]["metrics"]
     task = stream(tmp_path, "trainer.batch_size=6")
     model = two_evaluate.Normed((3, 8, 8), 2)
     model.load_state_dict(load_file(Path(run["folder"]) / "model.safetensors"))
@@ -348,8 +348,8 @@ def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
 
 
 @pytest.mark.slow
-def test_a_task_that_knows_no_ranks_is_evaluated_on_each(found: dict[str, Any]) -> None:
-    alone, one, other = (found[name]["own"] for name in ("0of1", "0of2", "1of2"))
+def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes: dict[str, Any]) -> None:
+    alone, one, other = (outcomes[name]["own"] for name in ("0of1", "0of2", "1of2"))
     assert alone["status"] == one["status"] == "finished"
     assert (
         alone["evaluations"] == one["evaluations"] == other["evaluations"] == 2
@@ -360,9 +360,9 @@ def test_a_task_that_knows_no_ranks_is_evaluated_on_each(found: dict[str, Any]) 
 
 
 def test_an_own_tasks_micro_batches_are_cut_from_the_whole() -> None:
-    own = Adopted(two_evaluate.Plain())
-    whole = own.micro_batches(0, 1, 4)
-    assert own.sizes(0, 1, 4) == [3, 3, 3, 1]
-    (third,) = own.micro_batches(0, 1, 4, range(2, 3))
+    task = Adopted(two_evaluate.Plain())
+    whole = task.micro_batches(0, 1, 4)
+    assert task.sizes(0, 1, 4) == [3, 3, 3, 1]
+    (third,) = task.micro_batches(0, 1, 4, range(2, 3))
     assert all(np.array_equal(a, b) for a, b in zip(third, whole[2], strict=True))
-    assert (own.about, own.batches_of, dict(own.notes)) == ("", "", {})
+    assert (task.about, task.batches_of, dict(task.notes)) == ("", "", {})

@@ -92,10 +92,10 @@ def test_a_resumed_run_ends_with_the_same_bits(
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "train", stopping(Loop.train, stop))
         assert runner.run(stopped, run_folder(stopped))["status"] == "interrupted"
-    found, _ = train(stopped)
+    folder, _ = train(stopped)
     for name in ("model.safetensors", "best.safetensors"):
-        assert (found / name).read_bytes() == (expected / name).read_bytes()
-    assert rows(found) == rows(expected)
+        assert (folder / name).read_bytes() == (expected / name).read_bytes()
+    assert rows(folder) == rows(expected)
 
 
 @pytest.mark.parametrize("recipe", ["step", "t_sr_ste", "bi_mask"])
@@ -104,11 +104,11 @@ def test_beside_sparse_weights(
 ) -> None:
     """Every pass prunes its activations, and the weights hold their pattern in the end."""
     seen = []
-    kept = mathematics.hard_threshold
+    threshold = mathematics.hard_threshold
 
     def watched(x: Tensor, pattern: Any) -> Tensor:
         seen.append(pattern)
-        return kept(x, pattern)
+        return threshold(x, pattern)
 
     monkeypatch.setattr(mathematics, "hard_threshold", watched)
     _, result = train(
@@ -164,9 +164,9 @@ def test_mistakes_that_show_before_torch(
     words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     made = make(tmp_path, "trainer.activations=2:4", *words)
-    (found,) = rules.refusals(made.plain)
-    assert message in found
-    assert "\n" not in found
+    (line,) = rules.refusals(made.plain)
+    assert message in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -35,5 +35,5 @@ def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *lines], capture_output=True, text=True, timeout=120
     )
-    found = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
-    assert found == ["PROBE 0 [] True True"] * len(LINES), done.stderr
+    probes = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
+    assert probes == ["PROBE 0 [] True True"] * len(LINES), done.stderr

@@ -44,8 +44,8 @@ WANDB = {
 
 
 def tracker(folder: Path, chosen: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
-    said: list[str] = []
-    return Tracker(folder, chosen, "0123456789", "some-sweep", step, said.append), said
+    messages: list[str] = []
+    return Tracker(folder, chosen, "0123456789", "some-sweep", step, messages.append), messages
 
 
 def test_rows_are_strict_json(tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.chdir(tmp_path)
-    made, said = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
+    made, messages = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
     made.log({"step": 1, "loss": 1.0})
     made.finish({}, 0)
-    commands = [line.split("; ")[1] for line in said if "wandb sync" in line]
+    commands = [line.split("; ")[1] for line in messages if "wandb sync" in line]
     assert len(commands) == told
     for command in commands:
         folder = shlex.split(command)[2]
@@ -147,13 +147,13 @@ def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
     first.log({"step": 1, "before": 1.0})
     first.log({"step": 2, "lost": 1.0})
     first.finish({}, 1)
-    second, said = tracker(tmp_path, WANDB, step=1)
+    second, messages = tracker(tmp_path, WANDB, step=1)
     second.log({"step": 2, "after": 1.0})
     second.finish({"closing": "word"}, 0)
     (run,) = offline_runs(tmp_path)
     assert all(key in run for key in (b"before", b"after", b"closing", b"answer"))
     assert b"lost" not in run
-    assert said == []
+    assert messages == []
 
 
 def test_a_missing_wandb_costs_a_line(
@@ -175,12 +175,14 @@ def test_a_wandb_that_breaks_on_the_way_costs_a_line(
         raise OSError("disk full\nand more")
 
     monkeypatch.setattr(wandb.Run, "log", broken)
-    made, said = tracker(tmp_path, WANDB)
+    made, messages = tracker(tmp_path, WANDB)
     made.log({"step": 1})
     made.log({"step": 2})
     made.finish({}, 0)
     wandb.finish()
-    assert said == ["W&B is off for this run (OSError: disk full); metrics.jsonl has everything"]
+    assert messages == [
+        "W&B is off for this run (OSError: disk full); metrics.jsonl has everything"
+    ]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
@@ -206,7 +208,7 @@ def test_nobody_waits_for_wandb_before_the_end(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(wandb, "init", init)
-    made, said = tracker(tmp_path, WANDB)
+    made, messages = tracker(tmp_path, WANDB)
     for step in range(1, 6):
         made.log({"step": step, "x": step / 2})
     assert came == []
@@ -214,7 +216,7 @@ def test_nobody_waits_for_wandb_before_the_end(
     begins.set()
     made.finish({"status": "finished"}, 0)
     assert came == [*((step, step / 2) for step in range(1, 6)), {"status": "finished"}, 0]
-    assert said == []
+    assert messages == []
 
 
 def test_an_unreachable_server_is_waited_for_once(
@@ -230,10 +232,10 @@ def test_an_unreachable_server_is_waited_for_once(
         for number in (0, 1):
             folder = tmp_path / f"a/b/{number}"
             folder.mkdir(parents=True)
-            made, said = tracker(folder, WANDB)
+            made, messages = tracker(folder, WANDB)
             made.log({"step": 1, "something": 1.0})
             made.finish({}, 0)
-            *reached, uploads = said
+            *reached, uploads = messages
             assert len(reached) == (number == 0)
             assert "wandb sync" in uploads
             (run,) = offline_runs(folder)
@@ -321,7 +323,7 @@ def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         first.log({"step": step, "epoch": 1, "train/loss": step / 4, "gone": None})
     first.finish({}, 1)
-    second, said = tracker(tmp_path, chosen, step=2)
+    second, messages = tracker(tmp_path, chosen, step=2)
     second.log({"step": 3, "epoch": 1, "train/loss": 8.0})
     second.finish({"test/accuracy": 0.5}, 0)
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -332,7 +334,7 @@ def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
         (3, 8.0),
     ]
     assert "gone" not in events.Tags()["scalars"]
-    assert said == []
+    assert messages == []
 
 
 def test_mlflow_has_one_run_that_goes_on(
@@ -345,10 +347,10 @@ def test_mlflow_has_one_run_that_goes_on(
     first, _ = tracker(tmp_path, chosen)
     first.log({"step": 1, "epoch": 1, "train/loss": 0.25})
     first.finish({}, 1)
-    second, said = tracker(tmp_path, chosen, step=1)
+    second, messages = tracker(tmp_path, chosen, step=1)
     second.log({"step": 2, "epoch": 1, "train/loss": 0.5})
     second.finish({"test/accuracy": 0.75, "status": "finished"}, 0)
-    assert said == []
+    assert messages == []
     assert not [line for line in capsys.readouterr().err.splitlines() if "INFO" in line]
     client = tracking.MlflowClient(place)
     experiment = client.get_experiment_by_name("mine").experiment_id

@@ -119,13 +119,13 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
     monkeypatch.setattr(trials, "_probe", probe)
-    found, said, _, used = find_decay(config(tmp_path, *AUTO))
+    choice, event, _, used = find_decay(config(tmp_path, *AUTO))
     assert used == {"training_hardware": 2 * len(tried)}
     start = GRID.index(2e-4)
-    assert found == min(GRID, key=lambda d: (outside(mus[d]), abs(GRID.index(d) - start)))
+    assert choice == min(GRID, key=lambda d: (outside(mus[d]), abs(GRID.index(d) - start)))
     assert len(tried) == len(set(tried[1:])) + 1  # the dense probe, and no decay twice
-    assert f"decay {found:g}" in said
-    assert ("none is in [0.6, 0.95]" in said) == (outside(mus[found]) > 0)
+    assert f"decay {choice:g}" in event
+    assert ("none is in [0.6, 0.95]" in event) == (outside(mus[choice]) > 0)
 
 
 def test_the_grid_covers_the_decays_of_the_paper():
@@ -135,9 +135,11 @@ def test_the_grid_covers_the_decays_of_the_paper():
 
 
 def test_masks_that_never_flip_tell_nothing(tmp_path):
-    found, said, *_ = find_decay(config(tmp_path, *AUTO, "optimizer.lr=1e-12", "recipe.interval=3"))
-    assert found == 2e-4
-    assert "no mask flips" in said
+    decay, event, *_ = find_decay(
+        config(tmp_path, *AUTO, "optimizer.lr=1e-12", "recipe.interval=3")
+    )
+    assert decay == 2e-4
+    assert "no mask flips" in event
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -158,13 +160,13 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
         )
 
     auto = made("auto", "auto")
-    decay, said, seconds, flops = find_decay(auto)
+    decay, event, seconds, flops = find_decay(auto)
     monkeypatch.setattr(
         trials, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
     )
     result = runner.run(auto, run_folder(auto))
     assert result["status"] == "finished"
-    assert result["events"] == [said]
+    assert result["events"] == [event]
     assert result["config"]["recipe"]["decay"] == "auto"  # so that the same command is the same run
     given = made("given", repr(decay))
     plain = runner.run(given, run_folder(given))
@@ -196,7 +198,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     monkeypatch.setattr(trials, "find_decay", lambda *run: pytest.fail("it is searched for once"))
     resumed = runner.run(cut, run_folder(cut))
     assert died == [7]
-    assert resumed["events"] == [said]
+    assert resumed["events"] == [event]
     assert resumed["flops"] == result["flops"]
     assert resumed["seconds"] > 1000
     assert weights(run_folder(cut)) == weights(run_folder(auto))
@@ -282,10 +284,10 @@ def test_the_steps_that_fill_the_budget(
     recipe: str, seconds: float, clock: Clock, tmp_path: Path
 ) -> None:
     """ASP is dense for the first half of any run, so its steps cost the mean of both."""
-    steps, said = trials.steps_of_budget(config(tmp_path, f"recipe={recipe}", BUDGET))
+    steps, event = trials.steps_of_budget(config(tmp_path, f"recipe={recipe}", BUDGET))
     assert steps == pytest.approx(2 / seconds, rel=0.04)
-    assert said.startswith(f"{steps} steps of ")
-    assert "fill trainer.budget=seconds:2.0" in said
+    assert event.startswith(f"{steps} steps of ")
+    assert "fill trainer.budget=seconds:2.0" in event
 
 
 def test_schedule_and_phases_end_with_the_budget(clock: Clock, tmp_path: Path) -> None:

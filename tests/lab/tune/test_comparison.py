@@ -48,11 +48,11 @@ def tune(*words: str) -> int:
 
 
 def studies(place: Path = PLACE) -> dict[str, Study]:
-    found = {}
+    by_cell = {}
     for file in sorted(place.rglob("study.json")):
         space = dict.fromkeys(json.loads(file.read_text())["space"], among())
-        found[file.parent.name] = Study(file.parent, space, {}, ended(file.parent, space))
-    return found
+        by_cell[file.parent.name] = Study(file.parent, space, {}, ended(file.parent, space))
+    return by_cell
 
 
 def trials(place: Path = PLACE) -> dict[str, list[Trial]]:
@@ -88,20 +88,20 @@ def trained(folder: Path, *words: str) -> tuple[Path, str]:
 
 def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monkeypatch):
     monkeypatch.chdir(whole[0])
-    found = trials()
-    assert found.keys() == {"dense", "sr_ste-1-4", "sr_ste-1-8"}  # dense has no ratio
-    assert {len(lines) for lines in found.values()} == {3}
+    by_cell = trials()
+    assert by_cell.keys() == {"dense", "sr_ste-1-4", "sr_ste-1-8"}  # dense has no ratio
+    assert {len(lines) for lines in by_cell.values()} == {3}
     runs = collect(["outputs"])
     assert len(runs) == 6
     assert set(runs["seed"]) == {0, 1}
-    for cell, tried in found.items():
+    for cell, tried in by_cell.items():
         repeats = studies()[cell].repeats()
         assert sorted(again.seed for again in repeats) == [1001, 1001, 1002, 1002]
         finalists = sorted(tried, key=lambda trial: -trial.value)[:2]
 
         def mean(trial, repeats=repeats):
-            own = [again.value for again in repeats if again.params == trial.params]
-            return (trial.value + sum(own)) / 3
+            values = [again.value for again in repeats if again.params == trial.params]
+            return (trial.value + sum(values)) / 3
 
         best = max(finalists, key=mean)
         name, _, ratio = cell.partition("-")
@@ -236,12 +236,12 @@ def test_other_swept_keys_have_tables_of_their_own(capsys):
         "other", "--trials", "1", *TINY, "recipe=dense,step", "trainer.epochs=1,2", "seed=0,1",
         "--over", "recipe.switch=0.5,0.6",
     ]) == 0  # fmt: skip
-    said = capsys.readouterr().out
-    tables = re.findall(r"trainer\.epochs=(\d)\n\n.*\n.*accuracy on the test split", said)
+    output = capsys.readouterr().out
+    tables = re.findall(r"trainer\.epochs=(\d)\n\n.*\n.*accuracy on the test split", output)
     assert tables == ["1", "2"]
-    assert said.count("| step   |") == 2
+    assert output.count("| step   |") == 2
     place = PLACE.with_name("other")
-    assert (place / "table.md").read_text() in said
+    assert (place / "table.md").read_text() in output
     runs = pd.read_csv(place / "runs.csv")
     assert sorted(zip(runs["tuned.cell"], runs["seed"], strict=True)) == [
         (f"{cell} {epochs}", seed) for cell in ("dense", "step 2:4") for epochs in (1, 2) for seed in (0, 1)
@@ -258,18 +258,18 @@ def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
         {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
         {**alike, "dataset": "b", "eval/accuracy": 0.7},
     ])  # fmt: skip
-    said = comparison.outcome_text(comparison.Outcome(runs, pd.DataFrame(), [], [], [], []))
-    assert re.findall(r"on the (\w+) split", said) == ["test", "validation"]
-    assert re.findall(r"\| ste +\| ([\d.]+) ", said) == ["50.0", "70.0"]
+    text = comparison.outcome_text(comparison.Outcome(runs, pd.DataFrame(), [], [], [], []))
+    assert re.findall(r"on the (\w+) split", text) == ["test", "validation"]
+    assert re.findall(r"\| ste +\| ([\d.]+) ", text) == ["50.0", "70.0"]
 
 
 def test_settings_of_a_recipe_are_cells_and_rows(capsys):
     words = ["recipe=step", "recipe.window=full,partial", "seed=0", "trainer.epochs=1"]
     assert main(["window", "--trials", "1", *TINY, *words]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     place = PLACE.with_name("window")
     assert trials(place).keys() == {"step-2-4-full", "step-2-4-partial"}
-    rows = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("|")]
+    rows = [line.split("|")[1:3] for line in output.splitlines() if line.startswith("|")]
     assert {tuple(cell.strip() for cell in row) for row in rows} >= {
         ("recipe", "recipe.window"), ("step", "full"), ("step", "partial")
     }  # fmt: skip
@@ -320,8 +320,8 @@ def test_a_cell_that_another_process_has_is_left_to_it(capsys):
     cells[1].folder.mkdir(parents=True)
     with locks.hold(cells[1].folder):
         assert tune() == 0
-    said = capsys.readouterr().out
-    assert f"at work in other processes: {cells[1].name}; the same command goes on" in said
+    output = capsys.readouterr().out
+    assert f"at work in other processes: {cells[1].name}; the same command goes on" in output
     assert trials().keys() == {cells[0].folder.name, cells[2].folder.name}
 
 
@@ -359,7 +359,7 @@ def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["trainer.epochs=3"], "was tuned with trainer.epochs=2, and now 3 is asked for"),
         (
@@ -368,10 +368,10 @@ def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
         ),
     ],
 )
-def test_other_trials_under_the_same_name_are_refused(words, said):
+def test_other_trials_under_the_same_name_are_refused(words, message):
     tune("trainer.epochs=2", "recipe=dense")
     before = {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         tune("trainer.epochs=2", "recipe=dense", *words)
     assert before == {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
 
@@ -415,7 +415,7 @@ def test_trials_leave_no_checkpoints(dense):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["recipe=dense", "seed=0"], "the first word is a name"),
         (["a/b", "seed=0"], "the first word is a name"),
@@ -430,8 +430,8 @@ def test_trials_leave_no_checkpoints(dense):
         (["try", "recipe=ste", "seed=0,1001"], "seed=1001: the seeds 1000 to 1002 are those of"),
     ],
 )
-def test_a_mistake_gets_a_line_before_anything_runs(argv, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_mistake_gets_a_line_before_anything_runs(argv, message):
+    with pytest.raises(ConfigError, match=message):
         main([*argv, *TINY] if len(argv) > 1 else argv)
     assert not list(Path().rglob("result.json"))
 
@@ -489,9 +489,9 @@ def test_a_damaged_line_is_said_and_nothing_is_done_again(damage, dense, capsys,
     assert tune("recipe=dense") == 0
     assert {one["status"] for one in ran} == {"skipped"}
     assert trials() == before
-    said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert len(said) == 1
-    assert "trials.jsonl: line 2 is damaged" in said[0]
+    messages = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    assert len(messages) == 1
+    assert "trials.jsonl: line 2 is damaged" in messages[0]
 
 
 def test_a_file_of_runs_that_is_damaged_gets_a_line(dense):
@@ -504,9 +504,9 @@ def test_a_best_value_at_the_end_of_its_range_is_said(capsys):
     """Of two learning rates that hardly train, the higher one trains more."""
     asked = ["--over", "optimizer.lr=tag(log,interval(1e-5,1e-4))", "optimizer.lr=1e-4"]
     assert tune("recipe=dense", "seed=0", *asked) == 0
-    said = capsys.readouterr().out
-    assert "best at the upper end of optimizer.lr 1e-05 to 0.0001 (log): dense;" in said
-    assert "--over 'optimizer.lr=tag(log,interval(1e-05,0.0005))'" in said
+    output = capsys.readouterr().out
+    assert "best at the upper end of optimizer.lr 1e-05 to 0.0001 (log): dense;" in output
+    assert "--over 'optimizer.lr=tag(log,interval(1e-05,0.0005))'" in output
 
 
 def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):

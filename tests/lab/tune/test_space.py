@@ -62,7 +62,7 @@ def test_the_command_wins_where_the_run_has_the_key():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("optimizer.lr=0.1", "it takes an interval or several values"),
         ("optimizer.lr=interval(1,0.1)", "no such interval"),
@@ -70,14 +70,14 @@ def test_the_command_wins_where_the_run_has_the_key():
         ("optimizer.lr", "cannot be read as key=value"),
     ],
 )
-def test_a_range_that_is_none_gets_a_line(word, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_range_that_is_none_gets_a_line(word, message):
+    with pytest.raises(ConfigError, match=message):
         plan.read_space([word])
 
 
 def test_what_is_found_is_written_as_overrides():
-    found = {"optimizer.lr": 2e-5, "recipe.switch": "auto", "recipe.decay": 0.0}
-    words = plan.words_of(found)
+    settings = {"optimizer.lr": 2e-5, "recipe.switch": "auto", "recipe.decay": 0.0}
+    words = plan.words_of(settings)
     read = config("recipe=sr_ste", *(w for w in words if "switch" not in w))
     assert (read.optimizer.lr, read.recipe.options["decay"]) == (2e-5, 0.0)
     assert config("recipe=step", words[0], words[1]).recipe.options["switch"] == "auto"
