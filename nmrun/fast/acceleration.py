@@ -240,7 +240,7 @@ def _best(
     allowed = {
         name: t
         for name, t in times.items()
-        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name.removesuffix(" bf16"))
+        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name.split()[0])
     }
     right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
     if not right:

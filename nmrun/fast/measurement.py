@@ -21,6 +21,7 @@ from nmrun.kernels.compiler import cache_folder
 
 ONEDNN = "onednn"  # the path of dense products by oneDNN
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32
+BF16_FORWARD = "packed forward bf16"  # with a dense input gradient
 DENSE_INT8 = "dense int8"  # of dense products in int8
 REPEATS = 10  # products that must have the same bits
 ALLOWED = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # twice the rounding of one number

@@ -11,7 +11,8 @@ optimizer step. It is no part of any state dict.
                     gradients of pruned weights; with MVUE E^T X with the N:M estimate E of dZ,
                     sparse
 
-:class:`Bf16Products` does so in bfloat16 (``nmrun.fast.cpu.kernels.bf16``).
+:class:`Bf16Products` does so in bfloat16 (``nmrun.fast.cpu.kernels.bf16``), :class:`Bf16Forward` the
+forward product alone: where many weights are kept, the transpose fills its slots too unevenly.
 """
 
 from __future__ import annotations
@@ -56,10 +57,21 @@ class LinearProducts(nn.Module):
         rows, columns = shape
         whole, rest = divmod(columns, pattern.m)
         self.full = rows * (whole * pattern.n + min(rest, pattern.n))  # where no kept weight is 0
-        for kind, sides in (("forward", (rows, columns)), ("backward", (columns, rows))):
-            empty = self._empty(*sides)
-            for part in self.PARTS:
-                self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
+        self.names = dict[str, list[str]]()
+        for kind in KINDS:
+            buffers = {f"{kind}_{part}": held for part, held in self._buffers_of(kind).items()}
+            self.names[kind] = list(buffers)
+            for name, buffer in buffers.items():
+                self.register_buffer(name, buffer, persistent=False)
+
+    def _sides(self, kind: str) -> tuple[int, int]:
+        rows, columns = self.shape
+        return (rows, columns) if kind == "forward" else (columns, rows)
+
+    def _buffers_of(self, kind: str) -> dict[str, Tensor]:
+        """What a product of ``KINDS`` reads, by name, empty."""
+        empty = self._empty(*self._sides(kind))
+        return {part: getattr(empty, part) for part in self.PARTS}
 
     def _empty(self, rows: int, columns: int) -> Any:
         # the weight of the input gradient may be N:M along the outputs instead
@@ -68,7 +80,7 @@ class LinearProducts(nn.Module):
 
     def parts(self, kind: str) -> list[Tensor]:
         """What a product of ``KINDS`` reads."""
-        return [getattr(self, f"{kind}_{part}") for part in self.PARTS]
+        return [getattr(self, name) for name in self.names[kind]]
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
@@ -93,8 +105,7 @@ class LinearProducts(nn.Module):
         return count
 
     def _matrix(self, kind: str) -> Any:
-        rows, columns = self.shape if kind == "forward" else reversed(self.shape)
-        return _packed(self.parts(kind), rows, columns)[1]
+        return _packed(self.parts(kind), *self._sides(kind))[1]
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -121,12 +132,30 @@ class Bf16Products(LinearProducts):
         return Bf16Matrix.empty(rows, columns)
 
     def _pack(self, weight: Tensor, other: Tensor) -> int:
-        count = 0
-        for kind, matrix in (("backward", other.t()), ("forward", weight)):
-            turned = not matrix.is_contiguous()
-            stored = matrix.t().contiguous() if turned else matrix
-            count = bf16.pack(stored, self._matrix(kind), turned)
-        return count
+        self._turn(other)
+        turned = not weight.is_contiguous()
+        stored = weight.t().contiguous() if turned else weight
+        return bf16.pack(stored, self._matrix("forward"), turned)
+
+    def _turn(self, other: Tensor) -> None:
+        """Write what the input gradient reads."""
+        turned = other.is_contiguous()
+        stored = other if turned else other.t().contiguous()
+        bf16.pack(stored, self._matrix("backward"), turned)
+
+
+class Bf16Forward(Bf16Products):
+    """The same with a dense input gradient, of the weight in bfloat16, by torch."""
+
+    backward_weight: Tensor
+
+    def _buffers_of(self, kind: str) -> dict[str, Tensor]:
+        if kind == "forward":
+            return super()._buffers_of(kind)
+        return {"weight": torch.empty(self.shape, dtype=torch.bfloat16)}
+
+    def _turn(self, other: Tensor) -> None:
+        self.backward_weight.copy_(other)
 
 
 def _packed(parts: list[Tensor], rows: int, columns: int) -> tuple[Any, Any]:
@@ -156,7 +185,9 @@ def _(x, weight, bias, forward, backward, gradient):  # type: ignore[no-untyped-
 
 @torch.library.custom_op("nmrun::multiply_cpu", mutates_args=())
 def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
-    """x S^T, (tokens, rows)."""
+    """x S^T, (tokens, rows); of one part, the dense matrix (columns, rows), x S."""
+    if len(parts) == 1:
+        return x @ parts[0]
     kernels, matrix = _packed(parts, rows, x.shape[1])
     product: Tensor = kernels.multiply(x, matrix)
     return product
@@ -213,12 +244,13 @@ def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str)
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, forward, backward, ctx.gradient = inputs
     ctx.save_for_backward(x, *forward, *backward)
+    ctx.split = len(forward)
     ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     x, *parts = ctx.saved_tensors
-    forward, backward = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    forward, backward = parts[: ctx.split], parts[ctx.split :]
     weight_dtype, bias_dtype = ctx.dtypes
     dx = dw = db = None
     dz = dz.contiguous()  # a gradient may come expanded

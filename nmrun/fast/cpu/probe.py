@@ -23,8 +23,17 @@ from nmrun.fast.cpu import convolution, linear, onednn
 from nmrun.fast.cpu.convolution import Bf16Convolution, ConvolutionProducts
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.fast.cpu.linear import Bf16Products, LinearProducts
-from nmrun.fast.measurement import BF16, ONEDNN, Times, fault, recall, remember, version
+from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
+from nmrun.fast.measurement import (
+    BF16,
+    BF16_FORWARD,
+    ONEDNN,
+    Times,
+    fault,
+    recall,
+    remember,
+    version,
+)
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.products.layer import Phase
@@ -33,7 +42,8 @@ from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.weight import SparseWeight
 
 FILE = "probe_cpu.json"
-LINEAR = {"packed": LinearProducts, BF16: Bf16Products}  # by their path
+LOW = {BF16: Bf16Products, BF16_FORWARD: Bf16Forward}  # by their path
+LINEAR = {"packed": LinearProducts, **LOW}
 CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16Convolution}
 DTYPES = (torch.float32, torch.bfloat16)
 # multiplications of one product below which a layer is left alone: some 0.2 ms, where what
@@ -67,7 +77,7 @@ class LinearShape:
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
         low = self.dtype == torch.bfloat16 and not bf16.obstacle()
-        sparse = ("packed", *((BF16,) if low else ())) if self.pattern else ()
+        sparse = ("packed", *(LOW if low else ())) if self.pattern else ()
         plain = self.dtype == torch.float32 and self.mvue is None
         dense = (ONEDNN,) if plain and onednn.available() else ()
         return ("dense", *dense, *sparse)
@@ -211,32 +221,34 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
     # forward product, input gradient and weight gradient by each path
     calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
         "dense": (
-            lambda: functional.linear(x, low, low_bias),
+            lambda: functional.linear(x, weight.to(shape.dtype), low_bias),  # as autocast does
             lambda: dz @ low,
             lambda: estimated.t() @ x,
         )
     }
-    exact = [
-        functional.linear(x.float(), weight, bias),
-        dz.float() @ weight,
-        estimated.float().t() @ x.float(),
-    ]
-    expected, pack = {"dense": exact}, dict[str, float]()
+    whole = estimated.float().t() @ x.float()
+
+    def exact(used: Tensor, gradient: Tensor) -> list[Tensor]:
+        used = used.float()
+        return [functional.linear(x.float(), used, bias), dz.float() @ used, gradient]
+
+    expected, pack = {"dense": exact(weight, whole)}, dict[str, float]()
     if ONEDNN in shape.paths:
-        expected[ONEDNN] = exact
+        expected[ONEDNN] = expected["dense"]
         calls[ONEDNN] = (
             lambda: onednn.product(x, weight, bias),
             lambda: onednn.product(dz, weight.t()),
             lambda: onednn.product(dz.t(), x.t()),
         )
     if shape.pattern is not None:
-        kept = exact[2] if shape.mvue else exact[2] * (weight != 0)
+        kept = whole if shape.mvue else whole * (weight != 0)
         for name in shape.paths:
             if name in LINEAR:
                 packed = LINEAR[name]((shape.rows, shape.columns), shape.dtype, shape.pattern)
                 packed.write(weight, None)
                 calls[name] = _packed(packed, shape, weight, x, dz, bias, estimated)
-                expected[name] = [*exact[:2], kept]
+                # a product is right within the rounding of its own result, so of what it rounds first
+                expected[name] = exact(low if name in LOW else weight, kept)
                 _, pack[name] = side_by_side(
                     lambda: None, functools.partial(packed.write, weight, None)
                 )
