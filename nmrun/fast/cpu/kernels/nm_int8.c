@@ -112,10 +112,10 @@ int nm_int8(const float *x, float *y, const float *bias, const int8_t *values, c
         return 0;
       }
     for (int64_t i = begin; i < end; i++) {
-      int64_t r = i * TILE, held = rows - r;
+      int64_t r = i * TILE, outputs = rows - r;
       Tile tile = {values + (int64_t)start[i] * SEGMENT, index + (int64_t)start[i] * SEGMENT, counts + i * segments, segments};
-      __mmask16 keep = held >= TILE ? 0xffff : (__mmask16)((1u << held) - 1);
-      __m512 scale = some(scales + r, held), add = bias == NULL ? _mm512_setzero_ps() : some(bias + r, held);
+      __mmask16 keep = outputs >= TILE ? 0xffff : (__mmask16)((1u << outputs) - 1);
+      __m512 scale = some(scales + r, outputs), add = bias == NULL ? _mm512_setzero_ps() : some(bias + r, outputs);
       __m512i sum = _mm512_loadu_si512(sums + r);
       float *to = y + t * rows + r;
 #define MULTIPLY(TOKENS) multiply(bytes, tile, &by, sum, scale, add, keep, to, rows, TOKENS)

@@ -55,12 +55,12 @@ static inline int64_t append(const float *from, int64_t count, float *values, ui
   for (; c + 16 <= count; c += 16) {
     __m512 v = _mm512_loadu_ps(from + c);
     __mmask16 filled = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    int found = __builtin_popcount(filled);
-    __mmask16 stored = (__mmask16)((1u << found) - 1);
+    int nonzeros = __builtin_popcount(filled);
+    __mmask16 stored = (__mmask16)((1u << nonzeros) - 1);
     _mm512_mask_storeu_ps(values + to, stored, _mm512_maskz_compress_ps(filled, v));
     __m512i places = _mm512_maskz_compress_epi32(filled, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)c)));
     _mm512_mask_cvtepi32_storeu_epi8(index + to, stored, places);
-    to += found;
+    to += nonzeros;
   }
 #endif
   for (; c < count && to < until; c++) { /* a zero is written and written over: no branch to guess */

@@ -35,18 +35,18 @@ static inline __attribute__((always_inline)) wide picked(const float *x, const u
   __m512i lanes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(index + slot * TILE)));
   return (wide)_mm512_permutexvar_ps(lanes, _mm512_load_ps(x));
 #elif defined(__AVX2__)
-  wide found;
+  wide factors;
   for (int half = 0; half < 2; half++) { /* three bits pick one of eight lanes, the fourth the eight */
     __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(index + slot * TILE + 8 * half)));
     __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(x), lanes), high = _mm256_permutevar8x32_ps(_mm256_load_ps(x + 8), lanes);
     __m256 both = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 28)));
-    memcpy((float *)&found + 8 * half, &both, sizeof both);
+    memcpy((float *)&factors + 8 * half, &both, sizeof both);
   }
-  return found;
+  return factors;
 #else
-  wide found;
-  for (int l = 0; l < TILE; l++) found[l] = x[index[slot * TILE + l] & (TILE - 1)];
-  return found;
+  wide factors;
+  for (int l = 0; l < TILE; l++) factors[l] = x[index[slot * TILE + l] & (TILE - 1)];
+  return factors;
 #endif
 }
 
