@@ -86,14 +86,14 @@ def load_packed(path: Path | str, model: Model) -> Model:
 def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
     """Raise ValueError unless the file has the weights of this model."""
     expected = {name: list(t.shape) for name, t in model.state_dict().items()}
-    again: dict[int, str] = {}  # a parameter under a second name may be missing
+    first_names: dict[int, str] = {}  # a parameter under a second name may be missing
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = again.setdefault(id(parameter), name)
+        first = first_names.setdefault(id(parameter), name)
         if name not in shapes and first in shapes and not parameter.is_meta:
             expected.pop(name, None)
     if odd := sorted(expected.keys() ^ shapes.keys()):
-        where = "this model" if odd[0] in shapes else "the file"
-        raise ValueError(f"the file is of another model: {where} has no {odd[0]}")
+        side = "this model" if odd[0] in shapes else "the file"
+        raise ValueError(f"the file is of another model: {side} has no {odd[0]}")
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise ValueError(
@@ -146,10 +146,10 @@ def _linear(
     per_row = -(-columns // line.pattern.m)
     first = line.shape[0] - rows if site.name.endswith(KEY_VALUE) else 0
     group, slot = (values != 0).nonzero(as_tuple=True)
-    where = packed.positions(places, len(values), line.pattern)[group, slot]
-    row, column = group // per_row - first, group % per_row * line.pattern.m + where
-    here = (row >= 0) & (row < rows)
-    value, row, column = values[group, slot][here], row[here], column[here]
+    offset = packed.positions(places, len(values), line.pattern)[group, slot]
+    row, column = group // per_row - first, group % per_row * line.pattern.m + offset
+    inside = (row >= 0) & (row < rows)
+    value, row, column = values[group, slot][inside], row[inside], column[inside]
     if bool((column >= columns).any()):
         raise ValueError(f"{line.name}: a value behind the last column")
     if scales is not None:

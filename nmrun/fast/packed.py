@@ -181,8 +181,8 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
 
 def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: list[int]) -> Tensor:
     """The inverse of :func:`pack`. Raises ValueError for positions that it does not write."""
-    where = positions(places, len(values), pattern)
-    groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, where, values)
+    indices = positions(places, len(values), pattern)
+    groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, indices, values)
     moved = [*shape[:dim], *shape[dim + 1 :]]
     return groups.view(*moved, -1)[..., : shape[dim]].movedim(-1, dim).contiguous()
 

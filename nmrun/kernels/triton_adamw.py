@@ -113,10 +113,10 @@ class FusedAdam:
         """Update weights, moments and working copies of the constructor's ``members``, with their
         tensors of now. Raises ValueError if a tensor does not begin at a multiple of 16 bytes."""
         self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
-        for chosen, table, constants in self._launches:
+        for indices, table, constants in self._launches:
             rows = table.rows([
                 (*members[i].all, members[i].update.rule.mask, members[i].update.rule.soft_threshold_scale)
-                for i in chosen
+                for i in indices
             ])  # fmt: skip
             with on(rows):
                 adam_many[(table.programs,)](

@@ -98,13 +98,13 @@ def prune(
         RunError: where the inputs of a layer are not finite, or their Hessian has no inverse. The
             layers before it are pruned then.
     """
-    chosen, pattern = oneshot.build(method, hyperparameters), Pattern.parse(pattern)
+    pruner, pattern = oneshot.build(method, hyperparameters), Pattern.parse(pattern)
     calibration = list(batches)
     if not calibration:
         raise ConfigError("prune needs calibration inputs, and there is no batch")
     layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)
     blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
-    if blocks and isinstance(chosen, Scored) and chosen.permute:
+    if blocks and isinstance(pruner, Scored) and pruner.permute:
         raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
@@ -114,11 +114,11 @@ def prune(
         for root, stage, through in stages(model, layers, passes):
             with watched(stage) as grams:
                 through()
-            if isinstance(chosen, Scored) and chosen.permute:
-                permute(stage, grams, chosen, free_channels(root, model))
+            if isinstance(pruner, Scored) and pruner.permute:
+                permute(stage, grams, pruner, free_channels(root, model))
             for layer in stage:
                 if layer.name in grams:
-                    reports[layer.name] = _prune_layer(layer, chosen, grams.pop(layer.name))
+                    reports[layer.name] = _prune_layer(layer, pruner, grams.pop(layer.name))
                     if tell is not None:
                         count = f"[{len(reports):{digits}}/{len(layers)}]"
                         (line,) = oneshot.lines([reports[layer.name]], width)
@@ -128,7 +128,7 @@ def prune(
     if not reports:
         raise ConfigError(f"no layer of this model was reached: {NOT_REACHED} ({missed[0].name})")
     in_order = [reports[layer.name] for layer in layers if layer.name in reports]
-    return Pruned(chosen.name, pattern, in_order, left_dense)
+    return Pruned(pruner.name, pattern, in_order, left_dense)
 
 
 def _selection(

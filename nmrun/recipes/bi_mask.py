@@ -77,16 +77,16 @@ class BiMask(Recipe):
             self._search(weights)
 
     def _prune_rows(self, weight: SparseWeight) -> None:
-        order, again = _order(weight), weight.layer.keep_input_weight()
+        order, input_weight = _order(weight), weight.layer.keep_input_weight()
         used, pattern = weight.weight, weight.pattern
-        if weight.outputs == 0 and cpu.project_rows(used, again, pattern, order):
+        if weight.outputs == 0 and cpu.project_rows(used, input_weight, pattern, order):
             return
         permuted = _rows(used, weight)[order]
         pruned = torch.empty_like(permuted)
         keep_largest(permuted, pruned, pattern, 0)
-        places = order.argsort()[: again.shape[weight.outputs]]
+        places = order.argsort()[: input_weight.shape[weight.outputs]]
         rows = pruned.movedim(0, weight.outputs)
-        torch.index_select(rows, weight.outputs, places, out=again)
+        torch.index_select(rows, weight.outputs, places, out=input_weight)
 
     @torch.no_grad()
     def _search(self, weights: Sequence[SparseWeight]) -> None:

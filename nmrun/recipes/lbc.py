@@ -92,8 +92,8 @@ class LBC(MaskScores):
         scores = self.scores(weight).detach().masked_fill(~weight["alive"], -math.inf)
         magnitudes = self.of_candidates(weight, weight.dense.abs())
         by_size = magnitudes.argsort(dim=-1, descending=True, stable=True)
-        again = scores.gather(-1, by_size).argsort(dim=-1, descending=True, stable=True)
-        return by_size.gather(-1, again)
+        by_score = scores.gather(-1, by_size).argsort(dim=-1, descending=True, stable=True)
+        return by_size.gather(-1, by_score)
 
     @torch.no_grad()
     def before_step(

@@ -167,16 +167,16 @@ def masks_in(path: Path, weight: SparseWeight) -> Tensor:
     try:
         with safe_open(path, "pt") as opened:
             names = set(opened.keys())
-            there = opened.get_tensor(weight.name) if weight.name in names else None
+            saved = opened.get_tensor(weight.name) if weight.name in names else None
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"masks={path}: it cannot be read ({error})") from None
-    if there is None or there.shape != weight.dense.shape:
-        shape = "missing" if there is None else list(there.shape)
+    if saved is None or saved.shape != weight.dense.shape:
+        shape = "missing" if saved is None else list(saved.shape)
         raise ConfigError(
             f"masks={path} is of another network: {weight.name} is {shape} there and "
             f"{list(weight.dense.shape)} here"
         )
-    masks = by_group((there != 0).to(weight.dense), weight.pattern, weight.dim)
+    masks = by_group((saved != 0).to(weight.dense), weight.pattern, weight.dim)
     most = int(masks.sum(-1).max())
     if most > weight.pattern.n:
         raise ConfigError(

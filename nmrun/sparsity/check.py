@@ -44,10 +44,10 @@ def check_nm(
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
     else:
-        chosen = select(
+        candidates = select(
             model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims
         )[0]
-        weights = [(c.name, c.parameter, c.dim, c.pattern or pattern) for c in chosen]
+        weights = [(c.name, c.parameter, c.dim, c.pattern or pattern) for c in candidates]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
     for name, weight, along, ratio in weights:

@@ -212,9 +212,9 @@ class Options:
             compiled.append(expression)
             if not _match([expression], every):
                 layers = [each.module_name for each in self.parameters if each.may_be_sparse]
-                there = _listing(name or "(the model itself)" for name in layers)
+                listing = _listing(name or "(the model itself)" for name in layers)
                 self._problems.append(
-                    f"{option}: {text!r} matches no layer's whole name; there are {there}"
+                    f"{option}: {text!r} matches no layer's whole name; there are {listing}"
                 )
         return compiled
 

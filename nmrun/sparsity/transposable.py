@@ -76,14 +76,14 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     blocks = whole.abs().reshape(rows, m, columns, m).transpose(1, 2).reshape(-1, m * m).double()
     if m <= ENUMERATED_UP_TO:
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
-        chosen = candidates[(blocks @ candidates.T).argmax(1)]
+        masks = candidates[(blocks @ candidates.T).argmax(1)]
     elif n == 1:
-        chosen = torch.stack([_assignment(block) for block in blocks.unflatten(1, (m, m)).cpu()])
-        chosen = chosen.to(weight.device)
+        masks = torch.stack([_assignment(block) for block in blocks.unflatten(1, (m, m)).cpu()])
+        masks = masks.to(weight.device)
     else:
-        chosen = best_masks(blocks.unflatten(1, (m, m)), n)
+        masks = best_masks(blocks.unflatten(1, (m, m)), n)
     return (
-        chosen.bool()
+        masks.bool()
         .reshape(rows, columns, m, m)
         .transpose(1, 2)
         .reshape(whole.shape)[:, : weight.shape[1]]
@@ -161,8 +161,8 @@ def _saturated(masks: Tensor, gains: Tensor, n: int) -> Tensor:
         row = torch.where(moves, rows.argmax(1), row)
         column = torch.where(moves, columns.argmax(1), column)
         can = mask & ~mask[each, row].unsqueeze(1) & ~mask[each, :, column].unsqueeze(2)
-        more = gain[each, row].unsqueeze(1) + gain[each, :, column].unsqueeze(2) - gain
-        place = torch.where(can, more, -torch.inf).flatten(1).argmax(1)
+        swap_gain = gain[each, row].unsqueeze(1) + gain[each, :, column].unsqueeze(2) - gain
+        place = torch.where(can, swap_gain, -torch.inf).flatten(1).argmax(1)
         other_row, other_column = place // size, place % size
         mask[each[~moves], row[~moves], column[~moves]] = True
         each, row, column = each[moves], row[moves], column[moves]

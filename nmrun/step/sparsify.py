@@ -120,14 +120,14 @@ def sparsify(
     if input_gradient == "transposable":
         recipe.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(
+    entries, left_dense = select(
         model, pattern, include, exclude, owned, overrides, recipe.refuses, pad, dims
     )
-    if not chosen:
+    if not entries:
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
     saved = saved_settings(optimizer.param_groups)
-    sparse = [_weight(c, pattern) for c in chosen]
+    sparse = [_weight(c, pattern) for c in entries]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
         recipe.check_blocks(blocks[0])
     check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else "")
@@ -233,8 +233,8 @@ def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     live = [n for n, p in model.named_parameters() if LIVE.get(id(p)) is p and id(p) in owned]
     if live or any(hasattr(hook, "nmrun") for hook in hooks):
-        which = f"{live[0]} of this model" if live else "a model of this optimizer"
-        raise ConfigError(f"{which} is sparse already: call finalize() on its handle first")
+        subject = f"{live[0]} of this model" if live else "a model of this optimizer"
+        raise ConfigError(f"{subject} is sparse already: call finalize() on its handle first")
 
 
 def _refuse_masked(model: nn.Module) -> None:

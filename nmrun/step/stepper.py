@@ -244,17 +244,17 @@ class Stepper:
         if not changed:
             return
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        which = f"{changed[0].name}{more} changed outside the optimizer"
+        subject = f"{changed[0].name}{more} changed outside the optimizer"
         if self._written > WRITTEN_AT_MOST:
             raise RunError(
-                f"step {self.recipe.step}: {which} before each of {self._written} steps, and each time "
+                f"step {self.recipe.step}: {subject} before each of {self._written} steps, and each time "
                 "the dense weights are lost. Give sparsify the optimizer that moves the weights (it "
                 "may not step in the backward pass). Write weights inside handle.dense_weights()"
             )
         for weight in changed:
             weight.begin_sparse()
             self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
-        sentence = f"{which}: the new values are the dense weights"
+        sentence = f"{subject}: the new values are the dense weights"
         if self._has_warned or self.recipe.step == 0:  # before the first step they are loaded
             self.recipe.say(sentence)
         else:

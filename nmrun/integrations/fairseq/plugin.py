@@ -95,16 +95,13 @@ def check(cfg: Any) -> None:
 def begin(trainer: Trainer) -> Handle:
     """Make the weights of a fairseq trainer sparse, as its options ask for. Raises ValueError where
     options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
-    config, model, optimizer = (
-        trainer.cfg.optimization,
-        trainer._model,
-        trainer._optimizer.optimizer,
-    )
-    chosen = keywords(config.nm_options)
+    config, model = trainer.cfg.optimization, trainer._model
+    optimizer = trainer._optimizer.optimizer
+    arguments = keywords(config.nm_options)
     if config.max_update > 0:
-        chosen.setdefault("total_steps", config.max_update)
+        arguments.setdefault("total_steps", config.max_update)
     try:
-        return sparsify(model, optimizer, config.nm_recipe, config.nm_pattern, **chosen)
+        return sparsify(model, optimizer, config.nm_recipe, config.nm_pattern, **arguments)
     except ValueError as error:
         if "nmrun.optim." in str(error):
             raise ConfigError(f"{error}: --optimizer nm_adam") from None

@@ -35,17 +35,17 @@ def _group(
     TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """(the first kept value, the second, their places) of groups g in rows r, (HEIGHT, WIDTH)."""
-    there = (r < rows) & (g < groups)
+    exists = (r < rows) & (g < groups)
     if TRANSPOSED:  # side by side in memory are the rows
         at = (g * 4).to(tl.int64) * rows + r
-        a = _bits(tl.load(weight + at, there, other=0), CAST, BITS)
-        b = _bits(tl.load(weight + at + rows, there, other=0), CAST, BITS)
-        c = _bits(tl.load(weight + at + 2 * rows, there, other=0), CAST, BITS)
-        d = _bits(tl.load(weight + at + 3 * rows, there, other=0), CAST, BITS)
+        a = _bits(tl.load(weight + at, exists, other=0), CAST, BITS)
+        b = _bits(tl.load(weight + at + rows, exists, other=0), CAST, BITS)
+        c = _bits(tl.load(weight + at + 2 * rows, exists, other=0), CAST, BITS)
+        d = _bits(tl.load(weight + at + 3 * rows, exists, other=0), CAST, BITS)
     else:
         at = (r.to(tl.int64) * groups + g) * 4
         at = tl.expand_dims(at, 2) + tl.arange(0, 4)[None, None, :]
-        w = _bits(tl.load(weight + at, tl.expand_dims(there, 2), other=0), CAST, BITS)
+        w = _bits(tl.load(weight + at, tl.expand_dims(exists, 2), other=0), CAST, BITS)
         even, odd = tl.split(tl.reshape(w, (HEIGHT, WIDTH, 2, 2)))
         a, c = tl.split(even)
         b, d = tl.split(odd)
