@@ -157,13 +157,13 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     dx = None
     if ctx.needs_input_grad[0]:
         dx = convolution_back(dz, weight, backward, x.shape[2:], *ctx.moves)
-    wanted = [False, ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+    output_mask = [False, ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     # of the weight nothing but its shape and dtype is asked
     low = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
     bias = [weight.shape[0]] if ctx.bias_dtype else None
     stride, padding, dilation = ctx.moves
     _, dw, db = torch.ops.aten.convolution_backward(
-        dz, x, low, bias, stride, padding, dilation, False, [0, 0], 1, wanted
+        dz, x, low, bias, stride, padding, dilation, False, [0, 0], 1, output_mask
     )
     dw, db = (
         None if gradient is None else gradient.to(dtype)

@@ -59,7 +59,7 @@ class LinearProducts(nn.Module):
         self.full = rows * (whole * pattern.n + min(rest, pattern.n))  # where no kept weight is 0
         self.names = dict[str, list[str]]()
         for kind in KINDS:
-            buffers = {f"{kind}_{part}": held for part, held in self._buffers_of(kind).items()}
+            buffers = {f"{kind}_{part}": tensor for part, tensor in self._buffers_of(kind).items()}
             self.names[kind] = list(buffers)
             for name, buffer in buffers.items():
                 self.register_buffer(name, buffer, persistent=False)
@@ -199,15 +199,15 @@ def _(x, parts, rows):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("nmrun::sampled_cpu", mutates_args=())
-def sampled(dz: Tensor, x: Tensor, kept: list[Tensor]) -> Tensor:
+def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
-    kernels, matrix = _packed(kept, dz.shape[1], x.shape[1])
+    kernels, matrix = _packed(parts, dz.shape[1], x.shape[1])
     gradient: Tensor = kernels.sampled(x, dz, matrix)
     return gradient
 
 
 @sampled.register_fake
-def _(dz, x, kept):  # type: ignore[no-untyped-def]
+def _(dz, x, parts):  # type: ignore[no-untyped-def]
     return x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
 
 

@@ -148,12 +148,12 @@ def measured(
         by: what measures, default :func:`measure`.
     """
     machine = _machine()
-    if (known := recall(FILE, machine, str(shape), shape.paths)) is not None:
-        return known
+    if (record := recall(FILE, machine, str(shape), shape.paths)) is not None:
+        return record
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        found = (by or measure)(shape)
-    remember(FILE, machine, str(shape), found)
-    return found
+        by_path = (by or measure)(shape)
+    remember(FILE, machine, str(shape), by_path)
+    return by_path
 
 
 def measure(shape: LinearShape | ConvolutionShape) -> dict[str, Times]:
@@ -187,19 +187,19 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
         return functional.conv2d(x, low, None, *moves)
 
     def dense_gradient(which: int) -> Tensor:
-        wanted = [which == 0, which == 1, False]
+        output_mask = [which == 0, which == 1, False]
         gradients = torch.ops.aten.convolution_backward(
-            dz, x, low, None, *moves, False, [0, 0], 1, wanted
+            dz, x, low, None, *moves, False, [0, 0], 1, output_mask
         )
-        found: Tensor = gradients[which]
-        return found
+        gradient: Tensor = gradients[which]
+        return gradient
 
     def dense_dx() -> Tensor:
         return dense_gradient(0)
 
-    held = low.float()
-    exact_z = functional.conv2d(x.float(), held, None, *moves)
-    exact_dx = conv2d_input(x.shape, held, dz.float(), *moves)
+    rounded = low.float()
+    exact_z = functional.conv2d(x.float(), rounded, None, *moves)
+    exact_dx = conv2d_input(x.shape, rounded, dz.float(), *moves)
     if wrong := fault(z, exact_z) or fault(dx, exact_dx):
         return {"dense": Times(), shape.packed: Times(wrong=wrong)}
     calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
@@ -241,28 +241,28 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
             lambda: onednn.product(dz.t(), x.t()),
         )
     if shape.pattern is not None:
-        kept = whole if shape.mvue else whole * (weight != 0)
+        sampled = whole if shape.mvue else whole * (weight != 0)
         for name in shape.paths:
             if name in LINEAR:
                 packed = LINEAR[name]((shape.rows, shape.columns), shape.dtype, shape.pattern)
                 packed.write(weight, None)
                 calls[name] = _packed(packed, shape, weight, x, dz, bias, estimated)
                 # a product is right within the rounding of its own result, so of what it rounds first
-                expected[name] = exact(low if name in LOW else weight, kept)
+                expected[name] = exact(low if name in LOW else weight, sampled)
                 _, pack[name] = side_by_side(
                     lambda: None, functools.partial(packed.write, weight, None)
                 )
     wrong = {
-        name: next(filter(None, map(fault, of, expected[name])), "")
-        for name, of in calls.items()
+        name: next(filter(None, map(fault, functions, expected[name])), "")
+        for name, functions in calls.items()
         if name != "dense"
     }
-    found = {name: Times(wrong=said) for name, said in wrong.items() if said}
-    right = [name for name in calls if name not in found]
+    by_path = {name: Times(wrong=message) for name, message in wrong.items() if message}
+    right = [name for name in calls if name not in by_path]
     forward, dx, dw = (side_by_side(*(calls[name][i] for name in right)) for i in range(3))
-    for name, *taken in zip(right, forward, dx, dw, strict=True):
-        found[name] = Times(pack.get(name, 0.0), taken[0], taken[1], taken[2])
-    return found
+    for name, *durations in zip(right, forward, dx, dw, strict=True):
+        by_path[name] = Times(pack.get(name, 0.0), durations[0], durations[1], durations[2])
+    return by_path
 
 
 def _packed(
@@ -290,16 +290,16 @@ def side_by_side(*calls: Callable[[], object]) -> list[float]:
     The fastest is what other work disturbs least: where other processes take half of each core,
     the ratio of two such times is up to a fifth off, that of the medians up to a third.
     """
-    taken: list[list[float]] = [[] for _ in calls]
+    durations: list[list[float]] = [[] for _ in calls]
     began = time.perf_counter()
-    for done in range(ROUNDS + 1):
-        if done > 3 and time.perf_counter() - began > ENOUGH:
+    for count in range(ROUNDS + 1):
+        if count > 3 and time.perf_counter() - began > ENOUGH:
             break
-        for call, times in zip(calls, taken, strict=True):
+        for call, times in zip(calls, durations, strict=True):
             begin = time.perf_counter()
             call()
             times.append(1e3 * (time.perf_counter() - begin))
-    return [min(times[1:]) for times in taken]  # the first warms up
+    return [min(times[1:]) for times in durations]  # the first warms up
 
 
 @functools.cache
@@ -307,16 +307,18 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         facts = dict(line.split(":", 1) for line in lines if ":" in line)
-        wanted = ("model name\t", "cpu family\t", "model\t\t")
-        return " ".join(facts[key].strip() for key in wanted)
+        keys = ("model name\t", "cpu family\t", "model\t\t")
+        return " ".join(facts[key].strip() for key in keys)
     except (OSError, KeyError):
         return platform.processor() or platform.machine()
 
 
 @functools.cache
 def _version() -> str:
-    rooms = (resources.files(room) for room in ("nmrun.kernels", "nmrun.fast.cpu.kernels"))
-    sources = sorted((file for room in rooms for file in room.iterdir()), key=lambda f: f.name)
+    packages = (resources.files(package) for package in ("nmrun.kernels", "nmrun.fast.cpu.kernels"))
+    sources = sorted(
+        (file for package in packages for file in package.iterdir()), key=lambda f: f.name
+    )
     kernels = [file for file in sources if file.name.endswith(".c")]
     return version(
         [
@@ -397,7 +399,10 @@ def _convolution(weight: SparseWeight, inputs: torch.Size, dtype: torch.dtype) -
 
 
 def packed(
-    own: layer.Layer, path: str, times: dict[str, Times], shape: LinearShape | ConvolutionShape
+    sparse_layer: layer.Layer,
+    path: str,
+    times: dict[str, Times],
+    shape: LinearShape | ConvolutionShape,
 ) -> LinearProducts | ConvolutionProducts:
     """What the products of a layer read by a path."""
     sides = (shape.rows, shape.columns)

@@ -174,8 +174,10 @@ def test_the_definition_of_the_instruction() -> None:
 
 def test_the_true_instruction_is_what_is_compiled(tmp_path: Path) -> None:
     """Whatever this processor is: the compiler has it."""
-    room = resources.files("nmrun.fast.cpu.kernels")
-    sources = [room.joinpath(f"{n}.c").read_text() for n in ("nm_scratch", "nm_vectors", "nm_bf16")]
+    package = resources.files("nmrun.fast.cpu.kernels")
+    sources = [
+        package.joinpath(f"{n}.c").read_text() for n in ("nm_scratch", "nm_vectors", "nm_bf16")
+    ]
     (tmp_path / "nm.c").write_text("".join(sources))
     flags = [
         "-O1",

@@ -80,13 +80,13 @@ class Bf16Matrix:
             raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
         if values.dtype != torch.bfloat16:
             raise ValueError(f"values of {values.dtype}, not bfloat16")
-        held = (values.contiguous(), index.contiguous(), counts.contiguous(), start)
-        made = cls(*held, rows, columns, taps)
-        _, _, column = made._places()
+        parts = (values.contiguous(), index.contiguous(), counts.contiguous(), start)
+        matrix = cls(*parts, rows, columns, taps)
+        _, _, column = matrix._places()
         # an empty place reads its segment's first column: nothing outside of x is read
         if bool((index >= SEGMENT).any()) or bool((column >= columns).any()):
             raise ValueError("a column that is not of its segment")
-        return made
+        return matrix
 
     @property
     def slots(self) -> int:
@@ -107,9 +107,9 @@ class Bf16Matrix:
     def dense(self) -> Tensor:
         """The matrix with its zeros, (rows, taps * columns), bfloat16."""
         (tap, row, column), values = self._places(), self.values[: self.slots]
-        held = values != 0
+        filled = values != 0
         out = torch.zeros(self.rows, self.taps * self.columns, dtype=torch.bfloat16)
-        out[row[held], (tap * self.columns + column)[held]] = values[held]
+        out[row[filled], (tap * self.columns + column)[filled]] = values[filled]
         return out
 
 
@@ -131,29 +131,39 @@ def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
     library, size = _loaded(), matrix.numel() // into.taps
     across, tiles = (into.rows if turned else into.columns), into.counts.shape[1]
     shape = (int(turned), matrix.shape[1], into.rows, into.columns, BEGIN, END)
-    held = (into.values.data_ptr(), into.index.data_ptr())
-    kept = torch.empty(into.taps, tiles, dtype=torch.int32)
+    memory = (into.values.data_ptr(), into.index.data_ptr())
+    nonzeros = torch.empty(into.taps, tiles, dtype=torch.int32)
     taps = [
-        (matrix.data_ptr() + 4 * tap * across, count.data_ptr(), start.data_ptr(), of.data_ptr())
-        for tap, (count, start, of) in enumerate(
-            zip(into.counts.chunk(into.taps), into.start[:-1].chunk(into.taps), kept, strict=True)
+        (
+            matrix.data_ptr() + 4 * tap * across,
+            count.data_ptr(),
+            start.data_ptr(),
+            number.data_ptr(),
+        )
+        for tap, (count, start, number) in enumerate(
+            zip(
+                into.counts.chunk(into.taps),
+                into.start[:-1].chunk(into.taps),
+                nonzeros,
+                strict=True,
+            )
         )
     ]
-    for source, counts, _, of in taps:
-        in_parts(library.nm_bf16_count, (source, *shape, counts, of), tiles, size)
+    for source, counts, _, number in taps:
+        in_parts(library.nm_bf16_count, (source, *shape, counts, number), tiles, size)
     into.start[1:] = into.counts.sum(2, dtype=torch.int32).flatten().cumsum(0)
     for source, counts, start, _ in taps:
-        in_parts(library.nm_bf16_fill, (source, *shape, counts, start, *held), tiles, size)
-    return int(kept.sum())
+        in_parts(library.nm_bf16_fill, (source, *shape, counts, start, *memory), tiles, size)
+    return int(nonzeros.sum())
 
 
 def packed(matrix: Tensor, taps: int = 1) -> Bf16Matrix:
     """A matrix (rows, taps * columns) with zeros, packed, without room behind it."""
-    made = Bf16Matrix.empty(len(matrix), matrix.shape[1] // taps, taps)
-    pack(matrix.float().contiguous(), made)
+    full = Bf16Matrix.empty(len(matrix), matrix.shape[1] // taps, taps)
+    pack(matrix.float().contiguous(), full)
     return Bf16Matrix(
-        made.values[: made.slots].clone(), made.index[: made.slots].clone(), made.counts,
-        made.start, made.rows, made.columns, taps,
+        full.values[: full.slots].clone(), full.index[: full.slots].clone(), full.counts,
+        full.start, full.rows, full.columns, taps,
     )  # fmt: skip
 
 
@@ -186,14 +196,14 @@ def convolve(
     in_parts(_loaded().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, MOST)
 
 
-def sampled(x: Tensor, y: Tensor, kept: Bf16Matrix) -> Tensor:
-    """``y^T x`` where ``kept`` (rows, columns) has non-zeros, zero elsewhere, in float32; x (tokens,
+def sampled(x: Tensor, y: Tensor, mask: Bf16Matrix) -> Tensor:
+    """``y^T x`` where ``mask`` (rows, columns) has non-zeros, zero elsewhere, in float32; x (tokens,
     columns) and y (tokens, rows) in bfloat16.
     """
     library, x, y = _loaded(), x.contiguous(), y.contiguous()
-    sums, out = torch.zeros(kept.slots, SEGMENT), torch.zeros(kept.rows, kept.columns)
-    operands = [x.data_ptr(), y.data_ptr(), *_addresses(kept), kept.rows, kept.columns, len(x)]
-    tiles = kept.counts.shape[1]
+    sums, out = torch.zeros(mask.slots, SEGMENT), torch.zeros(mask.rows, mask.columns)
+    operands = [x.data_ptr(), y.data_ptr(), *_addresses(mask), mask.rows, mask.columns, len(x)]
+    tiles = mask.counts.shape[1]
     to = (BEGIN, END, sums.data_ptr(), out.data_ptr())
     in_parts(library.nm_bf16_sampled, (*operands, *to), tiles, len(x) * sums.numel() // WORTH)
     return out

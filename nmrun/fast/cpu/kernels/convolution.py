@@ -103,19 +103,19 @@ def _by_images(
     bias_at = 0 if bias is None else bias.data_ptr()
     work = min(images, PANEL) * len(weight.values) * height * out.shape[3] // WORTH
     for first in range(0, images, PANEL):
-        some = (first, min(first + PANEL, images))
-        turn = (x.data_ptr(), about, *some, BEGIN, END, turned.data_ptr())
+        panel = (first, min(first + PANEL, images))
+        turn = (x.data_ptr(), about, *panel, BEGIN, END, turned.data_ptr())
         in_parts(library.nm_turn, turn, pixels, pixels * columns * PANEL // 8)
-        convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *some, BEGIN, END)
+        convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *panel, BEGIN, END)
         in_parts(library.nm_convolution, convolve, height, work)
 
 
-_kept = threading.local()
+_storage = threading.local()
 
 
 def _workspace(floats: int) -> Tensor:
     """Memory of this thread that stays: fresh one costs a page fault every 4 KB."""
-    memory: Tensor | None = getattr(_kept, "memory", None)
+    memory: Tensor | None = getattr(_storage, "memory", None)
     if memory is None or len(memory) < floats:
-        memory = _kept.memory = torch.empty(floats)
+        memory = _storage.memory = torch.empty(floats)
     return memory

@@ -76,9 +76,9 @@ class Int8Matrix:
         most = int(start.diff().max() if tiles else 0) * DEEP
         if most > ROW:
             raise ValueError(f"rows of {most} non-zeros: 32 bits add up {ROW}")
-        own = values.view(-1, TILE, DEEP).sum(2, dtype=torch.int32)
+        slot_sums = values.view(-1, TILE, DEEP).sum(2, dtype=torch.int32)
         tile = torch.arange(tiles).repeat_interleave(start.diff())
-        sums = torch.zeros(tiles, TILE, dtype=torch.int32).index_add_(0, tile, own).flatten()
+        sums = torch.zeros(tiles, TILE, dtype=torch.int32).index_add_(0, tile, slot_sums).flatten()
         values, index, counts = (t.contiguous() for t in (values, index, counts))
         return cls(values, index, counts, scales.contiguous(), rows, columns, start, sums)
 
@@ -88,9 +88,9 @@ class Int8Matrix:
         place = torch.arange(tiles * segments).repeat_interleave(self.counts.flatten().long())
         column = (place % segments * SEGMENT)[:, None] + self.index.long()
         row = (place // segments * TILE)[:, None] + torch.arange(SEGMENT) // DEEP
-        held = self.values != 0
+        filled = self.values != 0
         out = torch.zeros(self.rows, self.columns)
-        out[row[held], column[held]] = self.values[held].float()
+        out[row[filled], column[filled]] = self.values[filled].float()
         return out * self.scales[:, None]
 
 
@@ -121,9 +121,9 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     row, column = weight.nonzero(as_tuple=True)
     value, scales = quantised(row, weight[row, column], len(weight))
-    made = torch.zeros(weight.shape, dtype=torch.int8)
-    made[row, column] = value
-    return made, scales
+    result = torch.zeros(weight.shape, dtype=torch.int8)
+    result[row, column] = value
+    return result, scales
 
 
 def pack(

@@ -169,16 +169,16 @@ def in_panels(
         in_parts(kernel, (*operands, 0, tokens, BEGIN, END, flags), rows, work, LINE)
 
 
-def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
-    """``y^T x`` where ``kept`` (rows, columns) has non-zeros, whatever they are, zero elsewhere; x (tokens,
+def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
+    """``y^T x`` where ``mask`` (rows, columns) has non-zeros, whatever they are, zero elsewhere; x (tokens,
     columns) and y (tokens, rows) in float32 or bfloat16, the result in float32."""
     library, x, y = loaded(), x.contiguous(), y.contiguous()
-    sums = torch.zeros_like(kept.values)
+    sums = torch.zeros_like(mask.values)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
-    fixed = [_address(t) for t in (x, y, kept.index, kept.start)]
-    shape = (kept.rows, kept.columns, len(x), BEGIN, END, flags, sums.data_ptr())
-    in_parts(library.nm_sampled, (*fixed, *shape), kept.rows, len(x) * len(sums) // WORTH)
-    return PackedMatrix(sums, kept.index, kept.start, kept.rows, kept.columns).dense()
+    fixed = [_address(t) for t in (x, y, mask.index, mask.start)]
+    shape = (mask.rows, mask.columns, len(x), BEGIN, END, flags, sums.data_ptr())
+    in_parts(library.nm_sampled, (*fixed, *shape), mask.rows, len(x) * len(sums) // WORTH)
+    return PackedMatrix(sums, mask.index, mask.start, mask.rows, mask.columns).dense()
 
 
 def _address(tensor: Tensor | None) -> int:
