@@ -9,6 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class DotProductAttention(nn.Module):
+    """:func:`torch.nn.functional.scaled_dot_product_attention`, where another layer may take its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """All are (batch, heads, tokens, width); the mask is added to the scores."""
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
 class PackedAttention(nn.Module):
     """``nn.MultiheadAttention`` with layers in the place of its weights: ``query`` with (embed_dim,)
     outputs, ``key_value`` with (2 embed_dim,), and ``out``. The keys and values of ``attention`` are as
@@ -27,6 +35,7 @@ class PackedAttention(nn.Module):
         # torch's encoder layers look at these before they read weights past the layers
         self.in_proj_bias, self._qkv_same_embed_dim = None, False
         self.query, self.key_value, self.out_proj = query, key_value, out
+        self.attention = DotProductAttention()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -53,7 +62,7 @@ class PackedAttention(nn.Module):
             weights = torch.softmax(scores if mask is None else scores + mask, -1)
             z = weights @ v
         else:
-            z = F.scaled_dot_product_attention(q, k, v, mask)
+            z = self.attention(q, k, v, mask)
         z = self.out_proj(z.transpose(1, 2).flatten(2))
         if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights

@@ -29,6 +29,7 @@ from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution, packed
 from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.fused import fuse
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
@@ -56,22 +57,24 @@ def deploy(
     bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
     layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
     own. Linear layers in float32 that are faster dense, or are not N:M, become
-    :class:`~nmrun.fast.cpu.onednn.OneDNNLinear` where that beats torch's default. Results differ
-    from those of the dense layers by rounding.
+    :class:`~nmrun.fast.cpu.onednn.OneDNNLinear` where that beats torch's default. Attention between
+    packed projections and GELU may become layers of :mod:`nmrun.fast.fused`. Results differ from
+    those of the dense layers by rounding.
 
     Args:
         model: a trained model, plain (``handle.finalize()`` was called); set to evaluation.
         sample: an input as in use: a tensor, a tuple of arguments, a dict of keyword arguments, or
             a function that calls the model (``lambda: model.generate(prompt)``). Layers are timed
             with what they are given in it, calls of several sizes together.
-        precision: ``"int8"`` lets linear layers on the CPU multiply in int8 as well, where that is the
-            fastest: packed (:class:`~nmrun.fast.cpu.packed_int8.Int8Linear`), or with their zeros by
+        precision: ``"int8"`` lets linear layers on the CPU multiply in int8 as well (and attention in
+            bfloat16), where that is the fastest: packed (:class:`~nmrun.fast.cpu.packed_int8.Int8Linear`), or with their zeros by
             oneDNN (:class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`); by default all keep theirs.
-        tolerance: how far off the outputs of an int8 layer may be for the tokens of the sample, as
-            a share of their norm; a layer that is further off is not int8.
+        tolerance: how far off the outputs of such a layer may be for the tokens of the sample, as a
+            share of their norm; a layer that is further off keeps its precision.
 
     Returns:
-        What each weight got: a path, or None for dense by torch, and the reason, with the times.
+        What each weight got: a path, or None for dense by torch, and the reason, with the times; and
+        so for attention and GELU, which are ``always_dense``.
 
     Raises:
         ConfigError: where a weight is still in training, for a sample of another kind, and for
@@ -106,7 +109,9 @@ def deploy(
         for module, module_sites in by_module.items():
             if any(site.layer is not None for site in module_sites):
                 install(model, module, module_sites)
-    return [*choices.values(), *(Choice(name, None, reason) for name, reason in reasons.items())]
+        others = fuse(model, sample, tolerance if precision else None)
+    dense = (Choice(name, None, reason) for name, reason in reasons.items())
+    return [*choices.values(), *dense, *others]
 
 
 def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:

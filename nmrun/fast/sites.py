@@ -212,11 +212,7 @@ def _site(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> 
 
 
 def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: Any) -> None:
-    """Pass the sample, see :func:`nmrun.deploy`, and note what each site is given.
-
-    Raises:
-        ConfigError: for a sample of another kind.
-    """
+    """Pass the sample and note what each site is given."""
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(module, nn.MultiheadAttention):
@@ -229,6 +225,19 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
         out.see(inputs["query"])
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
+    try:
+        compute(model, sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compute(model: nn.Module, sample: Any) -> None:
+    """Pass the sample, see :func:`nmrun.deploy`, layer by layer.
+
+    Raises:
+        ConfigError: for a sample of another kind.
+    """
     past_layers = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -247,8 +256,6 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
                 )
     finally:
         torch.backends.mha.set_fastpath_enabled(past_layers)
-        for hook in hooks:
-            hook.remove()
 
 
 # --- how the packed layers take their place -------------------------------------------------------
@@ -258,7 +265,7 @@ def install(model: nn.Module, module: nn.Module, parts: list[Site]) -> None:
     """Put the layers of one module's sites in its place."""
     layers = [site.layer or _copied(site) for site in parts]
     replacement = PackedAttention(module, *layers) if len(layers) > 1 else layers[0]  # type: ignore[arg-type]
-    for parent, name in list(_places(model, module)):
+    for parent, name in list(places(model, module)):
         parent._modules[name] = replacement.eval()
         # torch's encoders read weights past the layers, unless told that they cannot
         if isinstance(parent, nn.TransformerEncoderLayer):
@@ -278,7 +285,8 @@ def _copied(site: Site) -> nn.Linear:
     return layer
 
 
-def _places(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def places(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where a module is in a model: each parent, and its name there."""
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is module:

@@ -78,7 +78,8 @@ def test_an_mlp_of_two_patterns(tokens: int, dtype: torch.dtype) -> None:
         ("0.weight", "packed", "1:4,"),
         ("2.weight", "packed", "2:5,"),
     ]
-    assert all(f"{tokens} tokens: dense 1 ms, packed 0.5 ms (2.00x)" in c.reason for c in choices)
+    assert all(f"{tokens} tokens: dense 1 ms, packed 0.5 ms" in c.reason for c in choices)
+    assert all("(2.00x)" in c.reason for c in choices)
     torch.testing.assert_close(
         model(x),
         expected,
@@ -138,7 +139,7 @@ def test_a_transformer_encoder(norm_first: bool) -> None:
     calls = [{}, {"src_key_padding_mask": padding}, {"mask": causal, "is_causal": True}]
     with torch.no_grad():
         expected = [model(x, **kwargs) for kwargs in calls]
-        choices = nmrun.deploy(model, x)
+        choices = [c for c in nmrun.deploy(model, x) if not c.always_dense]
         assert len(choices) == 2 * 5
         assert all(choice.path == "packed" for choice in choices)
         for kwargs, right in zip(calls, expected, strict=True):
@@ -224,7 +225,7 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
 
     expected = generate()
     choices = by_name(nmrun.deploy(model, generate))
-    packed = {name for name, choice in choices.items() if choice.path}
+    packed = {name for name, choice in choices.items() if choice.is_sparse}
     if kind == "gpt2":
         assert len(packed) == 2 * 4
         assert choices["lm_head.weight"].reason == "another module has the same weight"

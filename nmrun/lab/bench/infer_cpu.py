@@ -222,7 +222,8 @@ def measure(
             inputs = peers.cast(x, precision)
             choices = deploy(low, inputs, precision="int8" if precision == peers.INT8 else None)
             share = model_bytes(low) / model_bytes(model)
-            layers = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
+            weights = [choice for choice in choices if not choice.always_dense]
+            layers = f"{sum(c.is_sparse for c in weights)} of {len(weights)}"
             for kind in packed:
                 inner = low if kind == "packed" else torch.compile(copy.deepcopy(low))
                 calls[precision, kind, str(pattern)] = partial(inner, inputs)

@@ -1,0 +1,100 @@
+"""Scaled dot-product attention on the CPU: ``nm_attention.c``, for processors with AVX-512.
+
+Sums and softmax are float32. The bits of a query's result depend on nothing but the operands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import compiler
+from nmrun.kernels.compiler import BEGIN, END, in_parts
+
+DTYPES = torch.float32, torch.bfloat16
+SOURCES = "nm_scratch", "nm_numbers", "nm_attention"
+FLAGS = ("-ffp-contract=off", "-fno-math-errno")
+WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+
+
+class _Attention(ctypes.Structure):  # as in nm_attention.c
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "queries", "keys", "width", "values")),
+        *((name, ctypes.c_int64 * 3) for name in ("q_apart", "k_apart", "v_apart", "mask_apart")),
+        *((name, ctypes.c_int64) for name in ("causal", "low", "short_words")),
+        ("scale", ctypes.c_double),
+    )
+
+
+def obstacle() -> str:
+    """Why there is no such attention on this machine; empty if there is."""
+    library = _library()
+    if library is None:
+        return "no C compiler works here (cc, gcc, clang or $CC)"
+    return "" if hasattr(library, "nm_attention") else "this processor has no AVX-512"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    low: bool = False,
+) -> Tensor:
+    """As :func:`torch.nn.functional.scaled_dot_product_attention`, for inference.
+
+    Args:
+        q, k, v: (batch, heads, tokens, width), all float32 or all bfloat16.
+        mask: where it is True is attended to, or numbers that are added to the scores; of a shape that
+            expands to (batch, heads, queries, keys).
+        causal: a query sees the keys up to its own number.
+        scale: of the scores, 1 / sqrt(width) by default.
+        low: operands of the products are rounded to bfloat16 where the processor multiplies it;
+            those in bfloat16 always are.
+
+    Returns:
+        (batch, heads, queries, width), whose memory is (batch, queries, heads, width).
+    """
+    library = _library()
+    if library is None or not hasattr(library, "nm_attention"):
+        raise RuntimeError(f"attention: {obstacle()}")
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    batch, heads, queries, width = q.shape
+    keys = k.shape[2]
+    out = q.new_empty(batch, queries, heads, v.shape[3])
+    about = _Attention(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, out.data_ptr())
+    about.heads, about.queries, about.keys, about.width, about.values = (
+        heads, queries, keys, width, v.shape[3],
+    )  # fmt: skip
+    about.q_apart[:], about.k_apart[:], about.v_apart[:] = (t.stride()[:3] for t in (q, k, v))
+    if mask is not None:
+        mask = _added(mask).expand(batch, heads, queries, keys)
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        about.mask, about.mask_apart[:] = mask.data_ptr(), mask.stride()[:3]
+    about.causal, about.low = causal, q.dtype == torch.bfloat16
+    about.short_words = low or about.low
+    about.scale = 1 / math.sqrt(width) if scale is None else scale
+    work = 2 * q.numel() * keys // WORTH
+    in_parts(library.nm_attention, (ctypes.addressof(about), BEGIN, END), batch * heads, work)
+    return out.transpose(1, 2)
+
+
+def _added(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = compiler.library("nm_attention", SOURCES, FLAGS, __package__)
+    if library is not None and hasattr(library, "nm_attention"):
+        library.nm_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return library

@@ -1,0 +1,208 @@
+"""What is no product with a weight: attention and GELU by nmrun's kernels on the CPU, where they are
+right and faster.
+
+Under ``torch.compile``, where gradients are wanted and for what the kernels do not take, these
+layers compute as torch does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmrun.fast import measurement
+from nmrun.fast.cpu import probe
+from nmrun.fast.cpu.kernels import attention, bf16, gelu
+from nmrun.fast.cpu.onednn import FASTER
+from nmrun.fast.measurement import Choice
+from nmrun.fast.sites import compute, places
+from nmrun.sparsity.layers import forward_class
+
+FUSED, FUSED_BF16 = "fused", "fused bf16"
+TORCH = "torch"
+FEW = 4  # queries: for fewer, laying out the keys takes longer than the products
+
+
+class FusedAttention(nn.Module):
+    """Scaled dot-product attention in one pass.
+
+    Args:
+        low: products of float32 operands are of bfloat16.
+    """
+
+    def __init__(self, low: bool = False) -> None:
+        super().__init__()
+        self.low = low
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :class:`~nmrun.fast.attention.DotProductAttention`."""
+        if q.dim() != 4 or q.shape[2] < FEW or not _taken(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, mask)
+        return attention.attention(q, k, v, mask, low=self.low)
+
+    def extra_repr(self) -> str:
+        return f"low={self.low}"
+
+
+class FusedGELU(nn.Module):
+    """GELU.
+
+    Args:
+        tanh: by its approximation.
+    """
+
+    def __init__(self, tanh: bool = False) -> None:
+        super().__init__()
+        self.tanh = tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As :func:`torch.nn.functional.gelu`."""
+        if not _taken(x):
+            return F.gelu(x, approximate="tanh" if self.tanh else "none")
+        return gelu.gelu(x, self.tanh)
+
+    def extra_repr(self) -> str:
+        return f"tanh={self.tanh}"
+
+
+def _taken(*tensors: Tensor) -> bool:
+    """Whether kernels take them."""
+    dtypes = {t.dtype for t in tensors}
+    if torch.compiler.is_compiling() or len(dtypes) > 1 or not dtypes <= {*attention.DTYPES}:
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    return all(t.device.type == "cpu" and t.numel() for t in tensors)
+
+
+def _attention(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+    if attention.obstacle():
+        return {}
+    ways: dict[str, nn.Module] = {FUSED: FusedAttention()}
+    if low and given.dtype == torch.float32 and not bf16.obstacle():
+        ways[FUSED_BF16] = FusedAttention(low=True)
+    return ways
+
+
+def _gelu(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+    if gelu.obstacle():
+        return {}
+    return {FUSED: FusedGELU(module.approximate == "tanh")}
+
+
+def _gelu_exact(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+    return {FUSED: FusedGELU()} if module.act is F.gelu and not gelu.obstacle() else {}
+
+
+def _gelu_tanh(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+    return {} if gelu.obstacle() else {FUSED: FusedGELU(tanh=True)}
+
+
+# what may take a layer's place for an input, by the class whose `forward` the layer has; `low`: as
+# int8 is allowed, so is bfloat16
+KINDS: dict[str, Callable[[Any, Tensor, bool], dict[str, nn.Module]]] = {
+    "nmrun.fast.attention.DotProductAttention": _attention,
+    "torch.nn.modules.activation.GELU": _gelu,
+    "transformers.activations.GELUActivation": _gelu_exact,
+    "transformers.activations.NewGELUActivation": _gelu_tanh,
+    "transformers.activations.GELUTanh": _gelu_tanh,
+}
+
+
+def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]:
+    """Put the faster layers in the place of a deployed model's, see :func:`nmrun.deploy`.
+
+    Args:
+        tolerance: how far off attention may be in bfloat16, as a share of the outputs' norm; None
+            leaves it in the model's own precision.
+    """
+    if {t.device.type for t in model.parameters()} - {"cpu"}:
+        return []
+    found = {m: name for name, m in model.named_modules() if _kind(m) is not None and name}
+    calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in found}
+    kept: dict[Any, tuple[Tensor, ...]] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        given = tuple(a for a in args if isinstance(a, Tensor))
+        shapes = repr(module), *((t.shape, t.dtype) for t in given)
+        calls[module][shapes] += 1
+        if shapes not in kept:
+            kept[shapes] = tuple(t.detach().clone() for t in given)
+
+    hooks = [module.register_forward_pre_hook(look) for module in found]
+    try:
+        compute(model, sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    alike: dict[Any, list[nn.Module]] = {}
+    for module, counted in calls.items():
+        if counted:
+            alike.setdefault(tuple(counted.items()), []).append(module)
+    choices = []
+    for counted, group in alike.items():
+        sizes = [(kept[shapes], count) for shapes, count in counted]
+        path, made, reason = _fastest(group[0], sizes, tolerance)
+        for module in group:
+            for parent, name in list(places(model, module)) if path else ():
+                parent._modules[name] = copy.deepcopy(made).eval()
+            if reason:
+                choices.append(Choice(found[module], path, reason, always_dense=True))
+    return choices
+
+
+def _kind(module: nn.Module) -> Callable[[Any, Tensor, bool], dict[str, nn.Module]] | None:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None
+    kind = forward_class(module)
+    return KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _fastest(
+    module: nn.Module, sizes: Sequence[tuple[tuple[Tensor, ...], int]], tolerance: float | None
+) -> tuple[str | None, nn.Module, str]:
+    """The path and layer that is right and takes less than a module for inputs of some sizes, each so
+    often, else None and the module; and why, with the times of the commonest size."""
+    find, (first, _) = _kind(module), max(sizes, key=lambda size: size[1])
+    assert find is not None
+    ways, wrong = find(module, first[0], tolerance is not None), []
+    for name, layer in list(ways.items()):
+        allowed = tolerance if name == FUSED_BF16 else None
+        faults = (_fault(module, layer, given, allowed) for given, _ in sizes)
+        if said := next(filter(None, faults), ""):
+            wrong.append(f"{name}: {said}")
+            del ways[name]
+    if not ways:
+        return None, module, "; ".join(wrong)
+    arms = {TORCH: module} | ways
+    total, told = dict.fromkeys(arms, 0.0), ""
+    for given, count in sizes:
+        taken = probe.side_by_side(*(partial(arm, *given) for arm in arms.values()))
+        for name, ms in zip(arms, taken, strict=True):
+            total[name] += ms * count
+        if given is first:
+            listed = ", ".join(f"{n} {ms:.3g} ms" for n, ms in zip(arms, taken, strict=True))
+            told = f"{' x '.join(map(str, first[0].shape))}: {listed}"
+    best = min(ways, key=lambda name: total[name])
+    ratio = total[TORCH] / total[best]
+    path = best if ratio > 1 / FASTER else None
+    return path, arms[path or TORCH], "; ".join([f"{told} ({ratio:.2f}x)", *wrong])
+
+
+def _fault(
+    module: nn.Module, layer: nn.Module, given: Sequence[Tensor], allowed: float | None
+) -> str:
+    """What is wrong with a layer in the place of a module, empty if nothing is; ``allowed``: how far
+    off it may be, None for within rounding."""
+    expected = module(*(t.float() for t in given))
+    if allowed is None:
+        return measurement.fault(partial(layer, *given), expected)
+    off = float((layer(*given) - expected).norm() / expected.norm())
+    return "" if off <= allowed else f"outputs {off:.2g} off, more than {allowed:g}"

@@ -1,0 +1,137 @@
+"""Attention and GELU of a deployed model: what takes their place, and what does not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.fast import fused
+from nmrun.fast.cpu import probe
+from nmrun.fast.cpu.kernels import attention, bf16
+from nmrun.fast.fused import FusedAttention, FusedGELU
+from nmrun.sparsity import nm_mask
+
+pytestmark = pytest.mark.skipif(bool(attention.obstacle()), reason="no compiler or no AVX-512")
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer takes half of the time of the one before."""
+
+    def side_by_side(*calls: Callable[[], object]) -> list[float]:
+        for call in calls:
+            call()
+        return [0.5**i for i in range(len(calls))]
+
+    monkeypatch.setattr(probe, "side_by_side", side_by_side)
+
+
+class Block(nn.Module):
+    def __init__(self, gelu: nn.Module) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.inner, self.gelu, self.outer = nn.Linear(32, 64), gelu, nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attend(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return x + self.outer(self.gelu(self.inner(x)))
+
+
+def network(tanh: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    gelus = [nn.GELU(approximate="tanh" if tanh else "none") for _ in range(2)]
+    model = nn.ModuleList([Block(gelu) for gelu in gelus])
+    whole = nn.Sequential(*model).eval()
+    for parameter in whole.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= nm_mask(parameter.data, "1:4", 1, pad=True)
+    return whole
+
+
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_take_the_place_of_torchs(dtype: torch.dtype, tanh: bool) -> None:
+    model, x = network(tanh).to(dtype), torch.randn(3, 21, 32).to(dtype)
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    choices = {c.name: c for c in nmrun.deploy(model, x) if c.always_dense}
+    assert {name: c.path for name, c in choices.items()} == dict.fromkeys(
+        ("0.attend.attention", "1.attend.attention", "0.gelu", "1.gelu"), "fused"
+    )
+    assert (
+        "3 x 4 x 21 x 8: torch 1 ms, fused 0.5 ms (2.00x)" in choices["0.attend.attention"].reason
+    )
+    assert not any(c.is_sparse for c in choices.values())
+    for block in model:
+        assert isinstance(block.attend.attention, FusedAttention)
+        assert isinstance(block.gelu, FusedGELU)
+        assert block.gelu.tanh == tanh
+    bound = 2e-6 if dtype == torch.float32 else 1e-2
+    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        with torch.no_grad():
+            assert float((one(x).double() - exact).norm() / exact.norm()) < bound
+
+
+@pytest.mark.usefixtures("faster")
+def test_masks_few_queries_gradients_and_the_compiler() -> None:
+    dense, x = network(), torch.randn(2, 21, 32)
+    model = copy.deepcopy(dense)
+    nmrun.deploy(model, x)
+    mask = torch.ones(21, 21, dtype=torch.bool).triu(1)
+    for tokens in (21, 1):
+        given, seen = x[:, :tokens], mask[:tokens, :tokens]
+        with torch.no_grad():
+            torch.testing.assert_close(model[0](given, seen), dense[0](given, seen))
+    grads = []
+    for one in (model, dense):
+        leaf = x.clone().requires_grad_()
+        one(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), dense(x))
+
+
+@pytest.mark.usefixtures("faster")
+@pytest.mark.skipif(bool(bf16.obstacle()), reason="no AVX-512 with BF16")
+@pytest.mark.parametrize(("tolerance", "path"), [(0.05, "fused bf16"), (1e-6, "fused")])
+def test_with_int_8_attention_may_be_bfloat16(tolerance: float, path: str) -> None:
+    model, x = network(), torch.randn(2, 21, 32)
+    choices = {c.name: c for c in nmrun.deploy(model, x, precision="int8", tolerance=tolerance)}
+    assert choices["0.attend.attention"].path == path
+    assert model[0].attend.attention.low == (path == "fused bf16")
+
+
+def test_torchs_stay_where_they_are_faster_or_the_kernel_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(2, 21, 32)
+    monkeypatch.setattr(probe, "side_by_side", lambda *calls: [1.0] * len(calls))
+    model = network()
+    choices = {c.name: c for c in nmrun.deploy(model, x)}
+    assert choices["0.gelu"].path is None
+    assert isinstance(model[0].gelu, nn.GELU)
+    monkeypatch.setattr(fused.gelu, "gelu", lambda x, tanh: x)
+    monkeypatch.setattr(probe, "side_by_side", lambda *calls: [0.5**i for i in range(len(calls))])
+    model = network()
+    choices = {c.name: c for c in nmrun.deploy(model, x)}
+    assert choices["0.gelu"].path is None
+    assert choices["0.gelu"].reason == "fused: WRONG results"
+    assert choices["0.attend.attention"].path == "fused"
+
+
+@pytest.mark.usefixtures("faster")
+def test_layers_with_hooks_or_a_forward_of_their_own_stay() -> None:
+    model, x, calls = network(), torch.randn(2, 21, 32), []
+    model[0].gelu.register_forward_hook(lambda *_: calls.append(1))
+    model[1].gelu.forward = torch.relu
+    nmrun.deploy(model, x)
+    assert type(model[0].gelu) is type(model[1].gelu) is nn.GELU
+    assert calls
