@@ -61,8 +61,9 @@ class ConvolutionProducts(nn.Module):
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one, and
-        the weight of the input gradient where that is another. The weight gradient is whole, masked or not.
+        """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one. So is
+        ``other``, the weight of the input gradient, where that is another. The weight gradient is whole,
+        masked or not.
         """
         self._pack(weight, other)
 

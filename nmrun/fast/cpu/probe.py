@@ -287,8 +287,8 @@ def _packed(
 def side_by_side(*calls: Callable[[], object]) -> list[float]:
     """The milliseconds of each call in the fastest of :data:`ROUNDS` rounds, in which all take turns.
 
-    The fastest is what other work disturbs least: where other processes take half of each core,
-    the ratio of two such times is up to a fifth off, that of the medians up to a third.
+    The fastest is what other work disturbs least. Where other processes take half of each core, the
+    ratio of two such times is up to a fifth off. That of the medians is up to a third off.
     """
     durations: list[list[float]] = [[] for _ in calls]
     began = time.perf_counter()

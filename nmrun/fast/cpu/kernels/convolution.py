@@ -57,9 +57,9 @@ class _Geometry(ctypes.Structure):
 def convolve(
     x: Tensor, weight: PackedMatrix | Bf16Matrix, bias: Tensor | None, window: Window
 ) -> Tensor:
-    """Convolve x (images, channels, height, width), float32 or with a :class:`Bf16Matrix` bfloat16, read with
-    channels last, with a weight (out channels, channels) for each tap, row by row of the kernel;
-    (images, out channels, height, width), channels last."""
+    """Convolve x (images, channels, height, width), read with channels last: float32, or bfloat16 with a
+    :class:`Bf16Matrix`. The weight is (out channels, channels) for each tap, row by row of the kernel.
+    Returns (images, out channels, height, width), channels last."""
     height, width = window.out(x.shape[2], x.shape[3])
     return _run(x, weight, bias, window, height, width, backward=False)
 
