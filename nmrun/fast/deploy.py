@@ -26,7 +26,7 @@ from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.onednn import FASTER, OneDNNLinear, available
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
-from nmrun.fast.cpu.packed_convolution import PackedConvolution, packed
+from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
 from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.fused import fuse
@@ -53,7 +53,8 @@ def deploy(
     layers of :mod:`nmrun.fast.cpu.packed_linear`, which hold the non-zeros and their places alone:
     on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. In bfloat16 they may become
     :class:`~nmrun.fast.cpu.packed_bf16.Bf16Linear` where the processor has the instruction. On the CPU ``nn.Conv2d`` in
-    float32 becomes a :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution`, 1.25 N/M of the
+    float32 or, with that instruction, bfloat16 becomes a
+    :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution`, 1.25 N/M of the
     bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
     layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
     own. Linear layers in float32 that are faster dense, or are not N:M, become
@@ -199,13 +200,16 @@ def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     """As :func:`paths`, for a convolution."""
     if site.weight.device.type != "cpu":
         raise ValueError("torch has no sparse convolution")
-    if site.dtype != torch.float32:
-        raise ValueError(
-            f"{str(site.dtype).removeprefix('torch.')}: packed convolutions are float32"
-        )
+    short = str(site.dtype).removeprefix("torch.")
+    if site.dtype not in products.DTYPES:
+        raise ValueError(f"{short}: packed convolutions are float32 or bfloat16")
     if not products.available():
         raise ValueError(NO_COMPILER)
-    return {"packed": lambda weight, bias: PackedConvolution(packed(weight), site.window, bias)}
+    if site.dtype == torch.float32:
+        return {"packed": lambda weight, bias: PackedConvolution.of(weight, site.window, bias)}
+    if why := bf16.obstacle():
+        raise ValueError(f"{short}: {why}")
+    return {BF16: lambda weight, bias: Bf16Convolution.of(weight, site.window, bias)}
 
 
 def _dense(site: Site) -> dict[str, Path]:

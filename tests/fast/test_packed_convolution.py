@@ -116,7 +116,7 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     dense(b).square().sum().backward()
     torch.testing.assert_close(a.grad, b.grad)
     layer = reloaded[0]
-    operands = (x.clone().requires_grad_(), layer.values, layer.index, layer.start, layer.bias,
+    operands = (x.clone().requires_grad_(), [layer.values, layer.index, layer.start], layer.bias,
                 [20, 8], [3, 3], [1, 1], [1, 1], [1, 1])  # fmt: skip
     torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
 
@@ -184,11 +184,11 @@ def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
             self.reflected = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
             self.uneven = nn.Conv2d(8, 8, 2, padding="same")
             self.dense = nn.Conv2d(8, 8, 1)
-            self.low = nn.Conv2d(8, 8, 1).bfloat16()
+            self.low = nn.Conv2d(8, 8, 1).half()
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.dense(self.uneven(self.reflected(self.grouped(x))))
-            return self.low(x.bfloat16())
+            return self.low(x.half())
 
     model, x = prune(Mixed(), "2:4"), torch.randn(2, 8, 4, 4)
     model.dense.weight.data.fill_(1.0)
@@ -198,7 +198,7 @@ def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         "reflected.weight": "padding reflect, (1, 1) is not packed",
         "uneven.weight": "padding zeros, same is not packed",
         "dense.weight": "its weight is not N:M",
-        "low.weight": "bfloat16: packed convolutions are float32",
+        "low.weight": "float16: packed convolutions are float32 or bfloat16",
     }
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     products._library.cache_clear()

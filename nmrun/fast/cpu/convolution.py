@@ -75,7 +75,7 @@ class ConvolutionProducts(nn.Module):
 
     def _matrix(self, kind: str) -> Any:
         sides = self.shape if kind == KINDS[0] else self.shape[::-1]
-        return _packed(self.parts(kind), *sides, self.window)
+        return matrix_of(self.parts(kind), *sides, self.window)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (images, channels, height, width) to (images, out channels, height, width), channels
@@ -84,7 +84,7 @@ class ConvolutionProducts(nn.Module):
         return convolution(x.to(self.dtype), weight, bias, *parts, w.stride, w.padding, w.dilation)
 
 
-class Bf16Convolution(ConvolutionProducts):
+class Bf16ConvolutionProducts(ConvolutionProducts):
     """The same with products in bfloat16, which the processor has to have; the weight is rounded."""
 
     dtype = torch.bfloat16
@@ -98,8 +98,11 @@ class Bf16Convolution(ConvolutionProducts):
         bf16.pack(by_taps(weight if other is None else other), self._matrix("backward"), True)
 
 
-def _packed(parts: list[Tensor], rows: int, columns: int, window: Window) -> Any:
-    if len(parts) == len(Bf16Convolution.PARTS):
+def matrix_of(
+    parts: Sequence[Tensor], rows: int, columns: int, window: Window
+) -> PackedMatrix | Bf16Matrix:
+    """What buffers of either class of products hold."""
+    if len(parts) == len(Bf16ConvolutionProducts.PARTS):
         values, index, counts, start = parts
         return Bf16Matrix(values, index, counts, start, rows, columns, window.positions)
     return PackedMatrix.of(parts, rows, columns, window.positions)
@@ -121,7 +124,7 @@ def convolution(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
     window = _window(weight, (stride, padding, dilation))
-    matrix = _packed(forward, weight.shape[0], weight.shape[1], window)
+    matrix = matrix_of(forward, weight.shape[0], weight.shape[1], window)
     return convolve(x, matrix, bias, window)
 
 
@@ -138,7 +141,7 @@ def convolution_back(
 ) -> Tensor:  # fmt: skip
     """The gradient of an input of height and width ``size``."""
     window = _window(weight, (stride, padding, dilation))
-    matrix = _packed(parts, weight.shape[1], weight.shape[0], window)
+    matrix = matrix_of(parts, weight.shape[1], weight.shape[0], window)
     return convolve_back(dz, matrix, window, (size[0], size[1]))
 
 

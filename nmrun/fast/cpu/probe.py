@@ -20,7 +20,7 @@ from torch.nn.grad import conv2d_input
 
 from nmrun.fast import measurement
 from nmrun.fast.cpu import convolution, linear, onednn
-from nmrun.fast.cpu.convolution import Bf16Convolution, ConvolutionProducts
+from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, ConvolutionProducts
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
@@ -44,7 +44,7 @@ from nmrun.sparsity.weight import SparseWeight
 FILE = "probe_cpu.json"
 LOW = {BF16: Bf16Products, BF16_FORWARD: Bf16Forward}  # by their path
 LINEAR = {"packed": LinearProducts, **LOW}
-CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16Convolution}
+CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16ConvolutionProducts}
 DTYPES = (torch.float32, torch.bfloat16)
 # multiplications of one product below which a layer is left alone: some 0.2 ms, where what
 # Python does around an operator eats the gain
@@ -389,7 +389,7 @@ def _is_float32(weight: SparseWeight) -> bool:
 def _convolution(weight: SparseWeight, inputs: torch.Size, dtype: torch.dtype) -> ConvolutionShape:
     """Raises ValueError: why it cannot be packed."""
     if dtype == torch.bfloat16 and (why := bf16.obstacle()):
-        raise ValueError(f"packed convolutions are float32: {why}")
+        raise ValueError(f"bfloat16: {why}")
     if not isinstance(weight.module, nn.Conv2d) or len(inputs) != 4:
         raise ValueError("of convolutions those of batches of images are packed")
     window, (rows, columns, *_) = convolution.window_of(weight.module), weight.shape

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast.cpu import convolution, probe
-from nmrun.fast.cpu.convolution import Bf16Convolution, by_taps
+from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, by_taps
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Window, convolve, convolve_back
@@ -140,7 +140,7 @@ def test_subnormal_numbers_are_zero() -> None:
 def test_all_gradients_are_those_of_float64() -> None:
     p = Pattern(2, 4)
     weight = hard_threshold(normal(6, 8, 3, 2).float(), p, 1)
-    layer = Bf16Convolution((6, 8), Window((3, 2), (2, 1), (1, 1)), p)
+    layer = Bf16ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)), p)
     layer.write(weight, None)
     x, bias = normal(3, 8, 5, 4, seed=1).float(), normal(6, seed=2).float()
     own = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -158,7 +158,7 @@ def test_all_gradients_are_those_of_float64() -> None:
 def test_another_weight_for_the_input_gradient() -> None:
     p = Pattern(2, 4)
     weight, other = (hard_threshold(normal(8, 8, 3, 3, seed=s).float(), p, 1) for s in (0, 1))
-    layer = Bf16Convolution((8, 8), Window((3, 3)), p)
+    layer = Bf16ConvolutionProducts((8, 8), Window((3, 3)), p)
     layer.write(weight, other)
     x, dz = normal(2, 8, 5, 5).requires_grad_(), normal(2, 8, 3, 3)
     layer(x, weight, None).backward(dz)
@@ -170,7 +170,7 @@ def test_another_weight_for_the_input_gradient() -> None:
 def test_operators_are_as_torch_wants_them() -> None:
     p = Pattern(2, 4)
     weight = hard_threshold(normal(6, 8, 3, 3).float(), p, 1)
-    layer = Bf16Convolution((6, 8), Window((3, 3), padding=(1, 1)), p)
+    layer = Bf16ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)), p)
     layer.write(weight, None)
     parts = [layer.parts(kind) for kind in ("forward", "backward")]
     for values, index, _, start in parts:  # what lies behind the slots is nobody's
@@ -238,7 +238,7 @@ def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str
     _, _, wanted = train("off", recipe, pattern, **options)
     handle, choices, found = train("packed", recipe, pattern, **options)
     assert [c.path for c in choices if not c.always_dense] == [BF16] * 3
-    assert all(isinstance(w.layer.packed, Bf16Convolution) for w in handle.sparse)
+    assert all(isinstance(w.layer.packed, Bf16ConvolutionProducts) for w in handle.sparse)
     assert found == pytest.approx(wanted, rel=3e-2)
     assert found[-1] != found[0]
 

@@ -1,0 +1,116 @@
+"""Convolutions in nmrun.deploy of models in bfloat16, whose products the processor has or a test
+emulates.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from bf16_emulated import emulation
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.fast import deploy as deploying
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.packed_convolution import Bf16Convolution
+from nmrun.sparsity import nm_mask
+
+
+@pytest.fixture
+def products() -> Iterator[None]:
+    with emulation():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        return {name: 0.5 if name.startswith("packed") else 1.0 for name in arms}
+
+    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+
+
+def net(pattern: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 20, 3, padding=1),
+        nn.BatchNorm2d(20),
+        nn.ReLU(),
+        nn.Conv2d(20, 40, (3, 2), stride=2, bias=False),
+    )
+    for layer in (model[0], model[3]):
+        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
+    return model.bfloat16().eval()
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7"])
+def test_against_float64(pattern: str) -> None:
+    model, x = net(pattern), normal(5, 8, 6, 7)
+    weights = [model[i].weight.detach().clone() for i in (0, 3)]
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    choices = [c for c in nmrun.deploy(model, x) if not c.always_dense]
+    assert [c.path for c in choices] == ["packed bf16"] * 2
+    assert [type(model[i]) for i in (0, 3)] == [Bf16Convolution] * 2
+    for i, weight in zip((0, 3), weights, strict=True):
+        assert torch.equal(model[i].dense(), weight)
+    with torch.no_grad():
+        z = model(x)
+        assert torch.equal(model(x[1:3]), z[1:3])
+        assert torch.equal(model[0](x[0]), model[0](x)[0])
+        assert model[0](x.float()).dtype == torch.float32
+    assert z.dtype == torch.bfloat16
+    assert float((z.double() - exact).norm() / exact.norm()) < 0.01
+
+
+@pytest.mark.usefixtures("products")
+def test_state_dict_pickle_copy_compile_and_gradient() -> None:
+    model, other, x = net("1:4"), net("2:4"), normal(5, 8, 6, 7)
+    dense, expected = copy.deepcopy(model), model(x).detach()
+    for one in (model, other):
+        nmrun.deploy(one, x)
+    model, reloaded = pickle.loads(pickle.dumps(model)), copy.deepcopy(other)
+    assert {"0.values", "0.index", "0.counts", "0.bias"} <= set(model.state_dict())
+    assert "0.start" not in model.state_dict()
+    reloaded.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for one in (model, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
+            torch.testing.assert_close(one(x), expected, rtol=0.02, atol=0.02)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(a).float().square().sum().backward()
+    dense(b).float().square().sum().backward()
+    assert float((a.grad - b.grad).norm() / b.grad.norm()) < 0.02
+    layer = reloaded[0]
+    parts = [layer.values, layer.index, layer.counts, layer.start]
+    operands = (x.clone().requires_grad_(), parts, layer.bias,
+                [20, 8], [3, 3], [1, 1], [1, 1], [1, 1])  # fmt: skip
+    torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
+
+
+@pytest.mark.usefixtures("products")
+def test_a_state_of_another_shape_is_refused() -> None:
+    model, x = net("1:4"), normal(5, 8, 6, 7)
+    nmrun.deploy(model, x)
+    state = model.state_dict()
+    for change, message in (
+        ({"0.index": torch.full_like(state["0.index"], 31)}, "a column that is not of its segment"),
+        ({"0.values": state["0.values"][1:]}, "values where the counts say"),
+        ({"0.counts": state["0.counts"][1:]}, "are not those of 20 x 8"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            model.load_state_dict(state | change)
+
+
+def test_where_the_processor_has_none_they_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "obstacle", lambda: "this processor has none")
+    choices = [c for c in nmrun.deploy(net("2:4"), normal(5, 8, 6, 7)) if not c.always_dense]
+    assert {(c.path, c.reason) for c in choices} == {(None, "bfloat16: this processor has none")}
