@@ -5,7 +5,8 @@ Masks alone make nothing faster. Here every sparse linear layer that the device 
 and timed, at the size that it has in this run. It gets the fastest path that is right, if one is
 faster than the dense layer. On a GPU these are 2:4 products (``gpu/``), on a CPU products with
 any N:M (``cpu/``). What is dense on a CPU, the whole layer or a phase of it, is computed by
-oneDNN where that beats torch's default (``cpu/onednn.py``). What was found is printed.
+oneDNN where that beats torch's default (``cpu/onednn.py``), and attention of a training in bfloat16
+in float32 where torch is faster so. What was found is printed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from nmrun.errors import ConfigError
 from nmrun.fast.cpu import activations, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.gpu import probe as on_gpu
-from nmrun.fast.measurement import ONEDNN, Choice, Times, watched
+from nmrun.fast.measurement import FLOAT32, ONEDNN, Choice, Times, watched
 from nmrun.products import layer, simulation
+from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
 from nmrun.ranges import ACCELERATION
 from nmrun.sparsity.weight import SparseWeight
@@ -90,16 +92,21 @@ def accelerate(
         if weight.layer is not None:
             weight.layer.packed = weight.layer.dense = None
     layer.restore_forward(handle.by_onednn)
+    attentions = _attentions(handle.model)
+    for attention in attentions:
+        attention.in_float32 = False
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
     side, choices = _side(device), list[Choice]()
     sparse = {weight.module: weight for weight in handle.sparse}
     dense = {} if why_not or side is not on_cpu else _dense_layers(handle.model, sparse)
-    if mode == "off" or not (sparse or dense):
+    if why_not or side is not on_cpu:
+        attentions = {}
+    if mode == "off" or not (sparse or dense or attentions):
         return []
     why_not = why_not or obstacle(device)
-    seen = _seen([*dense, *([] if why_not else sparse)], sample)
+    seen = _seen([*dense, *attentions, *([] if why_not else sparse)], sample)
 
-    layers, total = itertools.count(1), len(handle.sparse) + len(dense)
+    layers, total = itertools.count(1), len(handle.sparse) + len(dense) + len(attentions)
 
     def measured(shape: object) -> Mapping[str, Times]:
         tell(f"timing products, layer {next(layers)} of {total}")
@@ -148,6 +155,13 @@ def accelerate(
                 onednn.install(module)
                 handle.by_onednn.append(module)
             choices.append(Choice(name, path, reason, shape, times, always_dense=True))
+    for attention, name in attentions.items():
+        tried = on_cpu.attention(attention, seen[attention]) if attention in seen else None
+        if tried is not None:
+            times = measured(tried)
+            path, reason = _attention_best(times)
+            attention.in_float32 = path == FLOAT32
+            choices.append(Choice(name, path, reason, tried, times, always_dense=True))
     return choices
 
 
@@ -170,6 +184,8 @@ def lines(choices: Sequence[Choice]) -> list[str]:
         rows = [choice for choice in choices if choice.always_dense]
     if any(choice.path == ONEDNN for choice in choices):
         report.append("oneDNN's dense products where they are faster than torch's default")
+    if any(choice.path == FLOAT32 for choice in choices):
+        report.append("attention in float32 where that is faster than in bfloat16")
     if any(choice.path == activations.NAME for choice in choices):
         report.append("products with packed activations in the steps that prune them")
     groups: dict[tuple[str | None, object, str], list[str]] = {}
@@ -191,6 +207,15 @@ def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Mod
         module: f"{name}.weight".lstrip(".")
         for name, module in model.named_modules()
         if module not in sparse and onednn.weight_of(module) is not None
+    }
+
+
+def _attentions(model: nn.Module) -> dict[DotProductAttention, str]:
+    """The attention modules, with their names."""
+    return {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(module, DotProductAttention)
     }
 
 
@@ -261,3 +286,10 @@ def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
         candidate.wrong or f"{candidate.dense:.3f} ms ({dense.dense / candidate.dense:.2f}x)"
     )
     return (ONEDNN if onednn.is_faster(times) else None), comparison
+
+
+def _attention_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
+    """The same for attention in bfloat16."""
+    low, whole = times["dense"].dense, times[FLOAT32].dense
+    found = f"bfloat16 {low:.3f} ms, {FLOAT32} {whole:.3f} ms ({low / whole:.2f}x)"
+    return (FLOAT32 if whole < onednn.FASTER * low else None), found

@@ -20,6 +20,7 @@ from nmrun import atomic
 from nmrun.kernels.compiler import cache_folder
 
 ONEDNN = "onednn"  # the path of dense products by oneDNN
+FLOAT32 = "float32"  # of attention in float32 where all else is bfloat16
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32
 BF16_FORWARD = "packed forward bf16"  # with a dense input gradient
 DENSE_INT8 = "dense int8"  # of dense products in int8

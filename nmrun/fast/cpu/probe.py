@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
 from nmrun.fast.measurement import (
     BF16,
     BF16_FORWARD,
+    FLOAT32,
     ONEDNN,
     Times,
     fault,
@@ -36,6 +37,7 @@ from nmrun.fast.measurement import (
 )
 from nmrun.patterns import Pattern
 from nmrun.products import layer
+from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
 from nmrun.products.simulation import estimate
 from nmrun.sparsity.masks import hard_threshold
@@ -88,6 +90,30 @@ class LinearShape:
         )
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {dtype}{kinds}"
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention in bfloat16: queries, keys and values (batch, heads, tokens, width)."""
+
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    causal: bool
+    paths: ClassVar[tuple[str, ...]] = ("dense", FLOAT32)
+
+    @property
+    def multiplications(self) -> int:
+        """Of all queries and keys."""
+        return self.batch * self.heads * self.tokens**2 * self.width
+
+    def __str__(self) -> str:
+        causal = "causal " if self.causal else ""
+        return (
+            f"{causal}attention in {self.heads} heads of {self.width}, "
+            f"{self.batch} x {self.tokens} tokens, bfloat16"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,8 +182,10 @@ def measured(
     return by_path
 
 
-def measure(shape: LinearShape | ConvolutionShape) -> dict[str, Times]:
+def measure(shape: LinearShape | ConvolutionShape | AttentionShape) -> dict[str, Times]:
     """The same, always measured: the fastest of :data:`ROUNDS` rounds in which all take turns."""
+    if isinstance(shape, AttentionShape):
+        return _of_attention(shape)
     return _of_convolution(shape) if isinstance(shape, ConvolutionShape) else _of_linear(shape)
 
 
@@ -265,6 +293,25 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
     return by_path
 
 
+def _of_attention(shape: AttentionShape) -> dict[str, Times]:
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.batch, shape.tokens, shape.heads, shape.width)
+    *operands, dz = (
+        torch.randn(*size, generator=generator).bfloat16().transpose(1, 2) for _ in range(4)
+    )
+    attentions = {path: DotProductAttention(shape.causal) for path in shape.paths}
+    attentions[FLOAT32].in_float32 = True
+    forward = side_by_side(*(functools.partial(a, *operands) for a in attentions.values()))
+    with torch.enable_grad():
+        leaves = [operand.requires_grad_() for operand in operands]
+        made = [attention(*leaves) for attention in attentions.values()]
+        backward = side_by_side(
+            *(lambda z=z: torch.autograd.grad(z, leaves, dz, retain_graph=True) for z in made)
+        )
+    both = zip(attentions, forward, backward, strict=True)
+    return {path: Times(0.0, z, dx) for path, z, dx in both}
+
+
 def _packed(
     packed: LinearProducts, shape: LinearShape, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
     estimated: Tensor,
@@ -300,6 +347,17 @@ def side_by_side(*calls: Callable[[], object]) -> list[float]:
             call()
             times.append(1e3 * (time.perf_counter() - begin))
     return [min(times[1:]) for times in durations]  # the first warms up
+
+
+@functools.cache
+def processor_flags() -> frozenset[str]:
+    """What the processor says that it has, such as ``avx512_bf16``; empty where it cannot be asked."""
+    try:
+        rows = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((row for row in rows if row.startswith(("flags", "Features"))), "")
+    return frozenset(flags.split())
 
 
 @functools.cache
@@ -379,6 +437,17 @@ def dense(module: nn.Module, seen: tuple[torch.Size, torch.dtype]) -> LinearShap
         return None
     rows, columns = weight.shape
     shape = LinearShape(rows, columns, inputs.numel() // max(1, inputs[-1]), dtype, None)
+    return shape if shape.multiplications >= SMALLEST else None
+
+
+def attention(
+    module: DotProductAttention, seen: tuple[torch.Size, torch.dtype]
+) -> AttentionShape | None:
+    """The shape that can be tried in float32; None where it cannot."""
+    size, dtype = seen
+    if dtype != torch.bfloat16 or len(size) != 4:
+        return None
+    shape = AttentionShape(*size, causal=module.causal)
     return shape if shape.multiplications >= SMALLEST else None
 
 

@@ -14,11 +14,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nmrun.fast.cpu.probe import processor_flags
 
 Call = Callable[[Tensor], Tensor]
 FLOAT32, BF16, INT8 = "float32", "bf16", "int8"
@@ -27,12 +28,7 @@ MISSING = "not installed: pip install 'nmrun[bench]'"
 
 def has_bf16() -> bool:
     """Whether this processor multiplies bfloat16 (AVX512-BF16, AMX, or Arm's)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & {*flags.split()})
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & processor_flags())
 
 
 def versions() -> dict[str, str]:

@@ -103,7 +103,7 @@ def measure(
             times = rounds(
                 {arm: call for arm, (call, _) in prepared.items()},
                 count,
-                Clock(device, flush=False),
+                Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock(),
             )
         except torch.OutOfMemoryError:
             return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
@@ -160,8 +160,9 @@ def benchmark(
         ]
 
     def page(rows: list[Row]) -> str:
+        clock = "" if place.type == "cuda" else f" of {harness.cpu_clock_name()}"
         title = (
-            f"Training steps, {recipe}: milliseconds, and times as fast as dense. "
+            f"Training steps, {recipe}: milliseconds{clock}, and times as fast as dense. "
             f"Median [quartiles] of paired stretches of {steps} steps, n = {rounds}. "
             f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )

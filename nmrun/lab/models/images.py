@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nmrun.errors import ConfigError
+from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
 
 
@@ -239,6 +239,7 @@ class ImageAttention(nn.Module):
             )
         )
         self.out_proj = _linear(fused.out_proj.weight.detach(), fused.out_proj.bias.detach())
+        self.attend = DotProductAttention()
 
     def forward(self, x: Tensor, *same: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
         """(B, T, width) to the same, and None; the three inputs are one."""
@@ -247,7 +248,7 @@ class ImageAttention(nn.Module):
             layer(x).view(batch, length, self.heads, -1).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value)
+        mixed = self.attend(query, key, value)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width)), None
 
 

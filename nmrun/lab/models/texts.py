@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nmrun.errors import ConfigError
+from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
 
 
@@ -24,6 +24,7 @@ class CausalAttention(nn.Module):
         self.heads = heads
         self.c_attn = nn.Linear(width, 3 * width, bias=bias)
         self.c_proj = nn.Linear(width, width, bias=bias)
+        self.attend = DotProductAttention(causal=True)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,9 +34,7 @@ class CausalAttention(nn.Module):
             for part in self.c_attn(x).split(width, 2)
         )
         p = self.dropout.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=p, is_causal=True
-        )
+        mixed = self.attend(queries, keys, values, p)
         return self.dropout(self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width)))
 
 

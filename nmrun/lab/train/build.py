@@ -16,6 +16,7 @@ from torch import nn
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.acceleration import accelerate
+from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.lab import ranks, tasks, verbs
@@ -34,6 +35,9 @@ from nmrun.step.sparsify import sparsify
 
 # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
 LARGE = 1_000_000
+# from where on trainer.precision=auto is bf16 on CPUs that multiply such numbers
+WORTH_BF16 = 1_000_000
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,9 +60,8 @@ class Parts:
     attached_in: float = 0.0
 
 
-def prepare(config: Config) -> tuple[torch.device, str]:
-    """Seed everything, and choose the device and ``fp32``, ``bf16`` or ``fp16``. ConfigError for a
-    device that is not there."""
+def prepare(config: Config) -> torch.device:
+    """Seed everything, and choose the device. ConfigError for one that is not there."""
     trainer = config.trainer
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
@@ -69,8 +72,7 @@ def prepare(config: Config) -> tuple[torch.device, str]:
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
     seed_everything(config.seed)
-    device = device_of(trainer.device)
-    return device, _precision(trainer.precision, device)
+    return device_of(trainer.device)
 
 
 def device_of(name: str) -> torch.device:
@@ -88,15 +90,25 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _precision(name: str, device: torch.device) -> str:
+def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> str:
+    """``fp32``, ``bf16`` or ``fp16``; ``auto`` is ``bf16`` where training these parameters is faster
+    so."""
     if name != "auto":
         return name
-    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if native else "fp32"
+    if device.type == "cuda":
+        faster = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu" and BF16_FLAGS & probe.processor_flags():
+        faster = sum(p.numel() for p in parameters) >= WORTH_BF16
+    else:
+        faster = False
+    return "bf16" if faster else "fp32"
 
 
 def build(
-    config: Config, total_steps: int | None = None, times: Mapping[str, Any] | None = None
+    config: Config,
+    total_steps: int | None = None,
+    times: Mapping[str, Any] | None = None,
+    precision: str | None = None,
 ) -> Parts:
     """Seed everything, choose device and precision, and build. ConfigError for what only the built
     model shows.
@@ -105,15 +117,17 @@ def build(
         total_steps: None: those of ``trainer.steps``, ``trainer.epochs`` or a budget of FLOPs.
         times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
             measured again they might choose others, with other roundings.
+        precision: that of a run that goes on; None: what ``trainer.precision`` says here.
     """
     trainer = config.trainer
-    device, precision = prepare(config)
+    device = prepare(config)
     task = tasks.build(config, device)
     in_shards = trainer.distributed == "fsdp"
     if in_shards and ranks.world() > 1:
         model, whole = _sharded(config, task, device)
     else:
         model = whole = weights.network(config, task).to(device)
+    precision = precision or precision_of(trainer.precision, device, whole.parameters())
     if not in_shards:
         lay_out(model, device, precision)
     taught = trainer.distill is not None

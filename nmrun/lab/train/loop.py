@@ -371,6 +371,7 @@ class Loop:
             "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
+            "precision": self.steps.precision,
             "total_steps": self.steps.total_steps,
             "id": self.id,
             **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),

@@ -101,7 +101,8 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     from nmrun.oneshot.prune import prune
 
     began = time.perf_counter()
-    device, precision = build.prepare(config)
+    device = build.prepare(config)
+    precision = build.precision_of(config.trainer.precision, device)
     task = tasks.build(config, device)
     model = weights.network(config, task).to(device).eval()
     hyperparameters = dict(config.recipe.options)

@@ -42,6 +42,8 @@ def write(
     where it cannot be written.
     """
     described = environment(loop.steps.device if loop else torch.device("cpu"))
+    if loop:
+        described["precision"] = loop.steps.precision
     result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],

@@ -44,7 +44,9 @@ def parts(
         decay_search = find_decay(config, steps) if search and state is None else None
         recipe = {**config.plain["recipe"], "decay": decay_search.decay if decay_search else 0.0}
         config = Config({**config.plain, "recipe": recipe}, config.pattern)
-    return build(config, steps, (state or {}).get("acceleration")), event, decay_search
+    earlier = state or {}
+    made = build(config, steps, earlier.get("acceleration"), earlier.get("precision"))
+    return made, event, decay_search
 
 
 FIRST_LOOK = 6  # steps that say how long the trial can be

@@ -1,0 +1,34 @@
+"""Attention as a module, so that a run can choose how it is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class DotProductAttention(nn.Module):
+    """torch's ``scaled_dot_product_attention`` of queries, keys and values (batch, heads, tokens, width).
+
+    ``in_float32``: what comes in bfloat16 is computed in float32 in training, and rounded at the end. On
+    CPUs torch's own backward pass is mostly slower in bfloat16.
+    """
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.causal, self.in_float32 = causal, False
+
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
+    ) -> Tensor:
+        """``dropout``: the share of weights that are zero in this pass."""
+        if self.in_float32 and self.training and queries.dtype == torch.bfloat16:
+            with torch.autocast("cpu", enabled=False):
+                whole = (queries.float(), keys.float(), values.float())
+                return self._attend(*whole, dropout).to(torch.bfloat16)
+        return self._attend(queries, keys, values, dropout)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, dropout: float) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=self.causal
+        )

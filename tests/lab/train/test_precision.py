@@ -1,0 +1,83 @@
+"""Which precision ``trainer.precision=auto`` is on a CPU, whose flags are played."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config, cut_off
+from torch import nn
+
+from nmrun.fast.cpu import probe
+from nmrun.lab.train import build, runner
+from nmrun.lab.train.steps import TrainingSteps
+from nmrun.lab.words.identity import run_folder
+
+CPU = torch.device("cpu")
+
+
+def played(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    monkeypatch.setattr(probe, "processor_flags", lambda: frozenset(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights", "precision"),
+    [
+        (("avx512f", "avx512_bf16"), 1_000_000, "bf16"),
+        (("amx_bf16",), 2_000_000, "bf16"),
+        (("avx512f", "avx512_bf16"), 999_999, "fp32"),
+        (("avx512f", "avx2"), 2_000_000, "fp32"),
+        ((), 2_000_000, "fp32"),
+    ],
+)
+def test_auto_is_bf16_for_large_networks_on_processors_that_multiply_it(
+    flags: tuple[str, ...], weights: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played(monkeypatch, *flags)
+    parameters = [nn.Parameter(torch.empty(weights, device="meta"))]
+    assert build.precision_of("auto", CPU, parameters) == precision
+    for name in ("fp32", "bf16"):
+        assert build.precision_of(name, CPU, parameters) == name
+
+
+def losses(made: Any, steps: int = 3) -> tuple[str, list[float]]:
+    loop = TrainingSteps(made, build.build(made))
+    loop.model.train()
+    for step in range(steps):
+        loop.train_step(0, step, measure_flips=False)
+    return loop.precision, [float(loss) for loss in loop.losses]
+
+
+def test_a_small_network_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played(monkeypatch, "avx512_bf16")
+    asked = losses(config(tmp_path, "recipe=sr_ste", "trainer.precision=fp32"))
+    assert losses(config(tmp_path, "recipe=sr_ste")) == asked
+    monkeypatch.setattr(build, "WORTH_BF16", 1)
+    precision, found = losses(config(tmp_path, "recipe=sr_ste"))
+    assert precision == "bf16"
+    assert found != asked[1]
+    assert found == pytest.approx(asked[1], rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_that_goes_on_keeps_its_precision(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on another processor; the result says which it was."""
+    monkeypatch.setattr(build, "WORTH_BF16", 1)
+    flags = {"fp32": (), "bf16": ("avx512_bf16",)}
+    results = []
+    for interrupted in (False, True):
+        made = config(tmp_path / str(interrupted), "recipe=sr_ste")
+        played(monkeypatch, *flags[precision])
+        if interrupted:
+            cut_off(made, 8)
+            played(monkeypatch, *flags["fp32" if precision == "bf16" else "bf16"])
+        assert runner.run(made, run_folder(made))["status"] == "finished"
+        result = json.loads((run_folder(made) / "result.json").read_text())
+        assert result["environment"]["precision"] == precision
+        results.append((result["metrics"], (run_folder(made) / "model.safetensors").read_bytes()))
+    assert results[0] == results[1]
