@@ -14,7 +14,8 @@ from nmrun.errors import ConfigError
 from nmrun.fast import packed
 from nmrun.fast.cpu import dense_int8, packed_convolution
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
-from nmrun.fast.cpu.kernels import int8, products, tiles
+from nmrun.fast.cpu.kernels import bf16, int8, products, tiles
+from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
@@ -162,4 +163,8 @@ def _linear(
     value = value if site.weight.is_meta else value.to(site.weight.dtype)
     if value.dtype not in products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
+    if value.dtype == torch.bfloat16 and not bf16.obstacle():
+        weight = value.new_zeros(rows, columns)
+        weight[row, column] = value
+        return partial(Bf16Linear, bf16.packed(weight))
     return partial(PackedLinear, tiles.pack(row, column, value, rows, columns))

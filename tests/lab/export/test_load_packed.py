@@ -23,7 +23,8 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.fast import deploy as deploying
 from nmrun.fast import packed
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
-from nmrun.fast.cpu.kernels import int8, products
+from nmrun.fast.cpu.kernels import bf16, int8, products
+from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
@@ -109,6 +110,26 @@ def test_the_values_are_cast_as_load_state_dict_would(tmp_path: Path) -> None:
     model = nmrun.load_packed(path, images().bfloat16())
     assert torch.equal(model[0].weight, dense[0].weight.bfloat16())  # packed ones are float32
     assert torch.equal(model[3].dense(), dense[3].weight.bfloat16())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_model_in_bfloat16_gets_the_products_of_its_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    path, dense = exported(tmp_path, encoder())
+    x = torch.randn(3, 7, 18).bfloat16()
+    expected = dense.double()(x.double()).detach()
+    if not there:
+        monkeypatch.setattr(bf16, "obstacle", lambda: "none")
+    elif bf16.obstacle():
+        pytest.skip("no AVX-512 with BF16")
+    model = nmrun.load_packed(path, encoder().bfloat16())
+    kinds = [type(m) for m in model.modules() if isinstance(m, PackedLinear)]
+    assert kinds == [Bf16Linear if there else PackedLinear] * len(kinds)
+    assert len(kinds) >= 5
+    with torch.no_grad():
+        found = model(x)
+    assert float((found.double() - expected).norm() / expected.norm()) < 0.02
 
 
 def changed(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
