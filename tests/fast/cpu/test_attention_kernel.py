@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,20 @@ pytestmark = pytest.mark.skipif(bool(attention.obstacle()), reason="no compiler 
 
 # rounding of an operand or a result
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
+
+
+@pytest.fixture(autouse=True, params=["processor", "without bfloat16"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Built for this processor, and for one that does not multiply bfloat16."""
+    if request.param == "processor":
+        yield
+        return
+    for module in (attention, gelu):
+        monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-mno-avx512bf16"))
+        module._library.cache_clear()
+    yield
+    for module in (attention, gelu):
+        module._library.cache_clear()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
