@@ -43,7 +43,7 @@ class FusedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """As :class:`~nmrun.fast.attention.DotProductAttention`."""
-        if q.dim() != 4 or q.shape[2] < FEW or not _taken(q, k, v):
+        if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return attention.attention(q, k, v, mask, low=self.low)
 
@@ -64,7 +64,7 @@ class FusedGELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As :func:`torch.nn.functional.gelu`."""
-        if not _taken(x):
+        if not _supports(x):
             return F.gelu(x, approximate="tanh" if self.tanh else "none")
         return gelu.gelu(x, self.tanh)
 
@@ -72,7 +72,7 @@ class FusedGELU(nn.Module):
         return f"tanh={self.tanh}"
 
 
-def _taken(*tensors: Tensor) -> bool:
+def _supports(*tensors: Tensor) -> bool:
     """Whether kernels take them."""
     dtypes = {t.dtype for t in tensors}
     if torch.compiler.is_compiling() or len(dtypes) > 1 or not dtypes <= {*attention.DTYPES}:
@@ -82,26 +82,26 @@ def _taken(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.numel() for t in tensors)
 
 
-def _attention(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+def _attention(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
     if attention.obstacle():
         return {}
     ways: dict[str, nn.Module] = {FUSED: FusedAttention()}
-    if low and given.dtype == torch.float32 and not bf16.obstacle():
+    if low and x.dtype == torch.float32 and not bf16.obstacle():
         ways[FUSED_BF16] = FusedAttention(low=True)
     return ways
 
 
-def _gelu(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+def _gelu(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
     if gelu.obstacle():
         return {}
     return {FUSED: FusedGELU(module.approximate == "tanh")}
 
 
-def _gelu_exact(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+def _gelu_exact(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
     return {FUSED: FusedGELU()} if module.act is F.gelu and not gelu.obstacle() else {}
 
 
-def _gelu_tanh(module: Any, given: Tensor, low: bool) -> dict[str, nn.Module]:
+def _gelu_tanh(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
     return {} if gelu.obstacle() else {FUSED: FusedGELU(tanh=True)}
 
 
@@ -125,36 +125,36 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
     """
     if {t.device.type for t in model.parameters()} - {"cpu"}:
         return []
-    found = {m: name for name, m in model.named_modules() if _kind(m) is not None and name}
-    calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in found}
-    kept: dict[Any, tuple[Tensor, ...]] = {}
+    names = {m: name for name, m in model.named_modules() if _kind(m) is not None and name}
+    calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in names}
+    inputs: dict[Any, tuple[Tensor, ...]] = {}
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = tuple(a for a in args if isinstance(a, Tensor))
-        shapes = repr(module), *((t.shape, t.dtype) for t in given)
+        tensors = tuple(a for a in args if isinstance(a, Tensor))
+        shapes = repr(module), *((t.shape, t.dtype) for t in tensors)
         calls[module][shapes] += 1
-        if shapes not in kept:
-            kept[shapes] = tuple(t.detach().clone() for t in given)
+        if shapes not in inputs:
+            inputs[shapes] = tuple(t.detach().clone() for t in tensors)
 
-    hooks = [module.register_forward_pre_hook(look) for module in found]
+    hooks = [module.register_forward_pre_hook(look) for module in names]
     try:
         compute(model, sample)
     finally:
         for hook in hooks:
             hook.remove()
     alike: dict[Any, list[nn.Module]] = {}
-    for module, counted in calls.items():
-        if counted:
-            alike.setdefault(tuple(counted.items()), []).append(module)
+    for module, counts in calls.items():
+        if counts:
+            alike.setdefault(tuple(counts.items()), []).append(module)
     choices = []
-    for counted, group in alike.items():
-        sizes = [(kept[shapes], count) for shapes, count in counted]
-        path, made, reason = _fastest(group[0], sizes, tolerance)
+    for counts, group in alike.items():
+        sizes = [(inputs[shapes], count) for shapes, count in counts]
+        path, layer, reason = _fastest(group[0], sizes, tolerance)
         for module in group:
             for parent, name in list(places(model, module)) if path else ():
-                parent._modules[name] = copy.deepcopy(made).eval()
+                parent._modules[name] = copy.deepcopy(layer).eval()
             if reason:
-                choices.append(Choice(found[module], path, reason, always_dense=True))
+                choices.append(Choice(names[module], path, reason, always_dense=True))
     return choices
 
 
@@ -174,35 +174,35 @@ def _fastest(
     assert find is not None
     ways, wrong = find(module, first[0], tolerance is not None), []
     for name, layer in list(ways.items()):
-        allowed = tolerance if name == FUSED_BF16 else None
-        faults = (_fault(module, layer, given, allowed) for given, _ in sizes)
-        if said := next(filter(None, faults), ""):
-            wrong.append(f"{name}: {said}")
+        limit = tolerance if name == FUSED_BF16 else None
+        faults = (_fault(module, layer, inputs, limit) for inputs, _ in sizes)
+        if fault := next(filter(None, faults), ""):
+            wrong.append(f"{name}: {fault}")
             del ways[name]
     if not ways:
         return None, module, "; ".join(wrong)
     arms = {TORCH: module} | ways
-    total, told = dict.fromkeys(arms, 0.0), ""
-    for given, count in sizes:
-        taken = probe.side_by_side(*(partial(arm, *given) for arm in arms.values()))
-        for name, ms in zip(arms, taken, strict=True):
+    total, timing = dict.fromkeys(arms, 0.0), ""
+    for inputs, count in sizes:
+        durations = probe.side_by_side(*(partial(arm, *inputs) for arm in arms.values()))
+        for name, ms in zip(arms, durations, strict=True):
             total[name] += ms * count
-        if given is first:
-            listed = ", ".join(f"{n} {ms:.3g} ms" for n, ms in zip(arms, taken, strict=True))
-            told = f"{' x '.join(map(str, first[0].shape))}: {listed}"
+        if inputs is first:
+            listed = ", ".join(f"{n} {ms:.3g} ms" for n, ms in zip(arms, durations, strict=True))
+            timing = f"{' x '.join(map(str, first[0].shape))}: {listed}"
     best = min(ways, key=lambda name: total[name])
     ratio = total[TORCH] / total[best]
     path = best if ratio > 1 / FASTER else None
-    return path, arms[path or TORCH], "; ".join([f"{told} ({ratio:.2f}x)", *wrong])
+    return path, arms[path or TORCH], "; ".join([f"{timing} ({ratio:.2f}x)", *wrong])
 
 
 def _fault(
-    module: nn.Module, layer: nn.Module, given: Sequence[Tensor], allowed: float | None
+    module: nn.Module, layer: nn.Module, inputs: Sequence[Tensor], limit: float | None
 ) -> str:
-    """What is wrong with a layer in the place of a module, empty if nothing is; ``allowed``: how far
+    """What is wrong with a layer in the place of a module, empty if nothing is; ``limit``: how far
     off it may be, None for within rounding."""
-    expected = module(*(t.float() for t in given))
-    if allowed is None:
-        return measurement.fault(partial(layer, *given), expected)
-    off = float((layer(*given) - expected).norm() / expected.norm())
-    return "" if off <= allowed else f"outputs {off:.2g} off, more than {allowed:g}"
+    expected = module(*(t.float() for t in inputs))
+    if limit is None:
+        return measurement.fault(partial(layer, *inputs), expected)
+    off = float((layer(*inputs) - expected).norm() / expected.norm())
+    return "" if off <= limit else f"outputs {off:.2g} off, more than {limit:g}"

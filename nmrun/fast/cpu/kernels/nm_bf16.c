@@ -167,13 +167,13 @@ static inline __mmask16 filled(__m512i v) {
   return _mm512_cmpgt_epu32_mask(_mm512_and_si512(v, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(0x8000));
 }
 
-/* counts of tiles `begin` to `end`, and in kept[i] the non-zeros of tile i. */
+/* counts of tiles `begin` to `end`, and in nonzeros[i] the non-zeros of tile i. */
 int nm_bf16_count(const float *matrix, int turned, int64_t wide, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t *counts,
-                  int32_t *kept) {
+                  int32_t *nonzeros) {
   Source m = {matrix, turned, wide, rows, columns};
   int64_t blocks = (columns + BLOCK - 1) / BLOCK, tiles = (rows + TILE - 1) / TILE;
   for (int64_t i = begin; i < end; i++) {
-    kept[i] = 0;
+    nonzeros[i] = 0;
     for (int64_t s = 0; s < blocks * SEGMENTS; s++) {
       int64_t r = i * TILE, c = s * SEGMENT;
       int32_t each[TILE];
@@ -185,7 +185,7 @@ int nm_bf16_count(const float *matrix, int turned, int64_t wide, int64_t rows, i
           each[l] = __builtin_popcount(filled(some(&m, r + l, c)) | (uint32_t)filled(some(&m, r + l, c + LANES)) << LANES);
         sums = _mm512_loadu_si512(each);
       }
-      kept[i] += _mm512_reduce_add_epi32(sums);
+      nonzeros[i] += _mm512_reduce_add_epi32(sums);
       counts[(s / SEGMENTS * tiles + i) * SEGMENTS + s % SEGMENTS] = (uint8_t)((_mm512_reduce_max_epi32(sums) + 1) / 2);
     }
   }
@@ -207,13 +207,13 @@ static inline void gather(const Source *m, int64_t r, int64_t c, vec even[TILE],
   }
   for (int l = 0; l < TILE; l++) {
     __m512i words[2];
-    __mmask16 held[2];
+    __mmask16 is_filled[2];
     for (int h = 0; h < 2; h++) {
       __m512i number = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrowed(half_of[h][l])), 16);
-      held[h] = filled((__m512i)half_of[h][l]);
-      words[h] = _mm512_maskz_compress_epi32(held[h], _mm512_or_si512(number, _mm512_add_epi32(lanes, _mm512_set1_epi32(h * LANES))));
+      is_filled[h] = filled((__m512i)half_of[h][l]);
+      words[h] = _mm512_maskz_compress_epi32(is_filled[h], _mm512_or_si512(number, _mm512_add_epi32(lanes, _mm512_set1_epi32(h * LANES))));
     }
-    int first = __builtin_popcount(held[0]); /* the second half's words follow the first's */
+    int first = __builtin_popcount(is_filled[0]); /* the second half's words follow the first's */
     __m512i moved = _mm512_sub_epi32(lanes, _mm512_set1_epi32(first));
     __m512i low = _mm512_mask_permutexvar_epi32(words[0], (__mmask16)(0xffff << first), moved, words[1]);
     __m512i high = _mm512_maskz_permutexvar_epi32((__mmask16)first_of(first, LANES), moved, words[1]);
