@@ -291,5 +291,5 @@ def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
 def _attention_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
     """The same for attention in bfloat16."""
     low, whole = times["dense"].dense, times[FLOAT32].dense
-    found = f"bfloat16 {low:.3f} ms, {FLOAT32} {whole:.3f} ms ({low / whole:.2f}x)"
-    return (FLOAT32 if whole < onednn.FASTER * low else None), found
+    comparison = f"bfloat16 {low:.3f} ms, {FLOAT32} {whole:.3f} ms ({low / whole:.2f}x)"
+    return (FLOAT32 if whole < onednn.FASTER * low else None), comparison

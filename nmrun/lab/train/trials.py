@@ -22,7 +22,7 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.train.build import Parts, build
+from nmrun.lab.train.build import Parts, build, device_of, precision_of
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
@@ -45,8 +45,11 @@ def parts(
         recipe = {**config.plain["recipe"], "decay": decay_search.decay if decay_search else 0.0}
         config = Config({**config.plain, "recipe": recipe}, config.pattern)
     earlier = state or {}
-    made = build(config, steps, earlier.get("acceleration"), earlier.get("precision"))
-    return made, event, decay_search
+    precision = earlier.get("precision")
+    if state and precision is None:  # of an earlier version, whose auto was bf16 on GPUs alone
+        precision = precision_of(config.trainer.precision, device_of(config.trainer.device))
+    built = build(config, steps, earlier.get("acceleration"), precision)
+    return built, event, decay_search
 
 
 FIRST_LOOK = 6  # steps that say how long the trial can be

@@ -81,3 +81,21 @@ def test_a_run_that_goes_on_keeps_its_precision(
         assert result["environment"]["precision"] == precision
         results.append((result["metrics"], (run_folder(made) / "model.safetensors").read_bytes()))
     assert results[0] == results[1]
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ``auto`` was float32 on every CPU, and their checkpoints do not say so."""
+    monkeypatch.setattr(build, "WORTH_BF16", 1)
+    played(monkeypatch)
+    run = config(tmp_path, "recipe=sr_ste")
+    cut_off(run, 8)
+    checkpoint = run_folder(run) / "checkpoint.pt"
+    state = torch.load(checkpoint, weights_only=False)
+    del state["precision"]
+    torch.save(state, checkpoint)
+    played(monkeypatch, "avx512_bf16")
+    assert runner.run(run, run_folder(run))["status"] == "finished"
+    result = json.loads((run_folder(run) / "result.json").read_text())
+    assert result["environment"]["precision"] == "fp32"
