@@ -1,5 +1,5 @@
 """Draw speed against ratio from committed results: inference of an encoder beside the best dense one
-in each precision, and training steps, on a CPU.
+in each precision, and training steps, on one CPU.
 
 python benchmarks/speed_picture.py     # writes docs/pictures/speed.svg
 """
@@ -21,9 +21,9 @@ RATIOS = ["2:4", "1:4", "1:8", "1:16"]
 Line = dict[str, tuple[float, float, float]]  # by ratio: median and quartiles
 
 
-def training() -> Line:
+def training(file: str) -> Line:
     """Read the times as fast as dense of a whole training step."""
-    rows = json.loads((HERE / "train_by_ratio_cpu.json").read_text())["rows"]
+    rows = json.loads((HERE / file).read_text())["rows"]
     return {
         row["sparsity"]: (row["speedup"], row["speedup_q1"], row["speedup_q3"])
         for row in rows
@@ -34,14 +34,14 @@ def training() -> Line:
 def inference(sequences: int, precision: str, base: str) -> tuple[Line, str]:
     """Read the same of a forward pass of so many sequences over a dense arm, and the arm's name."""
     rows: list[dict[str, Any]] = json.loads((HERE / "infer_1_threads_cpu.json").read_text())["rows"]
-    found = [
+    packed = [
         row
         for row in rows
         if (row["sequences"], row["arm"], row.get("precision")) == (sequences, "packed", precision)
     ]
     key = f"over_{base}"
-    line = {row["pattern"]: (row[key], row[f"{key}_q1"], row[f"{key}_q3"]) for row in found}
-    return line, found[0][f"{key}_by"]
+    line = {row["pattern"]: (row[key], row[f"{key}_q1"], row[f"{key}_q3"]) for row in packed}
+    return line, packed[0][f"{key}_by"]
 
 
 def draw(axes: Axes, lines: dict[str, Line], title: str) -> None:
@@ -70,22 +70,18 @@ def main() -> None:
         "compiled": "torch.compile",
     }
     lines: dict[str, Line] = {}
-    for precision, base, text in (
-        ("float32", "torch", "float32 over torch's own"),
-        ("float32", "float32", "float32 over the best float32"),
-        ("int8", "int8", "int8 over the best int8"),
-    ):
-        line, by = inference(1, precision, base)
-        lines[f"{text}{f' ({names.get(by, by)})' if base != 'torch' else ''}"] = line
+    for precision in ("float32", "bf16", "int8"):
+        line, by = inference(1, precision, precision)
+        lines[f"{precision} over {names.get(by, by)}'s"] = line
+    steps = {
+        "float32 over the best float32": training("train_by_ratio_cpu.json"),
+        "bf16 over dense bf16, both compiled": training("train_bf16_by_ratio_cpu.json"),
+    }
     with looks():
         figure = Figure(figsize=(8.4, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        draw(left, lines, "inference, BERT-base, 1 x 128 tokens\n(Intel Xeon, Emerald Rapids)")
-        draw(
-            right,
-            {"float32 over the best float32": training()},
-            "training step, GPT, 6 layers of width 512\n(AMD EPYC, Zen 4)",
-        )
+        draw(left, lines, "inference, BERT-base, 1 x 128 tokens")
+        draw(right, steps, "training step, GPT, 6 layers of width 512")
         left.set_ylabel("times as fast as dense")
         OUT.parent.mkdir(exist_ok=True)
         figure.savefig(OUT, metadata={"Date": None})
