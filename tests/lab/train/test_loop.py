@@ -391,7 +391,7 @@ def test_checkpoints_load_without_pickle_and_come_when_asked(
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert set(state) == {
         *("model", "optimizer", "scaler", "average", "random", "loop", "rows"),
-        *("acceleration", "total_steps", "id"),
+        *("acceleration", "precision", "total_steps", "id"),
     }
 
 
