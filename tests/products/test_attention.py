@@ -74,7 +74,7 @@ def trained(model: nn.Module, forward: object = None) -> list[float]:
     losses = []
     for _ in range(4):
         with torch.autocast("cpu", torch.bfloat16):
-            logits = (forward or model)(TOKENS)
+            logits = (model if forward is None else forward)(TOKENS)
         loss = functional.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten())
         loss.backward()
         optimizer.step()
