@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class DotProductAttention(nn.Module):
+class MaskedAttention(nn.Module):
     """:func:`torch.nn.functional.scaled_dot_product_attention`, where another layer may take its place."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -35,7 +35,7 @@ class PackedAttention(nn.Module):
         # torch's encoder layers look at these before they read weights past the layers
         self.in_proj_bias, self._qkv_same_embed_dim = None, False
         self.query, self.key_value, self.out_proj = query, key_value, out
-        self.attention = DotProductAttention()
+        self.attention = MaskedAttention()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,

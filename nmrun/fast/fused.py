@@ -42,7 +42,7 @@ class FusedAttention(nn.Module):
         self.low = low
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As :class:`~nmrun.fast.attention.DotProductAttention`."""
+        """As :class:`~nmrun.fast.attention.MaskedAttention`."""
         if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return attention.attention(q, k, v, mask, low=self.low)
@@ -108,7 +108,7 @@ def _gelu_tanh(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
 # what may take a layer's place for an input, by the class whose `forward` the layer has; `low`: as
 # int8 is allowed, so is bfloat16
 KINDS: dict[str, Callable[[Any, Tensor, bool], dict[str, nn.Module]]] = {
-    "nmrun.fast.attention.DotProductAttention": _attention,
+    "nmrun.fast.attention.MaskedAttention": _attention,
     "torch.nn.modules.activation.GELU": _gelu,
     "transformers.activations.GELUActivation": _gelu_exact,
     "transformers.activations.NewGELUActivation": _gelu_tanh,

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bf16_emulated import HAS_THEM, emulation
-from torch import Tensor, nn
+from convolutions import net
+from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast.cpu import convolution, probe
@@ -183,20 +184,6 @@ def test_operators_are_as_torch_wants_them() -> None:
 
 
 # --- training ---------------------------------------------------------------------------------------
-
-
-def net(**options: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(8, 16, 3, padding=1, **options),
-        nn.ReLU(),
-        nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False),
-        nn.ReLU(),
-        nn.Conv2d(24, 24, 1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(24, 4),
-    )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

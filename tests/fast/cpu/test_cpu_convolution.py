@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from convolutions import net
+from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast.cpu import convolution, probe
@@ -26,20 +27,6 @@ def _everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(probe, "SMALLEST", 1)
     monkeypatch.setattr(probe, "ROUNDS", 2)
     monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
-
-
-def net(**options: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(8, 16, 3, padding=1, **options),
-        nn.ReLU(),
-        nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False),
-        nn.ReLU(),
-        nn.Conv2d(24, 24, 1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(24, 4),
-    )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ LINE = 64  # numbers: threads write lines of their own
 
 
 def obstacle() -> str:
-    """Why there are no such kernel on this machine; empty if there are."""
+    """Why there is no such kernel on this machine; empty if there is one."""
     library = _library()
     if library is None:
         return "no C compiler works here (cc, gcc, clang or $CC)"
