@@ -327,8 +327,17 @@ class StdlibText(Strided, Context, Dataset):
     data: ClassVar[str] = RUNNING_TEXT
 
     sha256: Annotated[str, TEXT, "hash of the text, which differs between versions of Python"] = (
-        "${stdlib_sha256:}"
+        "${stdlib_sha256:stdlib_text}"
     )
+
+
+@dataclass(frozen=True)
+class StdlibTextAll(StdlibText):
+    """All of Python's standard library as bytes, without its tests (about 11 MB): enough for runs of
+    ten thousand steps.
+    """
+
+    sha256: str = "${stdlib_sha256:stdlib_text_all}"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, str]] = {
         "generated_text": "datasets.GeneratedText",
         "glue": "datasets.Glue",
         "stdlib_text": "datasets.StdlibText",
+        "stdlib_text_all": "datasets.StdlibTextAll",
         "text": "datasets.TextFiles",
         "hub_text": "datasets.HubText",
         "shakespeare": "datasets.Shakespeare",

@@ -25,7 +25,7 @@ DATASETS = {
     "imagenet": "nmrun.lab.tasks.vision.images.imagenet",
     "generated_text": "nmrun.lab.tasks.text.labelled.generated_text",
     "glue": "nmrun.lab.tasks.text.labelled.glue",
-    "stdlib_text": "nmrun.lab.tasks.text.files.stdlib",
+    **dict.fromkeys(("stdlib_text", "stdlib_text_all"), "nmrun.lab.tasks.text.files.stdlib"),
     "text": "nmrun.lab.tasks.text.files.text_files",
     "hub_text": "nmrun.lab.tasks.text.files.hub",
     "shakespeare": "nmrun.lab.tasks.text.files.shakespeare",

@@ -115,7 +115,7 @@ class ClassSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Register the source and its search path with Hydra, ``${stdlib_sha256:}``, and the sweeper."""
+    """Register the source and its search path with Hydra, ``${stdlib_sha256:...}``, and the sweeper."""
     ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
     OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
     plugins = Plugins.instance()
@@ -123,8 +123,8 @@ def register() -> None:
         plugins.register(plugin)
 
 
-def _digest() -> str:
-    return str(find("dataset.sha256", "nmrun.lab.tasks.text.files.stdlib_digest", {})())
+def _digest(dataset: str) -> str:
+    return str(find("dataset.sha256", "nmrun.lab.tasks.text.files.stdlib_digest", {})(dataset))
 
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore

@@ -466,22 +466,42 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
     assert task.splits["val"][:8].tolist() == [0, 1, 3, 3, 1, 0, 0, 0]
 
 
-def test_the_library_is_one_text_on_one_machine(tmp_path):
-    texts = files.stdlib_sources()
-    assert {name: len(some) > 20_000 for name, some in texts.items()} == {
+@pytest.mark.parametrize(
+    ("dataset", "least"), [("stdlib_text", 20_000), ("stdlib_text_all", 100_000)]
+)
+def test_the_library_is_one_text_on_one_machine(tmp_path, dataset: str, least: int):
+    texts = files.stdlib_sources(dataset)
+    assert {name: len(some) > least for name, some in texts.items()} == {
         "train": True,
         "val": True,
         "test": True,
     }
     assert b"class ArgumentParser" in texts["train"]
-    config = runs.config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
-    assert config.dataset.as_kind(StdlibText).sha256 == files.stdlib_digest()
+    config = runs.config(tmp_path, "model=gpt_tiny", f"dataset={dataset}")
+    assert config.dataset.as_kind(StdlibText).sha256 == files.stdlib_digest(dataset)
     task = tasks.build(config, DEVICE)
     assert {name: task.splits[name].tobytes() for name in texts} == texts
     with pytest.raises(
         ConfigError, match=r"dataset\.sha256=0123: the library of this Python has another text"
     ):
-        build(tmp_path, "dataset=stdlib_text", "dataset.sha256='0123'")
+        build(tmp_path, f"dataset={dataset}", "dataset.sha256='0123'")
+
+
+def test_all_of_the_library_has_no_tests_and_nothing_of_the_machine(tmp_path):
+    others = ["site-packages/torch.py", "test/a.py", "json/tests/b.py", "_sysconfigdata_x86.py"]
+    modules = [f"{package}m{number:02}.py" for package in ("", "json/") for number in range(80)]
+    for name in [*others, *modules]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    splits = files.all_modules(tmp_path)
+    assert sorted(itertools.chain(*splits.values())) == sorted(modules)
+    assert {split: len(names) for split, names in splits.items()} == {
+        "train": 152,
+        "val": 4,
+        "test": 4,
+    }
+    with pytest.raises(ConfigError, match="this Python comes without the source of its library"):
+        files.all_modules(tmp_path / "site-packages")
 
 
 # --- nanoGPT's files ------------------------------------------------------------------------------

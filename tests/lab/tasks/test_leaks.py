@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,15 @@ def modules(*_: Any) -> Splits:
     return {name: [*some] for name, some in files.MODULES.items()}
 
 
+def all_modules(*_: Any) -> Splits:
+    """What the files of the library contain, so that copies of a file would be seen."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return {
+        split: [text for name in names if len(text := (folder / name).read_bytes()) > 1000]
+        for split, names in files.all_modules(folder).items()
+    }
+
+
 def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
     keys = {"size": 8000, "val_size": 200, "test_size": 200, "words": 16, "longest": 6} | sizes
     dataset = CopyReverse(
@@ -231,6 +241,7 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "generated_questions": lambda *_: texts_of(generated_questions()),
     "squad": some_articles,
     "stdlib_text": modules,
+    "stdlib_text_all": all_modules,
     "text": text("text"),
     "shakespeare": text("shakespeare"),
     "copy_reverse": sentences(),

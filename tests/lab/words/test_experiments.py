@@ -30,7 +30,7 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (
     *("digits", "generated_motion", "generated_shapes", "generated_text", "generated_questions"),
-    *("stdlib_text", "copy_reverse"),
+    *("stdlib_text", "stdlib_text_all", "copy_reverse"),
 )
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
 SMOKES_FIRST = [

@@ -194,29 +194,57 @@ MODULES = {
 }  # fmt: skip
 
 
+# tests, what is not the library's, and tables of characters that are alike in dozens of files
+NO_PART = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+SHARE = 40  # one file of so many is for validation, and another for the test
+
+
 @cache
-def stdlib_sources() -> dict[str, bytes]:
-    """The source of some modules of the standard library by split, one after the other.
+def stdlib_sources(dataset: str) -> dict[str, bytes]:
+    """The source of some modules of the standard library, or of all, by split.
 
     It differs a little between versions of Python, so its hash is part of a run's config. Raises
     ConfigError for a Python without its sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
+    some = {split: [f"{name}.py" for name in names] for split, names in MODULES.items()}
+    files = some if dataset == "stdlib_text" else all_modules(folder)
     try:
         return {
-            split: b"".join((folder / f"{module}.py").read_bytes() for module in modules)
-            for split, modules in MODULES.items()
+            split: b"".join((folder / name).read_bytes() for name in names)
+            for split, names in files.items()
         }
     except OSError as error:
-        raise ConfigError(
-            f"dataset=stdlib_text: {error.filename} is missing: this Python comes without the source of its library; "
-            "dataset=text takes any file"
-        ) from None
+        raise _without_sources(dataset, error.filename) from None
 
 
-def stdlib_digest() -> str:
+def all_modules(folder: Path) -> dict[str, list[str]]:
+    """The modules in a folder and below by split, in the order of their paths; without what the
+    build of this Python wrote.
+    """
+    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    names = sorted(
+        path.as_posix()
+        for path in paths
+        if not NO_PART.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
+    )
+    if len(names) < SHARE:
+        raise _without_sources("stdlib_text_all", f"{folder}/*.py")
+    held = {"val": names[SHARE // 2 - 1 :: SHARE], "test": names[SHARE - 1 :: SHARE]}
+    rest = set(names).difference(*held.values())
+    return {"train": sorted(rest), **held}
+
+
+def _without_sources(dataset: str, missing: object) -> ConfigError:
+    return ConfigError(
+        f"dataset={dataset}: {missing} is missing: this Python comes without the source of its library; "
+        "dataset=text takes any file"
+    )
+
+
+def stdlib_digest(dataset: str) -> str:
     """The first 12 hexadecimal digits of the SHA-256 of all splits."""
-    return hashlib.sha256(b"\0".join(stdlib_sources().values())).hexdigest()[:12]
+    return hashlib.sha256(b"\0".join(stdlib_sources(dataset).values())).hexdigest()[:12]
 
 
 def stdlib(config: Config, device: torch.device) -> LanguageModelling:
@@ -225,12 +253,12 @@ def stdlib(config: Config, device: torch.device) -> LanguageModelling:
 
     from nmrun.lab.tasks.text.language import LanguageModelling
 
-    sha256 = config.dataset.as_kind(StdlibText).sha256
-    if sha256 != stdlib_digest():
+    name, sha256 = config.dataset.name, config.dataset.as_kind(StdlibText).sha256
+    if sha256 != stdlib_digest(name):
         raise ConfigError(
-            f"dataset.sha256={sha256}: the library of this Python has another text, {stdlib_digest()}"
+            f"dataset.sha256={sha256}: the library of this Python has another text, {stdlib_digest(name)}"
         )
-    splits = {split: np.frombuffer(text, np.uint8) for split, text in stdlib_sources().items()}
+    splits = {split: np.frombuffer(text, np.uint8) for split, text in stdlib_sources(name).items()}
     return LanguageModelling.of(
         config, splits, 256, device, "byte", lambda: corpus.vocabulary({}, "byte")
     )
