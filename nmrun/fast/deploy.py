@@ -39,7 +39,6 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
-NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
 
@@ -121,7 +120,7 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
         raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
     if not 0 <= tolerance <= 1:
         raise ConfigError(f"tolerance={tolerance} must be from 0 to 1")
-    if precision and (why := int8.obstacle()):
+    if precision and (why := int8.KERNELS.obstacle()):
         raise ConfigError(f"precision={INT8}: {why}")
     elsewhere = {t.device.type for t in model.parameters()} - {"cpu"}
     if precision and elsewhere:
@@ -182,9 +181,9 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
     if device.type == "cpu":
         if dtype not in products.DTYPES:
             raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
-        if not products.available():
-            raise ValueError(NO_COMPILER)
-        low = dtype == torch.bfloat16 and not bf16.obstacle()
+        if why := products.KERNELS.obstacle():
+            raise ValueError(why)
+        low = dtype == torch.bfloat16 and not bf16.KERNELS.obstacle()
         return {"packed": PackedLinear.of, **({BF16: Bf16Linear.of} if low else {})}
     if why := on_gpu.obstacle(device):
         raise ValueError(why)
@@ -203,11 +202,11 @@ def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     short = str(site.dtype).removeprefix("torch.")
     if site.dtype not in products.DTYPES:
         raise ValueError(f"{short}: packed convolutions are float32 or bfloat16")
-    if not products.available():
-        raise ValueError(NO_COMPILER)
+    if why := products.KERNELS.obstacle():
+        raise ValueError(why)
     if site.dtype == torch.float32:
         return {"packed": lambda weight, bias: PackedConvolution.of(weight, site.window, bias)}
-    if why := bf16.obstacle():
+    if why := bf16.KERNELS.obstacle():
         raise ValueError(f"{short}: {why}")
     return {BF16: lambda weight, bias: Bf16Convolution.of(weight, site.window, bias)}
 

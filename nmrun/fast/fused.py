@@ -83,26 +83,26 @@ def _supports(*tensors: Tensor) -> bool:
 
 
 def _attention(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    if attention.obstacle():
+    if attention.KERNELS.obstacle():
         return {}
     ways: dict[str, nn.Module] = {FUSED: FusedAttention()}
-    if low and x.dtype == torch.float32 and not bf16.obstacle():
+    if low and x.dtype == torch.float32 and not bf16.KERNELS.obstacle():
         ways[FUSED_BF16] = FusedAttention(low=True)
     return ways
 
 
 def _gelu(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    if gelu.obstacle():
+    if gelu.KERNELS.obstacle():
         return {}
     return {FUSED: FusedGELU(module.approximate == "tanh")}
 
 
 def _gelu_exact(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    return {FUSED: FusedGELU()} if module.act is F.gelu and not gelu.obstacle() else {}
+    return {FUSED: FusedGELU()} if module.act is F.gelu and not gelu.KERNELS.obstacle() else {}
 
 
 def _gelu_tanh(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    return {} if gelu.obstacle() else {FUSED: FusedGELU(tanh=True)}
+    return {} if gelu.KERNELS.obstacle() else {FUSED: FusedGELU(tanh=True)}
 
 
 # what may take a layer's place for an input, by the class whose `forward` the layer has; `low`: as

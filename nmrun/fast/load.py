@@ -54,11 +54,13 @@ def load_packed(path: Path | str, model: Model) -> Model:
                 dense.pop(f"{line.name}.{part}", None)
             dense[line.name] = line.shape
         _same_model(model, dense)
-        if not products.available():
+        if products.KERNELS.obstacle():
             raise ValueError(
                 "packed layers need a C compiler (cc, gcc, clang or $CC); nmrun.fast.packed.load reads dense weights"
             )
-        if any(line.scales(tensors) is not None for line in lines) and (why := int8.obstacle()):
+        if any(line.scales(tensors) is not None for line in lines) and (
+            why := int8.KERNELS.obstacle()
+        ):
             raise ValueError(
                 f"the file is of int8: {why}; nmrun.fast.packed.load reads dense weights"
             )
@@ -163,7 +165,7 @@ def _linear(
     value = value if site.weight.is_meta else value.to(site.weight.dtype)
     if value.dtype not in products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
-    if value.dtype == torch.bfloat16 and not bf16.obstacle():
+    if value.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle():
         weight = value.new_zeros(rows, columns)
         weight[row, column] = value
         return partial(Bf16Linear, bf16.packed(weight))

@@ -15,9 +15,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 CHUNK = 1 << 16  # weights that a thread should at least get
 MOST = 16  # operands, as in nm_parts.c
 BEGIN, END = object(), object()
+OPERANDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int}
+NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
 IMPORTED_IN = os.getpid()  # libgomp's threads do not survive a fork, and it would wait for them
 
 
@@ -54,6 +57,52 @@ def library(
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@dataclass(frozen=True)
+class CFunctions:
+    """Functions of a shared library that is built when one is needed.
+
+    Args:
+        purpose: what they are for, in a message.
+        sources, flags, package: see :func:`library`; it is named after the first function.
+        functions: their operands, a letter each: ``p`` an address, ``n`` an int64, ``i`` an int.
+        needs: the instructions that a processor needs for the first function. Those that are
+            missing on other processors may be among the rest.
+    """
+
+    purpose: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...]
+    package: str
+    functions: Mapping[str, str]
+    needs: str = ""
+
+    def obstacle(self) -> str:
+        """Why they cannot be called on this machine; empty if they can."""
+        if self._library is None:
+            return NO_COMPILER
+        return "" if hasattr(self._library, self._first) else f"this processor has no {self.needs}"
+
+    def load(self) -> ctypes.CDLL:
+        """The library. Raises RuntimeError where there is an obstacle."""
+        if why := self.obstacle():
+            raise RuntimeError(f"{self.purpose}: {why}")
+        assert self._library is not None
+        return self._library
+
+    @property
+    def _first(self) -> str:
+        return next(iter(self.functions))
+
+    @cached_property
+    def _library(self) -> ctypes.CDLL | None:
+        built = library(self._first, self.sources, self.flags, self.package)
+        if built is not None:
+            for name, operands in self.functions.items():
+                if hasattr(built, name):
+                    getattr(built, name).argtypes = [OPERANDS[letter] for letter in operands]
+        return built
 
 
 def find_compiler() -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import compiler
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.kernels.operands import Operands
 from nmrun.patterns import Pattern
@@ -157,6 +157,7 @@ def _of_step(o: Operands) -> ctypes.CDLL | None:
 
 SPLIT_PIECE = 4096  # entries, as in nm_split.c
 SPLIT_SMALLEST = 1 << 16  # entries; below, torch takes less than building pays back
+SPLIT = CFunctions("sums over a mask", ("nm_split",), (), "nmrun.kernels", {"nm_split": "ppnnnip"})
 
 
 def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
@@ -167,7 +168,7 @@ def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
     fits = values.is_cpu and mask.is_cpu and values.dtype == torch.float32
     if not fits or values.numel() < SPLIT_SMALLEST or not stored_alike(values, mask):
         return None
-    if (kernel := _splitter()) is None:
+    if SPLIT.obstacle():
         return None
     _, (values, mask) = as_stored(0, values, mask)
     count = values.numel()
@@ -175,14 +176,5 @@ def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
     sums = torch.empty(pieces, 2, dtype=torch.float64)
     tensors = (values.data_ptr(), mask.data_ptr(), count)
     operands = (*tensors, BEGIN, END, int(squares), sums.data_ptr())
-    in_parts(kernel.nm_split, operands, pieces, count)
+    in_parts(SPLIT.load().nm_split, operands, pieces, count)
     return sums.sum(0)
-
-
-@cache
-def _splitter() -> ctypes.CDLL | None:
-    library = compiler.library("nm_split", ("nm_split",))
-    if library is not None:
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        library.nm_split.argtypes = [*[pointer] * 2, *[size] * 3, ctypes.c_int, pointer]
-    return library

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,18 +143,13 @@ def test_a_cache_shared_between_machines_hands_none_the_others_code(
     monkeypatch.setattr(compiler, "_trusted", lambda path: False)
     for flags in ("flags : avx512f", "flags : avx512f avx512_bf16"):
         monkeypatch.setattr(compiler, "_processor", lambda flags=flags: flags)
-        bf16._library.cache_clear()
-        bf16._library()
-    bf16._library.cache_clear()
+        replace(bf16.KERNELS).obstacle()
     assert len(set(built)) == 2
 
 
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    bf16._library.cache_clear()
-    try:
-        assert bf16.obstacle().startswith("no C compiler works here")
-        with pytest.raises(RuntimeError, match=r"^products of bfloat16: no C compiler works here"):
-            bf16.packed(torch.ones(4, 4))
-    finally:
-        bf16._library.cache_clear()
+    monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS))
+    assert bf16.KERNELS.obstacle().startswith("no C compiler works here")
+    with pytest.raises(RuntimeError, match=r"^products of bfloat16: no C compiler works here"):
+        bf16.packed(torch.ones(4, 4))

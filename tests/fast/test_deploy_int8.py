@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
-needs_int8 = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
+needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
 
 
 @pytest.fixture
@@ -155,15 +156,12 @@ def test_a_precision_and_a_tolerance_that_are_none() -> None:
 
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    int8._library.cache_clear()
-    try:
-        model = mlp()
-        layers = list(model)
-        with pytest.raises(ConfigError, match=r"^precision=int8: no C compiler works here .*$"):
-            nmrun.deploy(model, torch.randn(3, 80), precision="int8")
-        assert list(model) == layers
-    finally:
-        int8._library.cache_clear()
+    monkeypatch.setattr(int8, "KERNELS", replace(int8.KERNELS))
+    model = mlp()
+    layers = list(model)
+    with pytest.raises(ConfigError, match=r"^precision=int8: no C compiler works here .*$"):
+        nmrun.deploy(model, torch.randn(3, 80), precision="int8")
+    assert list(model) == layers
 
 
 @pytest.fixture

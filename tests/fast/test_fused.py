@@ -17,7 +17,9 @@ from nmrun.fast.cpu.kernels import attention, bf16
 from nmrun.fast.fused import FusedAttention, FusedGELU
 from nmrun.sparsity import nm_mask
 
-pytestmark = pytest.mark.skipif(bool(attention.obstacle()), reason="no compiler or no AVX-512")
+pytestmark = pytest.mark.skipif(
+    bool(attention.KERNELS.obstacle()), reason="no compiler or no AVX-512"
+)
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_masks_few_queries_gradients_and_the_compiler() -> None:
 
 
 @pytest.mark.usefixtures("faster")
-@pytest.mark.skipif(bool(bf16.obstacle()), reason="no AVX-512 with BF16")
+@pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no AVX-512 with BF16")
 @pytest.mark.parametrize(("tolerance", "path"), [(0.05, "fused bf16"), (1e-6, "fused")])
 def test_with_int_8_attention_may_be_bfloat16(tolerance: float, path: str) -> None:
     model, x = network(), torch.randn(2, 21, 32)

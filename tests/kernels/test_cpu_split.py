@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmrun.kernels import compiler, cpu
 
-pytestmark = pytest.mark.skipif(cpu._splitter() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(bool(cpu.SPLIT.obstacle()), reason="no C compiler here")
 
 
 def exact(values: Tensor, mask: Tensor, squares: bool) -> list[float]:

@@ -251,7 +251,7 @@ def pack_activations(
     ``known`` has times by shape in place of measured ones.
     """
     pattern = activations.pattern
-    if pattern is None or mode not in ("auto", "force") or not products.available():
+    if pattern is None or mode not in ("auto", "force") or products.KERNELS.obstacle():
         return []
     before = {choice.name: choice for choice in choices}
     layers = {weight.module: weight.layer for weight in sparse}

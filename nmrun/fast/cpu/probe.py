@@ -78,7 +78,7 @@ class LinearShape:
     @property
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
-        low = self.dtype == torch.bfloat16 and not bf16.obstacle()
+        low = self.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle()
         sparse = ("packed", *(LOW if low else ())) if self.pattern else ()
         plain = self.dtype == torch.float32 and self.mvue is None
         dense = (ONEDNN,) if plain and onednn.available() else ()
@@ -395,7 +395,7 @@ def _machine() -> str:
 
 def obstacle(device: torch.device) -> str:
     """Why there are no N:M products on this CPU; empty if there might be."""
-    return "" if products.available() else "no C compiler works here, which the CPU's need"
+    return products.KERNELS.obstacle()
 
 
 def eligible(
@@ -457,7 +457,7 @@ def _is_float32(weight: SparseWeight) -> bool:
 
 def _convolution(weight: SparseWeight, inputs: torch.Size, dtype: torch.dtype) -> ConvolutionShape:
     """Raises ValueError: why it cannot be packed."""
-    if dtype == torch.bfloat16 and (why := bf16.obstacle()):
+    if dtype == torch.bfloat16 and (why := bf16.KERNELS.obstacle()):
         raise ValueError(f"bfloat16: {why}")
     if not isinstance(weight.module, nn.Conv2d) or len(inputs) != 4:
         raise ValueError("of convolutions those of batches of images are packed")

@@ -167,7 +167,7 @@ def packed() -> Iterator[tuple[str, str]]:
     from nmrun.lab.bench.infer_cpu import OneDNN
     from nmrun.sparsity.masks import hard_threshold
 
-    if not products.available():
+    if products.KERNELS.obstacle():
         yield "CPU products", "none: packed N:M weights need a C compiler (cc, gcc, clang or $CC)"
         return
     inputs, outputs = CPU_SHAPE

@@ -305,7 +305,7 @@ def benchmark(
     """``nmrun bench infer`` on a CPU."""
     if threads is not None:
         torch.set_num_threads(threads)
-    supported = {peers.BF16: peers.has_bf16(), peers.INT8: not int8.obstacle()}
+    supported = {peers.BF16: peers.has_bf16(), peers.INT8: not int8.KERNELS.obstacle()}
     unsupported = [p for p in precisions or () if not supported.get(p, True)]
     if unsupported:
         raise ConfigError(

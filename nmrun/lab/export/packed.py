@@ -63,7 +63,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
 
 def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     """The run's weights that can be int8, by name, and the lines to print."""
-    if why := int8.obstacle():
+    if why := int8.KERNELS.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
     by_module, refusals = sites(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import attention, bf16, gelu
 
-pytestmark = pytest.mark.skipif(bool(attention.obstacle()), reason="no compiler or no AVX-512")
+pytestmark = pytest.mark.skipif(
+    bool(attention.KERNELS.obstacle()), reason="no compiler or no AVX-512"
+)
 
 # rounding of an operand or a result
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
@@ -24,11 +27,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
         return
     for module in (attention, gelu):
-        monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-mno-avx512bf16"))
-        module._library.cache_clear()
+        flags = (*module.KERNELS.flags, "-mno-avx512bf16")
+        monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS, flags=flags))
     yield
-    for module in (attention, gelu):
-        module._library.cache_clear()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -88,7 +89,7 @@ def test_every_shape(
     assert torch.equal(attention.attention(*one_by_one), attention.attention(q, k, v))
 
 
-@pytest.mark.skipif(bool(bf16.obstacle()), reason="no AVX-512 with BF16")
+@pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no AVX-512 with BF16")
 def test_operands_rounded_to_bfloat16() -> None:
     q, k, v = heads(1, 2, 25, 65, 33, torch.float32)
     check(attention.attention(q, k, v, low=True), q, k, v, low=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast import acceleration
 from nmrun.fast.cpu import linear, probe
+from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
 from nmrun.fast.measurement import BF16, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
@@ -268,5 +270,5 @@ def test_a_run_that_goes_on_where_there_are_none_measures_again(
     monkeypatch.setattr(probe, "measure", lambda shape: {"dense": SLOW, "packed": FAST})
     choices = accelerate(handle, sample, known=kept)
     assert choices[0].path == BF16
-    monkeypatch.setattr("nmrun.fast.cpu.kernels.bf16.obstacle", lambda: "none here")
+    monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
     assert accelerate(handle, sample, known=kept)[0].path == "packed"

@@ -184,7 +184,7 @@ def test_the_true_instruction_is_what_is_compiled(tmp_path: Path) -> None:
         "-mavx512bf16",
         "-mavx512bw",
         "-mavx512vl",
-        *bf16.FLAGS,
+        *bf16.KERNELS.flags,
         "-UEMULATED",
         "-S",
         "nm.c",

@@ -11,7 +11,7 @@ from nmrun.fast.cpu.kernels.int8 import MOST, Int8Matrix
 from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
-pytestmark = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
+pytestmark = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (100, 129), (64, 2080))
 TINY = torch.finfo(torch.float32).tiny

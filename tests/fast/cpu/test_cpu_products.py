@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix, multiply, pack, sampled
 from nmrun.kernels import compiler
 
-pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler here")
+pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
 
 EVERY = [
     (n, m) for m in (1, 2, 3, 4, 5, 7, 8, 12, 16) for n in {1, 2, m // 2, m - 1, m} if 0 < n <= m
@@ -162,12 +162,9 @@ def test_a_matrix_with_more_than_there_is_room_for_is_refused() -> None:
 
 
 @pytest.fixture
-def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    products._library.cache_clear()
-    yield
-    monkeypatch.undo()
-    products._library.cache_clear()
+    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS))
 
 
 @pytest.mark.slow
@@ -231,7 +228,7 @@ def test_on_arm(tmp_path: Path) -> None:
     folder = resources.files("nmrun.kernels")
     sources = [folder.joinpath(f"nm_{n}.c").read_text() for n in ("product", "sampled", "pack")]
     (code := tmp_path / "all.c").write_text("".join(sources) + ARM)
-    flags = ["-O3", "-static", *products.FLAGS]
+    flags = ["-O3", "-static", *products.KERNELS.flags]
     subprocess.run([compiler, *flags, str(code), "-o", str(tmp_path / "all"), "-lm"], check=True)
     ran = subprocess.run([emulator, str(tmp_path / "all")], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "right\n")

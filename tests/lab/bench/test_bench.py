@@ -438,7 +438,7 @@ def test_infer(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFi
     assert "broken: WRONG results" in printed
 
 
-@pytest.mark.skipif(not products.available(), reason="no C compiler works here")
+@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
 def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--models",
@@ -526,7 +526,7 @@ def test_a_precision_without_instructions_is_one_line(
     assert capsys.readouterr().err.splitlines() == [message]
 
 
-@pytest.mark.skipif(not products.available(), reason="no C compiler works here")
+@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
 @pytest.mark.parametrize(("name", "inputs"), [("gpt2", (5, 1)), ("gpt2_prompt", (1, 5))])
 def test_infer_of_a_small_gpt2(
     name: str, inputs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -545,7 +545,7 @@ def test_infer_of_a_small_gpt2(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not products.available(), reason="no C compiler works here")
+@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
 def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
     words += ["--arms", "torch", "onednn", "packed", "--precisions", "float32"]

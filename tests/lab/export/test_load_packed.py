@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from nmrun.kernels import compiler
 from nmrun.lab.export import cli, finished_run
 
 PACKED = (PackedLinear, PackedConvolution)
-pytestmark = pytest.mark.skipif(not products.available(), reason="no C compiler works here")
+pytestmark = pytest.mark.skipif(
+    bool(products.KERNELS.obstacle()), reason="no C compiler works here"
+)
 
 
 def encoder() -> nn.Module:
@@ -120,8 +123,8 @@ def test_a_model_in_bfloat16_gets_the_products_of_its_processor(
     x = torch.randn(3, 7, 18).bfloat16()
     expected = dense.double()(x.double()).detach()
     if not there:
-        monkeypatch.setattr(bf16, "obstacle", lambda: "none")
-    elif bf16.obstacle():
+        monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
+    elif bf16.KERNELS.obstacle():
         pytest.skip("no AVX-512 with BF16")
     model = nmrun.load_packed(path, encoder().bfloat16())
     kinds = [type(m) for m in model.modules() if isinstance(m, PackedLinear)]
@@ -218,17 +221,14 @@ def test_another_model_and_no_compiler(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"the file is of another model: "):
         nmrun.load_packed(path, encoder())
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    products._library.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match="packed layers need a C compiler"):
-            nmrun.load_packed(path, images())
-    finally:
-        products._library.cache_clear()
+    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS))
+    with pytest.raises(ConfigError, match="packed layers need a C compiler"):
+        nmrun.load_packed(path, images())
 
 
 # --- int8 -----------------------------------------------------------------------------------------
 
-needs_int8 = pytest.mark.skipif(bool(int8.obstacle()), reason=int8.obstacle())
+needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
 
 
 @needs_int8
@@ -333,8 +333,10 @@ def test_int8_without_its_products_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported(tmp_path, encoder(), pad=True)
-    monkeypatch.setattr(int8, "obstacle", lambda: "no such instructions")
+    monkeypatch.setattr(int8, "KERNELS", replace(int8.KERNELS, sources=("nm_scratch",)))
     words = [str(tmp_path / "run"), "--to", str(tmp_path / "low"), "--format", "packed"]
-    with pytest.raises(RunError, match=r"^--precision int8: no such instructions$"):
+    with pytest.raises(
+        RunError, match=r"^--precision int8: this processor has no AVX-512 with VNNI and VBMI$"
+    ):
         cli.main([*words, "--precision", "int8"])
     assert not (tmp_path / "low").exists()

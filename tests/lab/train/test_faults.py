@@ -226,7 +226,7 @@ def test_the_pass_before_training_is_halved_too(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return loss(task, model, batch)
 
-    looks = ("trainer.acceleration=force",) if products.available() else ()
+    looks = ("trainer.acceleration=force",) if not products.KERNELS.obstacle() else ()
     monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
     made = config(tmp_path, *looks)
     assert runner.run(made, run_folder(made))["status"] == "finished"

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiler
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 
 DTYPES = torch.float32, torch.bfloat16
-SOURCES = "nm_scratch", "nm_numbers", "nm_attention"
-FLAGS = ("-ffp-contract=off", "-fno-math-errno")
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+KERNELS = CFunctions(
+    "attention",
+    ("nm_scratch", "nm_numbers", "nm_attention"),
+    ("-ffp-contract=off", "-fno-math-errno"),
+    __package__,
+    {"nm_attention": "pnn"},
+    needs="AVX-512",
+)
 
 
 class _Attention(ctypes.Structure):  # as in nm_attention.c
@@ -29,14 +33,6 @@ class _Attention(ctypes.Structure):  # as in nm_attention.c
         *((name, ctypes.c_int64) for name in ("causal", "low", "short_words")),
         ("scale", ctypes.c_double),
     )
-
-
-def obstacle() -> str:
-    """Why there is no such attention on this machine; empty if there is."""
-    library = _library()
-    if library is None:
-        return "no C compiler works here (cc, gcc, clang or $CC)"
-    return "" if hasattr(library, "nm_attention") else "this processor has no AVX-512"
 
 
 def attention(
@@ -62,9 +58,7 @@ def attention(
     Returns:
         (batch, heads, queries, width), whose memory is (batch, queries, heads, width).
     """
-    library = _library()
-    if library is None or not hasattr(library, "nm_attention"):
-        raise RuntimeError(f"attention: {obstacle()}")
+    library = KERNELS.load()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, heads, queries, width = q.shape
     keys = k.shape[2]
@@ -90,11 +84,3 @@ def _added(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.float()
     return torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = compiler.library("nm_attention", SOURCES, FLAGS, __package__)
-    if library is not None and hasattr(library, "nm_attention"):
-        library.nm_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    return library

@@ -7,15 +7,12 @@ The bits of a result depend on nothing but the operands, whatever the number of 
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiler
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 
 TILE = 16  # rows, as in nm_bf16.c
 SEGMENT = 32  # columns
@@ -23,8 +20,21 @@ SEGMENTS = 16  # of a block
 BLOCK = SEGMENT * SEGMENTS
 DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
 MOST = 16  # tokens that share a pass over the matrix
-FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+KERNELS = CFunctions(
+    "products of bfloat16",
+    ("nm_scratch", "nm_vectors", "nm_bf16", "nm_window", "nm_bf16_convolution"),
+    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
+    __package__,
+    {
+        "nm_bf16": "p" * 7 + "n" * 6,
+        "nm_bf16_count": "pi" + "n" * 5 + "pp",
+        "nm_bf16_fill": "pi" + "n" * 5 + "p" * 4,
+        "nm_bf16_convolution": "p" * 8 + "n" * 3,
+        "nm_bf16_sampled": "p" * 6 + "n" * 5 + "pp",
+    },
+    needs="AVX-512 with BF16",
+)
 
 
 @dataclass(frozen=True)
@@ -113,14 +123,6 @@ class Bf16Matrix:
         return out
 
 
-def obstacle() -> str:
-    """Why there are no such products on this machine; empty if there are."""
-    library = _library()
-    if library is None:
-        return "no C compiler works here (cc, gcc, clang or $CC)"
-    return "" if hasattr(library, "nm_bf16") else "this processor has no AVX-512 with BF16"
-
-
 def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
     """Round a float32 matrix, contiguous, and pack it into memory of :meth:`Bf16Matrix.empty`: a matrix
     (rows, taps * columns) for ``into``, or ``turned`` one of (columns, taps * rows), of which the
@@ -128,7 +130,7 @@ def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
 
     Returns how many non-zeros there are, rounded.
     """
-    library, size = _loaded(), matrix.numel() // into.taps
+    library, size = KERNELS.load(), matrix.numel() // into.taps
     across, tiles = (into.rows if turned else into.columns), into.counts.shape[1]
     shape = (int(turned), matrix.shape[1], into.rows, into.columns, BEGIN, END)
     memory = (into.values.data_ptr(), into.index.data_ptr())
@@ -170,7 +172,7 @@ def packed(matrix: Tensor, taps: int = 1) -> Bf16Matrix:
 def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tensor:
     """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
     Raises RuntimeError where there are no such products."""
-    library, x = _loaded(), x.contiguous()
+    library, x = KERNELS.load(), x.contiguous()
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)
     bias = None if bias is None else bias.float().contiguous()
@@ -193,14 +195,14 @@ def convolve(
     operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
     operands += [*_addresses(matrix), geometry, x.shape[0]]
     work = pixels * matrix.slots * SEGMENT // WORTH
-    in_parts(_loaded().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, MOST)
+    in_parts(KERNELS.load().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, MOST)
 
 
 def sampled(x: Tensor, y: Tensor, mask: Bf16Matrix) -> Tensor:
     """``y^T x`` where ``mask`` (rows, columns) has non-zeros, zero elsewhere, in float32; x (tokens,
     columns) and y (tokens, rows) in bfloat16.
     """
-    library, x, y = _loaded(), x.contiguous(), y.contiguous()
+    library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
     sums, out = torch.zeros(mask.slots, SEGMENT), torch.zeros(mask.rows, mask.columns)
     operands = [x.data_ptr(), y.data_ptr(), *_addresses(mask), mask.rows, mask.columns, len(x)]
     tiles = mask.counts.shape[1]
@@ -212,24 +214,3 @@ def sampled(x: Tensor, y: Tensor, mask: Bf16Matrix) -> Tensor:
 def _addresses(matrix: Bf16Matrix) -> list[int]:
     parts = (matrix.values, matrix.index, matrix.counts, matrix.start)
     return [part.data_ptr() for part in parts]
-
-
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    if library is None or not hasattr(library, "nm_bf16"):
-        raise RuntimeError(f"products of bfloat16: {obstacle()}")
-    return library
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    sources = ("nm_scratch", "nm_vectors", "nm_bf16", "nm_window", "nm_bf16_convolution")
-    library = compiler.library("nm_bf16", sources, FLAGS, __package__)
-    if library is not None and hasattr(library, "nm_bf16"):
-        p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        library.nm_bf16.argtypes = [*[p] * 7, *[n] * 6]
-        library.nm_bf16_count.argtypes = [p, flag, *[n] * 5, p, p]
-        library.nm_bf16_fill.argtypes = [p, flag, *[n] * 5, *[p] * 4]
-        library.nm_bf16_convolution.argtypes = [*[p] * 8, *[n] * 3]
-        library.nm_bf16_sampled.argtypes = [*[p] * 6, *[n] * 5, p, p]
-    return library

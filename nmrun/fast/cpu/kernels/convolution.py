@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix, loaded
+from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix
 from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 Pair = tuple[int, int]
@@ -95,7 +95,7 @@ def _run(
 def _by_images(
     x: Tensor, out: Tensor, bias: Tensor | None, weight: PackedMatrix, geometry: _Geometry
 ) -> None:
-    library, (images, columns, in_height, in_width) = loaded(), x.shape
+    library, (images, columns, in_height, in_width) = products.KERNELS.load(), x.shape
     about, height = ctypes.addressof(geometry), out.shape[2]
     pixels = in_height * in_width
     turned = _workspace(pixels * columns * PANEL)

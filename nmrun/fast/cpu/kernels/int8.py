@@ -14,21 +14,26 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiler
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 
 TILE = 16  # rows, as in nm_int8.c
 SEGMENT = 64  # columns
 DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
 MOST = 16  # tokens that share a pass over the matrix
-FLAGS = ("-ffp-contract=off", "-fno-math-errno")  # fusing would change bits
 WORTH = 128  # multiplications that cost as much as a weight in another pass, see in_parts
 ROW = (2**31 - 1) // (255 * 127)  # non-zeros that 32 bits can add up
+KERNELS = CFunctions(
+    "int8 products",
+    ("nm_scratch", "nm_int8"),
+    ("-ffp-contract=off", "-fno-math-errno"),  # fusing would change bits
+    __package__,
+    {"nm_int8": "p" * 10 + "n" * 6},
+    needs="AVX-512 with VNNI and VBMI",
+)
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,6 @@ class Int8Matrix:
         return out * self.scales[:, None]
 
 
-def obstacle() -> str:
-    """Why there are no int8 products here; empty if there are."""
-    library = _library()
-    if library is None:
-        return "no C compiler works here (cc, gcc, clang or $CC)"
-    return "" if hasattr(library, "nm_int8") else "this processor has no AVX-512 with VNNI and VBMI"
-
-
 def quantised(row: Tensor, value: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Non-zeros as int8, and the scale of each of their rows; the arguments are those of :func:`pack`.
     Raises ValueError for values that are not finite."""
@@ -156,9 +153,7 @@ def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tenso
 
     Raises RuntimeError for NaN and infinity in x, and where there are no such products.
     """
-    library = _library()
-    if library is None or not hasattr(library, "nm_int8"):
-        raise RuntimeError(f"int8 products: {obstacle()}")
+    library = KERNELS.load()
     x, (tokens, rows, columns) = x.contiguous(), (len(x), matrix.rows, matrix.columns)
     out = x.new_empty(tokens, rows)
     bias = None if bias is None else bias.contiguous()
@@ -175,12 +170,3 @@ def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tenso
     if odd.value:
         raise RuntimeError("int8 products: the activations have NaN or infinity")
     return out
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = compiler.library("nm_int8", ("nm_scratch", "nm_int8"), FLAGS, __package__)
-    if library is not None and hasattr(library, "nm_int8"):
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        library.nm_int8.argtypes = [*[pointer] * 10, *[size] * 6]
-    return library

@@ -7,26 +7,45 @@ the operands, whatever the number of threads or tokens.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiler
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 
 BLOCK = 128  # columns, as in nm_product.c
 PANEL = 64  # tokens, as in nm_product.c
 LINE = 16  # rows whose results of a token share a piece of the cache
-FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)  # of the dense operands
 FULL = 4  # from more than one entry in so many on the transpose is packed from the matrix itself
 WORTH = 32  # multiplications that cost as much as a weight in another pass, see in_parts
 LOW, TURNED = 3, 4  # flags of nm_product.c
+KERNELS = CFunctions(
+    "N:M products on the CPU",
+    (
+        *("nm_scratch", "nm_vectors", "nm_product", "nm_token", "nm_sampled"),
+        *("nm_window", "nm_convolution", "nm_pack"),
+    ),
+    ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
+    __package__,
+    {
+        "nm_product": "p" * 6 + "n" * 7 + "i",
+        "nm_token": "p" * 7 + "n" * 5 + "ii",
+        "nm_sampled": "p" * 4 + "n" * 5 + "ip",
+        "nm_convolution": "p" * 7 + "n" * 4,
+        "nm_turn": "pp" + "n" * 4 + "p",
+        "nm_count": "p" + "n" * 5 + "p",
+        "nm_fill": "p" + "n" * 5 + "ppp",
+        "nm_count_turned": "pp" + "n" * 4 + "p",
+        "nm_fill_turned": "ppp" + "n" * 4 + "ppp",
+        "nm_turned": "p" + "n" * 5 + "p" * 4,  # with AVX-512 alone
+        "nm_unpack": "ppp" + "n" * 5 + "p",
+        "nm_starts": "pn",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -96,14 +115,9 @@ class PackedMatrix:
         out = torch.empty(self.rows, self.taps * self.columns)
         parts = [t.data_ptr() for t in (self.values, self.index, self.start)]
         shape, to = (self.taps, self.rows, self.columns), out.data_ptr()
-        library = loaded()
+        library = KERNELS.load()
         in_parts(library.nm_unpack, (*parts, *shape, BEGIN, END, to), self.rows, out.numel())
         return out
-
-
-def available() -> bool:
-    """Whether a C compiler built the kernels here."""
-    return _library() is not None
 
 
 def blocks_of(columns: int) -> int:
@@ -117,7 +131,7 @@ def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None)
 
     Raises ValueError where there are more non-zeros than room; then ``rows`` holds none.
     """
-    library, size = loaded(), matrix.numel()
+    library, size = KERNELS.load(), matrix.numel()
     r, c, taps = rows.rows, rows.columns, rows.taps
     source, start = (matrix.data_ptr(), taps, r, c), rows.start.data_ptr()
     in_parts(library.nm_count, (*source, BEGIN, END, start), r, size)
@@ -146,7 +160,7 @@ def multiply(
     """``x S^T + bias`` with a packed S (rows, columns) and x (tokens, columns) in float32 or bfloat16;
     (tokens, rows) in the dtype of x, summed in float32. ``turned``: x is (columns, tokens) and float32,
     the result is (rows, tokens)."""
-    library, x = loaded(), x.contiguous()
+    library, x = KERNELS.load(), x.contiguous()
     tokens = x.shape[1] if turned else x.shape[0]
     out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
     bias = None if bias is None else bias.float().contiguous()
@@ -172,7 +186,7 @@ def in_panels(
 def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
     """``y^T x`` where ``mask`` (rows, columns) has non-zeros, whatever they are, zero elsewhere; x (tokens,
     columns) and y (tokens, rows) in float32 or bfloat16, the result in float32."""
-    library, x, y = loaded(), x.contiguous(), y.contiguous()
+    library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
     sums = torch.zeros_like(mask.values)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
     fixed = [_address(t) for t in (x, y, mask.index, mask.start)]
@@ -183,50 +197,3 @@ def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def loaded() -> ctypes.CDLL:
-    """The kernels. Raises RuntimeError where no C compiler works."""
-    library = _library()
-    if library is None:
-        raise RuntimeError("no C compiler works here: N:M products on the CPU need one")
-    return library
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = compiler.library(
-        "nm_product",
-        (
-            "nm_scratch",
-            "nm_vectors",
-            "nm_product",
-            "nm_token",
-            "nm_sampled",
-            "nm_window",
-            "nm_convolution",
-            "nm_pack",
-        ),
-        FLAGS,
-        __package__,
-    )
-    if library is None:
-        return None
-    p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    for name, arguments in (
-        ("nm_count", [p, *[n] * 5, p]),
-        ("nm_fill", [p, *[n] * 5, *[p] * 3]),
-        ("nm_count_turned", [p, p, *[n] * 4, p]),
-        ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3]),
-        ("nm_unpack", [*[p] * 3, *[n] * 5, p]),
-        ("nm_product", [*[p] * 6, *[n] * 7, flag]),
-        ("nm_token", [*[p] * 7, *[n] * 5, flag, flag]),
-        ("nm_turn", [p, p, *[n] * 4, p]),
-        ("nm_convolution", [*[p] * 7, *[n] * 4]),
-        ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p]),
-    ):
-        getattr(library, name).argtypes = arguments
-    library.nm_starts.argtypes, library.nm_starts.restype = [p, n], n
-    if hasattr(library, "nm_turned"):  # where there is AVX-512
-        library.nm_turned.argtypes = [p, *[n] * 5, *[p] * 4]
-    return library

@@ -116,7 +116,7 @@ def pack(row: Tensor, column: Tensor, value: Tensor, rows: int, columns: int) ->
 def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tensor:
     """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16 and the bias in float32; (tokens,
     rows) in the dtype of x, summed in float32."""
-    library, x = products.loaded(), x.contiguous()
+    library, x = products.KERNELS.load(), x.contiguous()
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)
     flags = LOW * (x.dtype == torch.bfloat16)
