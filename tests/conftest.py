@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,21 @@ def kernels_for_small_weights(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(kernel_cache))
     monkeypatch.setattr(cpu, "SMALLEST", 1)
+    yield
+    cpu.load.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine without a C compiler: nothing that was built before is there."""
+    from nmrun.fast.cpu.kernels import attention, bf16, gelu, int8, products
+    from nmrun.kernels import compiler, cpu
+
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
+    for module in (attention, bf16, gelu, int8, products):
+        monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS))
+    monkeypatch.setattr(cpu, "SPLIT", replace(cpu.SPLIT))
+    cpu.load.cache_clear()
     yield
     cpu.load.cache_clear()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import played_gpu
@@ -22,7 +21,6 @@ from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.packed_linear import PackedLinear
-from nmrun.kernels import compiler
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 
@@ -291,9 +289,8 @@ def test_what_is_dense_is_computed_by_the_faster_library(
         torch.testing.assert_close(model(x).float(), wanted, rtol=0.05, atol=0.05)
 
 
-def test_without_a_compiler_all_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS))
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_all_stays_dense() -> None:
     model = mlp()
     layers, choices = list(model), nmrun.deploy(model, torch.randn(3, 40))
     assert list(model) == layers

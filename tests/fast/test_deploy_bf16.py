@@ -147,9 +147,8 @@ def test_a_cache_shared_between_machines_hands_none_the_others_code(
     assert len(set(built)) == 2
 
 
-def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS))
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_there_is_one_line() -> None:
     assert bf16.KERNELS.obstacle().startswith("no C compiler works here")
     with pytest.raises(RuntimeError, match=r"^products of bfloat16: no C compiler works here"):
         bf16.packed(torch.ones(4, 4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
-from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
 needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
@@ -154,9 +152,8 @@ def test_a_precision_and_a_tolerance_that_are_none() -> None:
     assert list(model) == layers
 
 
-def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    monkeypatch.setattr(int8, "KERNELS", replace(int8.KERNELS))
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_there_is_one_line() -> None:
     model = mlp()
     layers = list(model)
     with pytest.raises(ConfigError, match=r"^precision=int8: no C compiler works here .*$"):

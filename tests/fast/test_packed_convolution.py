@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,7 +178,7 @@ def test_a_layer_that_is_wrong_is_never_taken(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("faster")
-def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_dense_has_a_reason(request: pytest.FixtureRequest) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,8 +202,7 @@ def test_what_is_left_dense_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         "dense.weight": "its weight is not N:M",
         "low.weight": "float16: packed convolutions are float32 or bfloat16",
     }
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS))
+    request.getfixturevalue("no_compiler")
     choices = nmrun.deploy(prune(net(), "2:4"), x)
     assert {c.reason for c in choices} == {compiler.NO_COMPILER}
 

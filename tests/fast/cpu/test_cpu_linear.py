@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.linear import LinearProducts
 from nmrun.fast.measurement import Times, as_data, from_data
-from nmrun.kernels import compiler
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -311,9 +309,8 @@ def test_small_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too small to gain (36 to 64, 70 tokens, float32 1:4" in choices[0].reason
 
 
-def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS))
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_it_says_what_is_missing() -> None:
     model = mlp()
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
     choices = accelerate(handle, lambda: model(batch(0)[0]))

@@ -170,14 +170,13 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False])
 def test_the_whole_of_it_on_a_cpu(
-    compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compiler: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ):
-    from nmrun.kernels import compiler as c_library
-    from nmrun.kernels import cpu
-
     if not compiler:
-        monkeypatch.setattr(c_library, "find_compiler", lambda: None)
-        monkeypatch.setattr(cpu, "load", lambda *_: None)
+        request.getfixturevalue("no_compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(

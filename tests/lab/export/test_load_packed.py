@@ -29,7 +29,6 @@ from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_int8 import Int8Linear
 from nmrun.fast.cpu.packed_linear import PackedLinear
-from nmrun.kernels import compiler
 from nmrun.lab.export import cli, finished_run
 
 PACKED = (PackedLinear, PackedConvolution)
@@ -216,12 +215,11 @@ def test_a_damaged_file_changes_nothing(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_another_model_and_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_and_no_compiler(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path, _ = exported(tmp_path, images())
     with pytest.raises(ConfigError, match=r"the file is of another model: "):
         nmrun.load_packed(path, encoder())
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS))
+    request.getfixturevalue("no_compiler")
     with pytest.raises(ConfigError, match="packed layers need a C compiler"):
         nmrun.load_packed(path, images())
 
