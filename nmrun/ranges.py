@@ -161,11 +161,11 @@ def wrong_values(
     for key, allowed in ranges.items():
         if allowed is not None and key in values and not allowed.holds(values[key]):
             hint = did_you_mean(str(values[key]), allowed.options)
-            value = shown(values[key])
+            value = value_text(values[key])
             yield f"{prefix}{key}={value}: it takes {allowed.allowed}{hint}", f"{prefix}{key}"
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value as a command line has it: ``null``, ``true``, ``0.001``, ``[32,64]``."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()

@@ -104,7 +104,7 @@ def accelerate(
     if mode == "off" or not (sparse or dense or attentions):
         return []
     why_not = why_not or obstacle(device)
-    seen = _seen([*dense, *attentions, *([] if why_not else sparse)], sample)
+    largest_inputs = _largest_inputs([*dense, *attentions, *([] if why_not else sparse)], sample)
 
     layers, total = itertools.count(1), len(handle.sparse) + len(dense) + len(attentions)
 
@@ -120,7 +120,7 @@ def accelerate(
     for weight in handle.sparse:
         reason, shape = why_not, None
         if side is not None and not why_not:
-            reason, shape = side.eligible(weight, handle.recipe, seen.get(weight.module))
+            reason, shape = side.eligible(weight, handle.recipe, largest_inputs.get(weight.module))
         if side is None or shape is None:
             choices.append(Choice(weight.name, None, reason))
             continue
@@ -147,7 +147,7 @@ def accelerate(
             f"trainer.acceleration={mode}: no layer can be accelerated here ({reasons})"
         )
     for module, name in dense.items():
-        shape = on_cpu.dense(module, seen[module]) if module in seen else None
+        shape = on_cpu.dense(module, largest_inputs[module]) if module in largest_inputs else None
         if shape is not None:
             times = measured(shape)
             path, reason = _dense_best(times)
@@ -156,7 +156,11 @@ def accelerate(
                 handle.by_onednn.append(module)
             choices.append(Choice(name, path, reason, shape, times, always_dense=True))
     for attention, name in attentions.items():
-        tried = on_cpu.attention(attention, seen[attention]) if attention in seen else None
+        tried = (
+            on_cpu.attention(attention, largest_inputs[attention])
+            if attention in largest_inputs
+            else None
+        )
         if tried is not None:
             times = measured(tried)
             path, reason = _attention_best(times)
@@ -219,21 +223,21 @@ def _attentions(model: nn.Module) -> dict[DotProductAttention, str]:
     }
 
 
-def _seen(
+def _largest_inputs(
     modules: Sequence[nn.Module], sample: Callable[[], object]
 ) -> dict[nn.Module, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of the inputs of the layers that are called, each at its largest."""
-    seen: dict[nn.Module, tuple[torch.Size, torch.dtype]] = {}
+    by_module: dict[nn.Module, tuple[torch.Size, torch.dtype]] = {}
 
     def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
-        if module not in seen or x.numel() >= seen[module][0].numel():
-            seen[module] = x.shape, simulation.compute_dtype(x)
+        if module not in by_module or x.numel() >= by_module[module][0].numel():
+            by_module[module] = x.shape, simulation.compute_dtype(x)
 
     if not modules:
         return {}
     watched([module.register_forward_pre_hook(look) for module in modules], sample)
-    return seen
+    return by_module
 
 
 def _side(device: torch.device) -> ModuleType | None:

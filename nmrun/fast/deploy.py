@@ -87,20 +87,22 @@ def deploy(
     by_module, reasons = sites(model)
     all_sites = [site for module_sites in by_module.values() for site in module_sites]
     model.eval()
-    choices, alike, notes = dict[str, Choice](), dict[Any, list[Site]](), dict[str, str]()
+    choices, groups, notes = dict[str, Choice](), dict[Any, list[Site]](), dict[str, str]()
     with torch.no_grad():
         watch(model, by_module, sample)
         for site in all_sites:
             reason, pattern = _try(site)
             notes[site.name] = ""
-            if precision and site.seen is not None:
+            if precision and site.tokens is not None:
                 near, note = int8_layers(site, pattern is not None, tolerance)
                 notes[site.name] = f"; {note}"
                 site.candidates |= near
             choices[site.name] = Choice(site.name, None, reason)
             if site.candidates:
-                alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
-        for (*_, pattern, _), group in alike.items():
+                groups.setdefault((*site.timing_key, pattern, tuple(site.candidates)), []).append(
+                    site
+                )
+        for (*_, pattern, _), group in groups.items():
             path, timing = _fastest(group)
             for site in group:
                 site.layer = None if path is None else site.candidates[path]
@@ -136,7 +138,7 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
         sparse: its weight is N:M.
         tolerance: the error's share of the outputs' norm.
     """
-    assert site.seen is not None
+    assert site.tokens is not None
     bias = None if site.bias is None else site.bias.float()
     ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if dense_int8.available() else {}
     ways |= {INT8: Int8Linear.of} if sparse else {}
@@ -144,8 +146,8 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
     for name, make in ways.items():
         try:
             layer = make(site.weight, site.bias)
-            exact = site.product(site.seen.float(), site.weight.float(), bias)
-            off = float((layer(site.seen).float() - exact).norm() / exact.norm())
+            exact = site.product(site.tokens.float(), site.weight.float(), bias)
+            off = float((layer(site.tokens).float() - exact).norm() / exact.norm())
         except (*measurement.ERRORS, MemoryError) as error:
             notes.append(f"{name}: {measurement.first_line(error)}")
             continue
@@ -259,11 +261,11 @@ def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
     return measurement.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
 
 
-def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
+def _fastest(group: Sequence[Site]) -> tuple[str | None, str]:
     """The path that does all that the sample brought in the least time, None for dense, and the
     times of the commonest call."""
-    site = alike[0]
-    total, timing = times(alike)
+    site = group[0]
+    total, timing = times(group)
     best = min(site.candidates, key=lambda name: total[name])
     # packed has to beat all that is dense, a dense candidate what torch calls, by more than noise
     candidate = best in (ONEDNN, DENSE_INT8)
@@ -273,15 +275,15 @@ def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
     return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{timing} ({ratio:.2f}x)"
 
 
-def times(alike: Sequence[Site]) -> tuple[dict[str, float], str]:
+def times(group: Sequence[Site]) -> tuple[dict[str, float], str]:
     """The milliseconds that each way takes for all calls of the sample, and in words those of the
     commonest call. Weights alike take turns, since in the model, too, others come in between and a
     weight may have left the caches.
     """
-    site, total, timing = alike[0], defaultdict[str, float](float), ""
+    site, total, timing = group[0], defaultdict[str, float](float), ""
     (common, _), *_ = site.shapes.most_common(1)
     for shape, count in site.shapes.items():
-        ways = [s.ways(_input(s, shape)) for s in alike]
+        ways = [s.ways(_input(s, shape)) for s in group]
         durations = milliseconds(
             {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device
         )

@@ -142,12 +142,12 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
     finally:
         for hook in hooks:
             hook.remove()
-    alike: dict[Any, list[nn.Module]] = {}
+    groups: dict[Any, list[nn.Module]] = {}
     for module, counts in calls.items():
         if counts:
-            alike.setdefault(tuple(counts.items()), []).append(module)
+            groups.setdefault(tuple(counts.items()), []).append(module)
     choices = []
-    for counts, group in alike.items():
+    for counts, group in groups.items():
         sizes = [(inputs[shapes], count) for shapes, count in counts]
         path, layer, reason = _fastest(group[0], sizes, tolerance)
         for module in group:

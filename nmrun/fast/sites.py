@@ -22,7 +22,7 @@ from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class
 
 QUERY, KEY_VALUE, OUT = "in_proj_weight[queries]", "in_proj_weight[keys, values]", "out_proj.weight"
-SEEN = 128  # tokens that are kept, evenly far apart
+MOST_TOKENS = 128  # tokens that are kept, evenly far apart
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Site:
         weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
         shapes: how often inputs of each shape came; a linear layer's are (tokens, inputs).
         dtype: that it computes in.
-        seen: up to SEEN tokens of the first input of a linear layer, None before one came.
+        tokens: up to MOST_TOKENS tokens of the first input of a linear layer, None before one came.
         candidates: layers that compute the same, by their path.
         layer: what will stand in its place, None to leave it dense.
     """
@@ -44,7 +44,7 @@ class Site:
     bias: Tensor | None
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
     dtype: torch.dtype | None = None
-    seen: Tensor | None = None
+    tokens: Tensor | None = None
     candidates: dict[str, nn.Module] = field(default_factory=dict)
     layer: nn.Module | None = None
 
@@ -54,7 +54,7 @@ class Site:
         return self.weight
 
     @property
-    def alike(self) -> tuple[Any, ...]:
+    def timing_key(self) -> tuple[Any, ...]:
         """What the times of a weight depend on, beside its pattern."""
         return self.weight.shape, self.dtype, tuple(self.shapes.items())
 
@@ -72,9 +72,9 @@ class Site:
         if isinstance(x, Tensor) and x.numel():
             self.shapes[x.numel() // x.shape[-1], x.shape[-1]] += 1
             self.dtype = compute_dtype(x)
-            if self.seen is None:
+            if self.tokens is None:
                 flat = x.detach().reshape(-1, x.shape[-1])
-                self.seen = flat[:: -(-len(flat) // SEEN)].clone().to(self.dtype)
+                self.tokens = flat[:: -(-len(flat) // MOST_TOKENS)].clone().to(self.dtype)
 
     def about(self, shape: tuple[int, ...]) -> str:
         """An input of this shape in words."""
@@ -96,8 +96,8 @@ class ConvolutionSite(Site):
         return self.weight.permute(0, 2, 3, 1).flatten(0, 2)
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        return *super().alike, self.window
+    def timing_key(self) -> tuple[Any, ...]:
+        return *super().timing_key, self.window
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         w = self.window
@@ -138,7 +138,9 @@ def _attention(module: Any) -> Weights:
         return {}
     width, weight, bias = module.embed_dim, module.in_proj_weight, module.in_proj_bias
     parts = {QUERY: slice(0, width), KEY_VALUE: slice(width, None)}
-    projections = {n: (weight[at], None if bias is None else bias[at]) for n, at in parts.items()}
+    projections = {
+        n: (weight[rows], None if bias is None else bias[rows]) for n, rows in parts.items()
+    }
     return projections | {OUT: (module.out_proj.weight, module.out_proj.bias)}
 
 

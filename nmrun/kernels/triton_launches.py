@@ -71,7 +71,7 @@ class LaunchTable:
         programs = [triton.cdiv(size[0], columns) for size in sizes]
         self.programs = sum(programs)
         first = [sum(programs[:i]) for i in range(len(programs))]
-        self.sizes = [[*size, at] for size, at in zip(sizes, first, strict=True)]
+        self.sizes = [[*size, program] for size, program in zip(sizes, first, strict=True)]
         counts = torch.tensor(programs)
         self.owner = (
             torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)

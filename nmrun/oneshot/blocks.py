@@ -54,7 +54,7 @@ def stages(
             if number not in chain_of:
                 chain_of = {number: _chain(chains[number], passes)}  # the others are done
             chain = chain_of[number]
-        if chain is None or index < chain.at:
+        if chain is None or index < chain.position:
             yield root, stage, through_all
         else:
             yield root, stage, functools.partial(chain.through, index)
@@ -81,12 +81,12 @@ def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Modu
 
     def look(module: nn.Module) -> None:
         children = list(module.children())
-        alike = len(children) > 1 and len({type(child) for child in children}) == 1
+        one_class = len(children) > 1 and len({type(child) for child in children}) == 1
         inside = any(id(part) in ids for child in children for part in child.modules())
         themselves = any(id(child) in ids for child in children)
         if (
             isinstance(module, nn.ModuleList | nn.Sequential)
-            and alike
+            and one_class
             and inside
             and not themselves
         ):
@@ -105,7 +105,7 @@ class Chain:
 
     def __init__(self, blocks: list[nn.Module], slot: int | str) -> None:
         self.blocks, self.slot = blocks, slot
-        self.at = 0  # the block whose inputs the values are
+        self.position = 0  # the block whose inputs the values are
         self.values: list[Tensor] = []  # of each batch
         self.others: list[list[Arguments]] = []  # of each batch, of each block
 
@@ -122,19 +122,19 @@ class Chain:
 
     def through(self, index: int) -> None:
         """Let all batches through a block; those before it are passed for the last time."""
-        while self.at < index:
+        while self.position < index:
             for number in range(len(self.values)):
                 self.values[number] = self._call(number)
-            self.at += 1
+            self.position += 1
         for number in range(len(self.values)):
             self._call(number)
 
     def _call(self, number: int) -> Tensor:
         # a copy, as blocks may add to it in place
-        arguments = {**self.others[number][self.at], self.slot: self.values[number].clone()}
+        arguments = {**self.others[number][self.position], self.slot: self.values[number].clone()}
         args = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
         kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
-        return _outputs(self.blocks[self.at](*args, **kwargs))[0]
+        return _outputs(self.blocks[self.position](*args, **kwargs))[0]
 
 
 def _same(previous: Any, value: Any) -> Any:
@@ -143,12 +143,12 @@ def _same(previous: Any, value: Any) -> Any:
         return tuple(_same(*pair) for pair in zip(previous, value, strict=True))
     if not (isinstance(value, Tensor) and isinstance(previous, Tensor)):
         return value
-    alike = (previous.shape, previous.dtype, previous.device) == (
+    same_layout = (previous.shape, previous.dtype, previous.device) == (
         value.shape,
         value.dtype,
         value.device,
     )
-    return previous if alike and torch.equal(previous, value) else value
+    return previous if same_layout and torch.equal(previous, value) else value
 
 
 class _Enough(Exception):

@@ -135,7 +135,7 @@ def output_error(matrix: Tensor, pruned: Tensor, gram: Tensor) -> float:
 
 
 PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
-Seen = Callable[[str, int, Tensor], None]
+Hook = Callable[[str, int, Tensor], None]
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -146,13 +146,13 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 class ExpertInputs(TorchFunctionMode):
-    """Hands on the inputs of each expert, while the context is entered: ``seen(name, expert, x)``
+    """Hands on the inputs of each expert, while the context is entered: ``hook(name, expert, x)``
     is called with each product's input x (tokens, inputs)."""
 
-    def __init__(self, stacks: Mapping[str, Tensor], seen: Seen) -> None:
+    def __init__(self, stacks: Mapping[str, Tensor], hook: Hook) -> None:
         super().__init__()
-        self.seen = seen
-        self.at = {
+        self.hook = hook
+        self.stacks = {
             stack.untyped_storage().data_ptr(): (name, stack) for name, stack in stacks.items()
         }
 
@@ -160,11 +160,11 @@ class ExpertInputs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in PRODUCTS and len(args) > 1:
-            stack_at = self.at.get(args[1].untyped_storage().data_ptr())
-            if stack_at is not None:
-                name, stack = stack_at
+            entry = self.stacks.get(args[1].untyped_storage().data_ptr())
+            if entry is not None:
+                name, stack = entry
                 place = args[1].storage_offset() - stack.storage_offset()
-                self.seen(name, place // stack.stride(0), args[0].detach())
+                self.hook(name, place // stack.stride(0), args[0].detach())
         return func(*args, **(kwargs or {}))
 
 
@@ -172,9 +172,9 @@ def for_each(prune: Callable[[Tensor, Tensor], Tensor], stack: Tensor, grams: Te
     """Prune the matrices (experts, outputs, inputs) of all experts, by ``X^T X`` of each. An expert
     that no token has reached is pruned as if its inputs were alike and independent, so by its
     weights alone."""
-    alike = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
+    identity = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
     pruned = [
-        prune(matrix, gram if bool(gram.any()) else alike)
+        prune(matrix, gram if bool(gram.any()) else identity)
         for matrix, gram in zip(stack, grams, strict=True)
     ]
     return torch.stack(pruned)

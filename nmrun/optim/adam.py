@@ -224,11 +224,11 @@ def second_moment_change(
     nonzero: list[Tensor] = []
     count = 0
     for group in adam.param_groups:
-        chosen = [p for p in group["params"] if id(p) in ids and p.grad is not None]
-        if not chosen:
+        parameters = [p for p in group["params"] if id(p) in ids and p.grad is not None]
+        if not parameters:
             continue
         rest = 1 - group["betas"][1]
-        for p, grad in zip(chosen, gradients(group, chosen), strict=True):
+        for p, grad in zip(parameters, gradients(group, parameters), strict=True):
             v = adam.state.get(p, {}).get("exp_avg_sq")
             v = None if v is None else local(v)
             far = grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
@@ -249,10 +249,10 @@ def second_moment_sum(adam: Adam, params: Iterable[Tensor]) -> Tensor:
     device. Parameters without a gradient keep theirs."""
     ids, sums = {id(p) for p in params}, []
     for group in adam.param_groups:
-        chosen = [p for p in group["params"] if id(p) in ids]
+        parameters = [p for p in group["params"] if id(p) in ids]
         beta2 = group["betas"][1]
-        stepped = [p for p in chosen if p.grad is not None]
-        for p in chosen:
+        stepped = [p for p in parameters if p.grad is not None]
+        for p in parameters:
             if (v := adam.state.get(p, {}).get("exp_avg_sq")) is not None:
                 sums.append(local(v).sum().double() * (1.0 if p.grad is None else beta2))
         for grad in gradients(group, stepped):

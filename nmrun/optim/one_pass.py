@@ -62,35 +62,35 @@ class OnePass:
     @breaks_graph
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
         """Step the group's pending parameters: weights, moments and projections; returns them."""
-        chosen = [p for p in group["params"] if p in self.pending]
-        if not chosen:
+        parameters = [p for p in group["params"] if p in self.pending]
+        if not parameters:
             return []
-        steps = [states[p]["step"] for p in chosen]
+        steps = [states[p]["step"] for p in parameters]
         counts = {
             p: 1 + (self._counts[p] if p in self._counts else float(step))
-            for p, step in zip(chosen, steps, strict=True)
+            for p, step in zip(parameters, steps, strict=True)
         }
         torch._foreach_add_(steps, 1)
         self._counts.update(counts)
-        operands = [self.pending.pop(p)._replace(steps=counts[p]) for p in chosen]
+        operands = [self.pending.pop(p)._replace(steps=counts[p]) for p in parameters]
         self._run(group, operands)
         # autograd goes by versions, also that of the parameter whose memory a kernel has written
-        torch.autograd.graph.increment_version(chosen)
+        torch.autograd.graph.increment_version(parameters)
         for o in operands:
             written = [o.update.dense, o.first, *([] if o.frozen else [o.second])]
             torch.autograd.graph.increment_version(written)
-        return chosen
+        return parameters
 
     def _run(self, group: dict[str, Any], operands: Sequence[Operands]) -> None:
         # weights with the same scalars and the same kernel share a launch
-        alike: dict[tuple[Any, ...], list[Operands]] = {}
+        launches: dict[tuple[Any, ...], list[Operands]] = {}
         for o in operands:
             values = scalars(group, o.steps, o.update.rule)
             if projection.by_triton(o.update.dense, o.update.pattern):
-                alike.setdefault((*values, o.frozen, o.update.rule.kind), []).append(o)
+                launches.setdefault((*values, o.frozen, o.update.rule.kind), []).append(o)
             else:
                 cpu.step_adam(o, values)
-        for (*values, frozen, _), members in alike.items():
+        for (*values, frozen, _), members in launches.items():
             self._launch(members).step(members, values, frozen)
 
     def _launch(self, members: Sequence[Operands]) -> FusedAdam:

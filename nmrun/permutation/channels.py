@@ -191,8 +191,8 @@ def normalised(module: Any, spatial: int) -> int:
         last = spatial == 0 and len(module.normalized_shape) == 1
         return module.normalized_shape[0] if last else 0
     if kind is nn.GroupNorm:
-        alike = spatial and module.num_groups in (1, module.num_channels)
-        return module.num_channels if alike else 0
+        symmetric = spatial and module.num_groups in (1, module.num_channels)
+        return module.num_channels if symmetric else 0
     if kind is nn.BatchNorm1d or (kind in NORMS and spatial):
         return module.num_features
     return 0

@@ -99,8 +99,10 @@ class _Swaps:
         for _ in range(regressions):
             former = self.order.clone(), self.with_other.clone(), self.group.clone()
             total = self._magnitude()
-            drawn = torch.randperm(self.channels, generator=generator)[: 2 * SWAPS_AT_ONCE].tolist()
-            self._swap(list(zip(drawn[::2], drawn[1::2], strict=False)))
+            positions = torch.randperm(self.channels, generator=generator)[
+                : 2 * SWAPS_AT_ONCE
+            ].tolist()
+            self._swap(list(zip(positions[::2], positions[1::2], strict=False)))
             self._climb()
             if self._magnitude() <= total:
                 self.order, self.with_other, self.group = former

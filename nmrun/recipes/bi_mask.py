@@ -97,14 +97,14 @@ class BiMask(Recipe):
             self.project(weight, used)
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
             generator = generator_of(self.seed, place, self.step)
-            drawn = [
+            permutations = [
                 torch.randperm(len(order), generator=generator).to(order.device)
                 for _ in range(self.candidates)
             ]
-            groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in drawn)
+            groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in permutations)
             # any N of the non-zeros of a group stay
             entries = torch.stack([g.sum(1).clamp_max(pattern.n).sum() for g in groups]).tolist()
-            order.copy_(drawn[entries.index(max(entries))])
+            order.copy_(permutations[entries.index(max(entries))])
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "seed": self.seed}

@@ -111,8 +111,8 @@ class CAST(PartScales, AdamDecay):
 
     def update(self, weight: SparseWeight, m1: Tensor) -> Tensor:
         rise = min(1.0, self.step / self.dense_steps)  # the paper's alpha
-        drawn = (1 - rise) * m1 + rise * self.decay * weight.dense.sign()
-        return torch.where(weight["mask"], m1, drawn)
+        shrinkage = (1 - rise) * m1 + rise * self.decay * weight.dense.sign()
+        return torch.where(weight["mask"], m1, shrinkage)
 
     @torch.no_grad()
     def before_step(

@@ -61,7 +61,7 @@ class MaskLLM(MaskScores, FrozenWeights):
     lr_mult: Annotated[float, number(0, open_low=True)] = 10.0
     dense: Annotated[float, FRACTION] = 0.5
 
-    def _at(self, span: Span) -> float:
+    def _value(self, span: Span) -> float:
         passed = (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
         return span[0] + (span[1] - span[0]) * passed
 
@@ -106,8 +106,8 @@ class MaskLLM(MaskScores, FrozenWeights):
     def _blend(self, weight: SparseWeight) -> Tensor:
         # the seed is a function of the step, so that a resumed run draws the same
         seed = self.seed + 10007 * self.step + self.place[weight.name]
-        logits = self._at(self.kappa) * self.scores(weight).detach()
-        return gumbel_softmax(logits, self._at(self.temperature), seed)
+        logits = self._value(self.kappa) * self.scores(weight).detach()
+        return gumbel_softmax(logits, self._value(self.temperature), seed)
 
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         if self.dense_forward:
@@ -125,7 +125,7 @@ class MaskLLM(MaskScores, FrozenWeights):
         for scores in self.parameters.values():
             scores.grad = None
         self.freeze(optimizer, but=self.parameters.values())
-        scale = self._at(self.kappa) / self._at(self.temperature)
+        scale = self._value(self.kappa) / self._value(self.temperature)
         bonus = self.reg * (self.ends - self.step) / (self.ends - self.begins)
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:

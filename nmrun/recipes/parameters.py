@@ -185,9 +185,9 @@ class MaskScores(AddedParameters):
         """The mask of a weight from one row of M for each group."""
         return from_groups(rows, weight.dense.shape, weight.dim)
 
-    def keep(self, weight: SparseWeight, out: Tensor, chosen: Tensor) -> None:
+    def keep(self, weight: SparseWeight, out: Tensor, numbers: Tensor) -> None:
         """Write the weight under one candidate for each group, by its number."""
-        rows = candidates(weight.pattern, weight.dense)[chosen]
+        rows = candidates(weight.pattern, weight.dense)[numbers]
         torch.mul(weight.dense, self.mask(weight, rows), out=out)
 
     @staticmethod

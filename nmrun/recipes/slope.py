@@ -54,8 +54,8 @@ class SLoPe(Recipe):
         for place, weight in enumerate(weights):
             scores = weight.dense
             if seed is not None:
-                drawn = torch.rand(weight.shape, generator=generator_of(seed, place))
-                scores = drawn.to(scores.device)
+                noise = torch.rand(weight.shape, generator=generator_of(seed, place))
+                scores = noise.to(scores.device)
             keep_mask(weight, nm_mask(scores, weight.pattern, weight.dim))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
         if exact := layer.prune_again(weights):

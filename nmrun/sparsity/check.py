@@ -57,11 +57,11 @@ def check_nm(
             first = (count > ratio.n).nonzero()[0].tolist()
             start = first[d - 1] * ratio.m
             end = min(start + ratio.m, weight.shape[d - 1])
-            at = ", ".join(
+            place = ", ".join(
                 f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
             )
             raise ValueError(
-                f"{name} is not {ratio}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
+                f"{name} is not {ratio}: {int(count[tuple(first)])} of {end - start} weights at [{place}] are non-zero"
             )
         if not holds(groups, ratio, d):
             raise ValueError(

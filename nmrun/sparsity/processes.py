@@ -88,7 +88,7 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
                 f"{weight.name} is distributed as {odd[0]}: sparse weights can be replicated or sharded along one dimension"
             )
     for weight in weights:
-        if sharded and not (weight.is_sharded and _alike(weight, sharded[0])):
+        if sharded and not (weight.is_sharded and _same_sharding(weight, sharded[0])):
             raise ConfigError(
                 f"{weight.name} is not sharded over the same processes as {sharded[0].name}: "
                 "shard the whole model, or leave one of them dense (exclude)"
@@ -111,7 +111,7 @@ def _placements(weight: SparseWeight) -> Sequence[Any]:
     return tuple(parameter.placements)
 
 
-def _alike(weight: SparseWeight, other: SparseWeight) -> bool:
+def _same_sharding(weight: SparseWeight, other: SparseWeight) -> bool:
     first: Any = weight.parameter
     second: Any = other.parameter
     kinds = [[p.is_shard() for p in _placements(each)] for each in (weight, other)]

@@ -48,10 +48,10 @@ def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Itera
     Linear layers, convolutions, attention projections, recurrent and bilinear layers and the
     experts of a mixture have such weights. One that is computed (weight_norm and the like) is
     left out. Raises ConfigError for a mistake in ``dims``, which is as in :func:`select`."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     for entry in Options(model, dims=dims).parameters:
-        if entry.may_be_sparse and id(entry.parameter) not in seen:
-            seen.add(id(entry.parameter))
+        if entry.may_be_sparse and id(entry.parameter) not in ids:
+            ids.add(id(entry.parameter))
             yield entry
 
 
@@ -81,13 +81,13 @@ def select(
     options = Options(model, include, exclude, overrides, dims)
     sparse: list[Candidate] = []
     dense: list[LeftDense] = []
-    seen: dict[int, str] = {}  # a parameter's first name; empty where that one is sparse
+    first_names: dict[int, str] = {}  # a parameter's first name; empty where that one is sparse
     fits: dict[
         str, str
     ] = {}  # by override: why its first weight does not hold it; empty where one does
     for entry in options.parameters:
         ratio = options.pattern(entry, pattern)
-        if (first := seen.get(id(entry.parameter))) is not None:
+        if (first := first_names.get(id(entry.parameter))) is not None:
             if not first:
                 continue
             reason = options.reason(entry) or f"tied to {first}"
@@ -101,7 +101,7 @@ def select(
                 or _size_obstacle(entry, ratio, pad)
                 or _recipe_obstacle(entry, ratio, refuses)
             )
-            seen[id(entry.parameter)] = entry.name if reason else ""
+            first_names[id(entry.parameter)] = entry.name if reason else ""
         if reason:
             dense.append(LeftDense(entry.name, entry.shape, reason))
         else:
@@ -263,9 +263,11 @@ def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
     adapters = {each.module_name for each in parameters if each.adapter}
     layers = [n for n, module in model.named_modules() if axes(module) and n not in adapters]
     last, first = heads(model, layers), first_layer(model)
-    both = () if first is None else (first, f"{first}_reverse")  # the two directions of an RNN
+    directions = (
+        () if first is None else (first, f"{first}_reverse")
+    )  # the two directions of an RNN
     ends = {each.name: HEAD for each in parameters if each.module_name in last}
-    return ends | {each.name: FIRST for each in parameters if each.name in both}
+    return ends | {each.name: FIRST for each in parameters if each.name in directions}
 
 
 def _several(texts: str | Sequence[str]) -> list[str]:

@@ -200,15 +200,15 @@ def _improve(masks: Tensor, gains: Tensor) -> None:
         todo, mask = todo[gains_more], mask[gains_more]
         column, before = column[gains_more], before[gains_more]
         each = torch.arange(len(todo), device=masks.device)
-        at = changed[gains_more].int().argmax(1)
+        row = changed[gains_more].int().argmax(1)
         for _ in range(size):  # back into the cycle
-            at = before[each, at]
-        first, index = at, each
+            row = before[each, row]
+        first, index = row, each
         while len(index):
-            source = before[index, at]
-            moved = column[index, source, at]
+            source = before[index, row]
+            moved = column[index, source, row]
             mask[index, source, moved] = False
-            mask[index, at, moved] = True
+            mask[index, row, moved] = True
             on = source != first
-            index, at, first = index[on], source[on], first[on]
+            index, row, first = index[on], source[on], first[on]
         masks[todo] = mask

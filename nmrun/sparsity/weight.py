@@ -108,8 +108,8 @@ class SparseWeight:
     def __setitem__(self, key: str, value: Tensor) -> None:
         """Keep a tensor, which the optimizer's state dict saves. One of the shape of :attr:`dense`
         is sharded like the weight."""
-        alike = self.is_sharded and value.shape == self.dense.shape
-        self._tensors[key] = self.as_shard(value) if alike else value
+        is_part = self.is_sharded and value.shape == self.dense.shape
+        self._tensors[key] = self.as_shard(value) if is_part else value
 
     def with_dense(self, dense: Tensor) -> SparseWeight:
         """This weight with another dense weight, such as an average; all other tensors are shared."""

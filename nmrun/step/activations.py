@@ -139,13 +139,13 @@ def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> di
             for name, module in modules.items()
             if isinstance(module, SquaredReLU) or type(module).__name__ in SQUARED_RELUS
         }
-    chosen: dict[str, nn.Module] = {}
+    selection: dict[str, nn.Module] = {}
     for text in [include] if isinstance(include, str) else include:
         named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
         if not named:
             raise ConfigError(f"include: {text!r} is the name of no module")
-        chosen |= named
-    return chosen
+        selection |= named
+    return selection
 
 
 def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | None:

@@ -308,8 +308,8 @@ def _of_attention(shape: AttentionShape) -> dict[str, Times]:
         backward = side_by_side(
             *(lambda z=z: torch.autograd.grad(z, leaves, dz, retain_graph=True) for z in made)
         )
-    both = zip(attentions, forward, backward, strict=True)
-    return {path: Times(0.0, z, dx) for path, z, dx in both}
+    durations = zip(attentions, forward, backward, strict=True)
+    return {path: Times(0.0, z, dx) for path, z, dx in durations}
 
 
 def _packed(
@@ -399,18 +399,18 @@ def obstacle(device: torch.device) -> str:
 
 
 def eligible(
-    weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
+    weight: SparseWeight, recipe: Phase, largest_input: tuple[torch.Size, torch.dtype] | None
 ) -> tuple[str, LinearShape | ConvolutionShape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded and weight.layer is not None and weight.layer.input_weight is not None:
         return "the weight of its input gradient is sharded (FSDP)", None
-    if seen is None or not layer.replaceable(weight):
+    if largest_input is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
     if weight.layer is not None and weight.layer.input_mvue is not None:
         return layer.ESTIMATED_INPUT, None
     if weight.layer is not None and weight.layer.fp8:
         return "FP8 is simulated, in dense products", None
-    inputs, dtype = seen
+    inputs, dtype = largest_input
     if dtype not in DTYPES or not _is_float32(weight):
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None
     shape: LinearShape | ConvolutionShape
@@ -429,10 +429,10 @@ def eligible(
     return "", shape
 
 
-def dense(module: nn.Module, seen: tuple[torch.Size, torch.dtype]) -> LinearShape | None:
+def dense(module: nn.Module, largest_input: tuple[torch.Size, torch.dtype]) -> LinearShape | None:
     """The shape that can be tried by oneDNN, of a module that has no sparse weight; None where it
     cannot."""
-    weight, (inputs, dtype) = onednn.weight_of(module), seen
+    weight, (inputs, dtype) = onednn.weight_of(module), largest_input
     if weight is None or not dtype == weight.dtype == torch.float32 or not onednn.available():
         return None
     rows, columns = weight.shape
@@ -441,10 +441,10 @@ def dense(module: nn.Module, seen: tuple[torch.Size, torch.dtype]) -> LinearShap
 
 
 def attention(
-    module: DotProductAttention, seen: tuple[torch.Size, torch.dtype]
+    module: DotProductAttention, largest_input: tuple[torch.Size, torch.dtype]
 ) -> AttentionShape | None:
     """The shape that can be tried in float32; None where it cannot."""
-    size, dtype = seen
+    size, dtype = largest_input
     if dtype != torch.bfloat16 or len(size) != 4:
         return None
     shape = AttentionShape(*size, causal=module.causal)

@@ -77,29 +77,29 @@ class SemiStructuredProducts(nn.Module):
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Pack these values in place of the old ones; the weight gradient is whole, also where a
         ``masked`` one would do."""
-        buffers, (forward, both) = list(self.buffers()), self.counts
+        buffers, (count, count_t) = list(self.buffers()), self.counts
         rewrite = semi_structured.named(self.path).rewrite
         if rewrite is None:
             parts, parts_t, dense = self._pack(weight, other)
             for buffer, part in zip(buffers, [*parts, *parts_t, *dense], strict=True):
                 buffer.copy_(part)
             return
-        rewrite(buffers[:forward], weight)
+        rewrite(buffers[:count], weight)
         backward = weight if other is None else other
-        if both:
-            rewrite(buffers[forward:], backward.t())
+        if count_t:
+            rewrite(buffers[count:], backward.t())
         else:
-            self._cast(backward, buffers[forward])
+            self._cast(backward, buffers[count])
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
     ) -> Tensor:
         """x (..., columns) to (..., rows). ``weight`` is not read: it receives the gradient."""
         parts = list(self.buffers())
-        forward, both = self.counts
+        count, count_t = self.counts
         x, bias = x.to(self.dtype), None if bias is None else bias.to(self.dtype)
         z = linear24(
-            *(x.reshape(-1, x.shape[-1]), weight, bias, parts[:forward], parts[forward : forward + both], parts[forward + both :]),
+            *(x.reshape(-1, x.shape[-1]), weight, bias, parts[:count], parts[count : count + count_t], parts[count + count_t :]),
             *(self.path, self.weight_path, None if mvue is None else str(mvue), self.input_path),
         )  # fmt: skip
         return z.view(*x.shape[:-1], z.shape[-1])

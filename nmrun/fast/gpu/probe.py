@@ -170,7 +170,7 @@ def obstacle(device: torch.device) -> str:
 
 
 def eligible(
-    weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
+    weight: SparseWeight, recipe: Phase, largest_input: tuple[torch.Size, torch.dtype] | None
 ) -> tuple[str, SemiStructuredShape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded:
@@ -181,9 +181,9 @@ def eligible(
         return "torch has no sparse convolution", None
     if not weight.pattern.fits_2_4:
         return f"{weight.pattern} weights do not fit into 2:4", None
-    if seen is None or not layer.replaceable(weight):
+    if largest_input is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
-    tokens, dtype = seen[0].numel() // max(1, seen[0][-1]), seen[1]
+    tokens, dtype = largest_input[0].numel() // max(1, largest_input[0][-1]), largest_input[1]
     mvue, fp8 = (None, False) if weight.layer is None else (weight.layer.mvue, weight.layer.fp8)
     rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
     if dtype not in measurement.ALLOWED:
@@ -195,11 +195,11 @@ def eligible(
         return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE[fp8]}", None
     estimated = mvue is not None and mvue.fits_2_4 and not fp8
     return "", SemiStructuredShape(
-        rows, columns, tokens, dtype, _both(weight, recipe), estimated, fp8
+        rows, columns, tokens, dtype, _sparse_input_gradient(weight, recipe), estimated, fp8
     )
 
 
-def _both(weight: SparseWeight, recipe: Phase) -> bool:
+def _sparse_input_gradient(weight: SparseWeight, recipe: Phase) -> bool:
     """Whether the weight of the input gradient is N:M along the outputs in their order.
 
     Bi-Mask's is in another order.

@@ -215,7 +215,7 @@ def by_split(metrics: Mapping[str, float], metric: str) -> str:
 
 def label(value: Any) -> str:
     """A config value as a command line has it, on one line; ``-`` for a key that the run has not."""
-    text = "-" if value != value else ranges.shown(value)
+    text = "-" if value != value else ranges.value_text(value)
     return BREAK.sub(" ", text) if "\n" in text else text
 
 

@@ -76,7 +76,7 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
         name = site.name.partition("[")[0]  # of the weight that this is a part of
         if name in sparse:
             what = "convolutions stay as they are"
-            if site.seen is not None:
+            if site.tokens is not None:
                 site.candidates, what = int8_layers(site, True, TOLERANCE)
             if INT8 not in site.candidates:
                 reasons[name] = what
@@ -100,12 +100,12 @@ def _faster(parts: list[Site], timings: dict[Any, dict[str, float]]) -> str:
     ``timings`` has the times of parts alike."""
     total: Counter[str] = Counter()
     for site in parts:
-        key = (*site.alike, *site.candidates)
+        key = (*site.timing_key, *site.candidates)
         if key not in timings:
             timings[key], _ = times([site])
         total.update(timings[key])
-    both = set.intersection(*(set(site.candidates) for site in parts))
-    return min(both, key=lambda name: total[name])
+    paths = set.intersection(*(set(site.candidates) for site in parts))
+    return min(paths, key=lambda name: total[name])
 
 
 def _round(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:

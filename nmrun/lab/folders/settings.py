@@ -14,7 +14,7 @@ from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
-from nmrun.ranges import shown
+from nmrun.ranges import value_text
 
 OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 
@@ -33,7 +33,7 @@ def read(folder: Path) -> dict[str, str]:
         **{key: value for key, value in flatten(completed(config)).items() if key[-5:] != ".name"},
     }
     return {
-        key: shown(value)
+        key: value_text(value)
         for key, value in flat.items()
         if key not in ("sparsity.n", "sparsity.m", "sparsity.v")
     }

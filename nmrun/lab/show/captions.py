@@ -62,7 +62,7 @@ def _other_than(group: str, shared: Mapping[str, str]) -> str:
     keys = options.keys(group, name) if name in options.names(group) else {}
     # lists of layers are long, and what another key decides is said by that
     usual = {
-        key: ranges.shown(field.default)
+        key: ranges.value_text(field.default)
         for key, field in keys.items()
         if not isinstance(field.default, list) and not str(field.default).startswith("${")
     }

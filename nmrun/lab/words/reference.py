@@ -17,7 +17,7 @@ from typing import Any
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
-from nmrun.ranges import shown
+from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean
 
@@ -125,7 +125,7 @@ def _takes(field: Field) -> str:
 def _text(value: Any) -> str:
     """A value as a command line has it: a text in a list in quotes where it is no plain word."""
     if not isinstance(value, list):
-        return shown(value)
+        return value_text(value)
     plain = (str(item) if re.fullmatch(r"[\w.-]+", str(item)) else f"'{item}'" for item in value)
     return f"[{', '.join(plain)}]"
 
@@ -209,10 +209,10 @@ def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
     names = [name for owners in defaults.values() for name in owners if name]
     yield from _wrap(f"of {', '.join(names)}: " * bool(names) + key.meaning, "  ", "  ")
     few = len(defaults) == 1
-    shown = (
+    texts = (
         value if few else f"{value} ({', '.join(owners)})" for value, owners in defaults.items()
     )
-    yield from _values(key, f"default {'; '.join(shown)}")
+    yield from _values(key, f"default {'; '.join(texts)}")
 
 
 def _values(key: Key, default: str) -> Iterator[str]:

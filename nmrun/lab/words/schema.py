@@ -19,7 +19,7 @@ from nmrun.lab.keys.options import NAMED, UNNAMED
 from nmrun.lab.words import rules
 from nmrun.lab.words.suggestions import no_key, no_option, wrong_keys
 from nmrun.patterns import Pattern, written
-from nmrun.ranges import Check, shown, wrong_values
+from nmrun.ranges import Check, value_text, wrong_values
 from nmrun.recipes import RECIPES
 
 # What the user's own in the place of a group has to say.
@@ -125,7 +125,7 @@ def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
         return {f"{group}.name: missing": group}
     names = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
     if name not in names:
-        line = no_option(f"{group}.name", group, shown(name), names)
+        line = no_option(f"{group}.name", group, value_text(name), names)
         timms = (
             "; timm's networks are named by model.name_in_timm" if "name_in_timm" in content else ""
         )

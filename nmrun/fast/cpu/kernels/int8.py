@@ -139,12 +139,12 @@ def pack(
     counts = -(-filled.view(tiles, TILE, segments).amax(1) // DEEP)
     flat = counts.flatten()
     first = (flat.cumsum(0) - flat)[row // TILE * segments + column // SEGMENT]
-    at = (first + rank // DEEP) * SEGMENT + row % TILE * DEEP + rank % DEEP
+    position = (first + rank // DEEP) * SEGMENT + row % TILE * DEEP + rank % DEEP
     slots = int(flat.sum())
     values = torch.zeros(slots, SEGMENT, dtype=torch.int8)
     index = torch.zeros(slots, SEGMENT, dtype=torch.uint8)
-    values.view(-1)[at] = value
-    index.view(-1)[at] = (column % SEGMENT).to(torch.uint8)
+    values.view(-1)[position] = value
+    index.view(-1)[position] = (column % SEGMENT).to(torch.uint8)
     return Int8Matrix.of(values, index, counts.to(torch.uint8), scales, rows, columns)
 
 

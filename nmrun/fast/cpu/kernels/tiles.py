@@ -103,13 +103,13 @@ def pack(row: Tensor, column: Tensor, value: Tensor, rows: int, columns: int) ->
     first = flat.cumsum(0) - flat
     place = (column // BLOCK * tiles + row // TILE) * SEGMENTS + column % BLOCK // TILE
     slots = int(flat.sum())
-    at = (first[place] + rank) * TILE + row % TILE
+    position = (first[place] + rank) * TILE + row % TILE
     # an empty place reads the first column of its segment
     segment = torch.arange(len(flat)).remainder_(SEGMENTS).repeat_interleave(flat)
     index = (segment * TILE).to(torch.uint8)[:, None].repeat(1, TILE)
     values = value.new_zeros(slots, TILE)
-    values.view(-1)[at] = value
-    index.view(-1)[at] = (column % BLOCK).to(torch.uint8)
+    values.view(-1)[position] = value
+    index.view(-1)[position] = (column % BLOCK).to(torch.uint8)
     return TiledMatrix.of(values, index, counts.to(torch.uint8), rows, columns)
 
 

@@ -180,7 +180,7 @@ class _Plan:
         if biased:
             self._set_bias(PLACE)
         call("MatmulAlgSelectionInit", handle, self.selection, self.product, number(0))
-        last, chosen, four = number(), number(algorithm), ctypes.c_size_t(4)
+        last, index, four = number(), number(algorithm), ctypes.c_size_t(4)
         call(
             *("MatmulAlgGetAttribute", handle, self.selection, number(LAST_ALGORITHM)),
             *(ctypes.byref(last), four),
@@ -189,7 +189,7 @@ class _Plan:
         if algorithm:
             call(
                 *("MatmulAlgSetAttribute", handle, self.selection, number(ALGORITHM)),
-                *(ctypes.byref(chosen), four),
+                *(ctypes.byref(index), four),
             )
         call("MatmulPlanInit", handle, self.plan, self.product, self.selection)
         self.structures.append(("MatmulPlanDestroy", self.plan))
