@@ -121,11 +121,11 @@ def end_run(number: int) -> bool:
 def of_interrupt(error: BaseException | None) -> bool:
     """Whether an error is a KeyboardInterrupt, or came of one: clean-up in Hydra and OmegaConf that
     was cut off raises others in its place."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__cause__ or error.__context__
-    return any(isinstance(each, KeyboardInterrupt) for each in seen)
+    return any(isinstance(each, KeyboardInterrupt) for each in chain)
 
 
 def _foreign(handler: Any) -> bool:

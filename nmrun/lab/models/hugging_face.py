@@ -180,12 +180,12 @@ def _apart(tokens: Tensor, mask: Tensor, segments: Tensor) -> list[tuple[Tensor,
         raise ConfigError(
             "model.pooling=similarity is for pairs of texts, and these are single ones"
         )
-    at = torch.arange(long_second + 1, device=tokens.device)
-    places = torch.where(at > 0, firsts[:, None] + at - 1, 0).clamp_max(wide - 1)
+    position = torch.arange(long_second + 1, device=tokens.device)
+    places = torch.where(position > 0, firsts[:, None] + position - 1, 0).clamp_max(wide - 1)
     ahead = torch.arange(long_first, device=tokens.device)
     return [
         (tokens[:, :long_first], ahead < firsts[:, None]),
-        (tokens.gather(1, places), at <= seconds[:, None]),
+        (tokens.gather(1, places), position <= seconds[:, None]),
     ]
 
 

@@ -348,10 +348,10 @@ def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
         validation = f"{name.removeprefix('eval/')} {row[name]:.4f}"
         if "sparsity/density" in row:
             phase = "dense" if row["sparsity/density"] == 1 else "sparse"
-        steps, at = _place(row)
+        steps, epoch_number = _place(row)
         # evaluations by epochs are at an epoch's end, which says how many steps it has
-        if of_epochs and not by_steps and at and type(trainer.get("eval_every")) is int:
-            total = int(trainer["epochs"]) * steps // at
+        if of_epochs and not by_steps and epoch_number and type(trainer.get("eval_every")) is int:
+            total = int(trainer["epochs"]) * steps // epoch_number
         break
     speed, seconds = last.get("steps_per_second"), None
     if isinstance(total, int) and isinstance(speed, int | float) and speed > 0:

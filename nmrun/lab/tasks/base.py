@@ -157,8 +157,8 @@ class InMemory(ItemBatches):
     def rows(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Any]:
         """The rows of each micro-batch, as of :meth:`micro_batches`."""
         first = index * self.batch_size
-        chosen = self._permutation(epoch)[first : first + self.batch_size]
-        return [chosen[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
+        rows = self._permutation(epoch)[first : first + self.batch_size]
+        return [rows[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
 
 
 class Adopted(Task):

@@ -211,9 +211,9 @@ class ItemTask(ItemBatches):
         numbers, size = self.numbers[split], self.batch_size
         starts = range(0, len(numbers), size)
         pieces = [range(start, min(start + size, len(numbers))) for start in starts]
-        mine = turns(len(pieces), rank, world)
-        read = self.reader.evaluated([[numbers[at] for at in pieces[n]] for n, _ in mine])
-        for batch, (number, counts) in zip(read, watched(mine), strict=True):
+        share = turns(len(pieces), rank, world)
+        read = self.reader.evaluated([[numbers[place] for place in pieces[n]] for n, _ in share])
+        for batch, (number, counts) in zip(read, watched(share), strict=True):
             yield pieces[number], self._on_device(batch), counts
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from nmrun.lab.runs import documents, locks
 HOME = "~/.cache/nmrun"
 LIST = "arrays.json"  # size and SHA-256 of each; without it, arrays are made again
 
-_seen: set[Path] = set()  # folders whose hashes this process has compared
+_folders: set[Path] = set()  # folders whose hashes this process has compared
 
 
 def data_folder() -> Path:
@@ -114,12 +114,12 @@ def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
             path = folder / f"{name}.npy"
             if path.stat().st_size != about["bytes"]:
                 return None
-            if folder not in _seen and _about(path) != about:
+            if folder not in _folders and _about(path) != about:
                 return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in records}
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None
-    _seen.add(folder)
+    _folders.add(folder)
     return arrays or None
 
 
@@ -135,7 +135,7 @@ def _remove_damaged(folder: Path) -> None:
         if ours and _whole(folder) is None:
             gone = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
             folder.rename(gone)  # at once: nobody sees a part of it
-            _seen.discard(folder)
+            _folders.discard(folder)
             shutil.rmtree(gone, ignore_errors=True)
         elif not ours:
             time.sleep(0.1)

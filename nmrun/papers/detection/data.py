@@ -166,9 +166,9 @@ def generated(size: int = 200, resolution: int = 64, split_seed: int = 0) -> dic
     images: list[NDArray[np.uint8]] = []
     annotations: list[dict[str, Any]] = []
     for number in range(size + 2 * HELD_OUT):
-        image, seen = _image(random, resolution)
+        image, shapes = _image(random, resolution)
         images.append(image)
-        for kind, pixels in seen:
+        for kind, pixels in shapes:
             runs = mask.encode(np.asfortranarray(pixels, np.uint8))
             annotations.append(
                 {
@@ -195,17 +195,17 @@ def _image(
 ) -> tuple[NDArray[np.uint8], list[tuple[int, NDArray[np.bool_]]]]:
     """An image, and the kinds and visible pixels of its shapes, of which enough is seen."""
     image = random.integers(0, 80, (side, side, 3), np.uint8)
-    seen: list[tuple[int, NDArray[np.bool_]]] = []
+    shapes: list[tuple[int, NDArray[np.bool_]]] = []
     for _ in range(random.integers(1, 4)):
         kind = int(random.integers(len(KINDS)))
         pixels = _shape(random, kind, side)
-        behind = [(k, old & ~pixels, old.sum()) for k, old in seen]
+        behind = [(k, old & ~pixels, old.sum()) for k, old in shapes]
         if any(visible.sum() < LEAST * whole for _, visible, whole in behind):
             continue  # it would hide another one
-        seen = [(k, visible) for k, visible, _ in behind]
+        shapes = [(k, visible) for k, visible, _ in behind]
         image[pixels] = random.integers(110, 256, 3, np.uint8)
-        seen.append((kind, pixels))
-    return image, seen
+        shapes.append((kind, pixels))
+    return image, shapes
 
 
 def _shape(random: np.random.Generator, kind: int, side: int) -> NDArray[np.bool_]:

@@ -158,8 +158,8 @@ class InstanceFiles(Dataset[Item]):
             size = f"{about['width']}x{about['height']}"
             return None, None, None, [], f"{about['file_name']} is {width}x{height}, and {size} by its annotations"  # fmt: skip
         boxes, labels, masks = targets(pictures.coco, annotations, self.labels)
-        drawn = generator(self.seed, max(epoch, 0), number, 1)
-        if self.flip and epoch >= 0 and float(torch.rand((), generator=drawn)) < 0.5:
+        random = generator(self.seed, max(epoch, 0), number, 1)
+        if self.flip and epoch >= 0 and float(torch.rand((), generator=random)) < 0.5:
             pixels, masks = pixels[:, ::-1], [mask[:, ::-1] for mask in masks]
             boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
         return pixels, boxes, labels, masks, ""
@@ -262,19 +262,21 @@ def precision(split: Split, results: Sequence[CocoResult]) -> dict[str, float]:
     scores = {}
     for name, kind, left_out in (("box", "bbox", "segmentation"), ("mask", "segm", "bbox")):
         # with a box beside it, a mask would get the box's area
-        mine = [
+        entries = [
             {key: value for key, value in result.items() if key != left_out} for result in results
         ]
         stats = [0.0, 0.0, 0.0]
-        if mine:
+        if entries:
             with quiet():
                 coco = split.source.coco
-                judge = COCOeval(coco, coco.loadRes(mine), kind)
+                judge = COCOeval(coco, coco.loadRes(entries), kind)
                 judge.params.imgIds = images_of(split)
                 judge.evaluate()
                 judge.accumulate()
                 judge.summarize()
             stats = judge.stats[:3].tolist()
-        for at, value in zip(("", "50", "75"), stats, strict=True):
-            scores[f"{name}_ap{at}"] = max(0.0, float(value))  # -1 where there is nothing to find
+        for threshold, value in zip(("", "50", "75"), stats, strict=True):
+            scores[f"{name}_ap{threshold}"] = max(
+                0.0, float(value)
+            )  # -1 where there is nothing to find
     return scores

@@ -138,15 +138,15 @@ class FrameFiles(Dataset[Item]):
         )
 
     def _parts(self, arrays: list[Any], epoch: int, number: int) -> list[Any]:
-        drawn = generator(self.seed, epoch, number, 1)
+        random = generator(self.seed, epoch, number, 1)
         height, width = arrays[0].shape[1:]
         tall, wide = (
             min(pair) for pair in zip(self.crop or (height, width), (height, width), strict=True)
         )
-        top = int(torch.randint(height - tall + 1, (), generator=drawn))
-        left = int(torch.randint(width - wide + 1, (), generator=drawn))
+        top = int(torch.randint(height - tall + 1, (), generator=random))
+        left = int(torch.randint(width - wide + 1, (), generator=random))
         arrays = [array[:, top : top + tall, left : left + wide] for array in arrays]
-        mirrored, overturned = torch.rand(2, generator=drawn).tolist()
+        mirrored, overturned = torch.rand(2, generator=random).tolist()
         signs = np.ones((2, 1, 1), np.float32)
         if self.flip and mirrored < 0.5:
             arrays, signs[0] = [array[:, :, ::-1] for array in arrays], -1

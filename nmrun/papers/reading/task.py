@@ -153,7 +153,8 @@ class Reading(InMemory):
         text_windows = self.windows[split]
         order = sorted(range(len(text_windows)), key=lambda row: len(text_windows[row].tokens))
         pieces = [
-            order[at : at + EVALUATED_AT_ONCE] for at in range(0, len(order), EVALUATED_AT_ONCE)
+            order[start : start + EVALUATED_AT_ONCE]
+            for start in range(0, len(order), EVALUATED_AT_ONCE)
         ]
         for number, counts in watched(turns(len(pieces), rank, world)):
             yield pieces[number], self._batch(split, pieces[number]), counts
@@ -196,8 +197,8 @@ def best_spans(logits: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]
     allowed = torch.ones(length, length, dtype=torch.bool, device=logits.device)
     allowed = allowed.triu().tril(LONGEST - 1)
     sums = (first[:, :, None] + last[:, None, :]).masked_fill(~allowed, -torch.inf)
-    best, at = sums.flatten(1).max(1)
-    return best, at // length, at % length
+    best, place = sums.flatten(1).max(1)
+    return best, place // length, place % length
 
 
 def _losses(logits: Tensor, mask: Tensor, spans: Tensor) -> Tensor:

@@ -267,8 +267,8 @@ def generated(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[Token
     while len(pairs) < total:
         pair = _sentence(random, vocabulary, options.words, options.longest)
         pairs[tuple(pair[0])] = pair
-    drawn = list(pairs.values())
-    mixed = iter([drawn[place] for place in random.permutation(total)])
+    token_pairs = list(pairs.values())
+    mixed = iter([token_pairs[place] for place in random.permutation(total)])
     return {name: list(itertools.islice(mixed, size)) for name, size in sizes.items()}
 
 

@@ -174,11 +174,11 @@ class TextClassification(InMemory, Categorical):
             )
             order = self._by_length(name)
             logits, labels = outputs[rows.argsort()][order], self.splits[name].labels[order]
-            mine = {
+            values = {
                 "loss": float(self._loss(logits, labels)),
                 **scores(self.metrics, self._predictions(logits), labels),
             }
-            metrics |= {key + name.removeprefix(split): value for key, value in mine.items()}
+            metrics |= {key + name.removeprefix(split): value for key, value in values.items()}
         return metrics
 
     def _beside(self, split: str) -> list[str]:

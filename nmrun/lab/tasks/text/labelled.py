@@ -129,7 +129,7 @@ def read_tsv(path: Path, spec: Spec) -> Rows:
     # some rows of the official file are torn in two, and left out by everyone
     if spec.folder == "QQP":
         rows = [row for row in rows if len(row) == len(header)]
-    places, at = [header.index(column) for column in spec.texts], header.index(spec.label)
+    places, label_place = [header.index(column) for column in spec.texts], header.index(spec.label)
     texts: list[Text] = []
     labels = []
     for number, row in enumerate(rows, 1 if spec.header else 2):
@@ -138,7 +138,7 @@ def read_tsv(path: Path, spec: Spec) -> Rows:
                 f"{path}, line {number}: {len(row)} columns, where the {'format' if spec.header else 'header'} has {len(header)}"
             )
         texts.append(tuple(row[place] for place in places))
-        labels.append(_label(f"{path}, line {number}", spec, row[at]))
+        labels.append(_label(f"{path}, line {number}", spec, row[label_place]))
     if not texts:
         raise ConfigError(f"{path}: it has no rows")
     return texts, labels

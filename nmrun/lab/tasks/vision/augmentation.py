@@ -27,18 +27,18 @@ class Share:
     """Some rows of a batch, and random numbers for them. They are drawn for the whole batch of
     ``count`` rows, so that each row gets the same whoever has it.
 
-    ``mine`` are the rows that are wanted, side by side; None: all. With ``mixing`` a row is mixed
+    ``places`` are the rows that are wanted, side by side; None: all. With ``mixing`` a row is mixed
     with the one before it, which is at hand then too.
     """
 
     def __init__(
-        self, random: torch.Generator, count: int, mine: range | None = None, mixing: bool = False
+        self, random: torch.Generator, count: int, places: range | None = None, mixing: bool = False
     ) -> None:
         self.random, self.count = random, count
-        mine = range(count) if mine is None else mine
-        self.extra = int(mixing and len(mine) < count)
+        places = range(count) if places is None else places
+        self.extra = int(mixing and len(places) < count)
         """Rows at hand, in front, that are wanted for mixing only: one or none."""
-        self.rows = torch.arange(mine.start - self.extra, mine.stop) % count
+        self.rows = torch.arange(places.start - self.extra, places.stop) % count
         """The rows at hand."""
 
     def uniform(self, columns: int) -> Tensor:
@@ -72,9 +72,9 @@ class Augment:
         """The part of a ``dataset:`` config that is about augmentation."""
         return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
 
-    def share(self, random: torch.Generator, count: int, mine: range | None = None) -> Share:
-        """The rows of a batch that have to be at hand for ``mine``, with their random numbers."""
-        return Share(random, count, mine, mixing=bool(self.mixup or self.cutmix))
+    def share(self, random: torch.Generator, count: int, places: range | None = None) -> Share:
+        """The rows of a batch that have to be at hand for ``places``, with their random numbers."""
+        return Share(random, count, places, mixing=bool(self.mixup or self.cutmix))
 
     def __call__(
         self,
@@ -125,9 +125,9 @@ def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
     kinds = [
         (operation, factor * value) for operation, value, _ in operations for factor in (1, -1)
     ]
-    chosen = share.below(len(operations), 1)[:, 0]
+    choice = share.below(len(operations), 1)[:, 0]
     takes_sign = torch.tensor([signed for _, _, signed in operations])
-    kind = 2 * chosen + share.below(2, 1)[:, 0] * takes_sign[chosen]
+    kind = 2 * choice + share.below(2, 1)[:, 0] * takes_sign[choice]
     # the images of each kind are side by side in the order, so that one copy has them all
     order = sent(kind.argsort(stable=True), images.device)
     out, counts = images.clone(), kind.bincount(minlength=len(kinds)).tolist()

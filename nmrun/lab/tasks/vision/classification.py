@@ -137,8 +137,8 @@ class Classification(ItemBatches, Categorical):
             order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
             permutation = torch.randperm(len(self.images), generator=order)
             self._order = epoch, sent(permutation, self.images.device)
-        chosen = self._order[1][index * self.batch_size + sent(share.rows, self.images.device)]
-        return self.images[chosen], self.labels[chosen]
+        rows = self._order[1][index * self.batch_size + sent(share.rows, self.images.device)]
+        return self.images[rows], self.labels[rows]
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         logits: Tensor = model(batch[0]).float()

@@ -163,15 +163,15 @@ def _digits(split_seed: int, val_fraction: float, test_fraction: float) -> dict[
                 "are more than all images together"
             )
         parts = of_class.split([test, val, len(of_class) - test - val])
-        for part, chosen in zip(members.values(), parts, strict=True):
-            part.append(chosen)
-    chosen = {name: torch.cat(parts) for name, parts in members.items()}
-    if empty := [name for name, rows in chosen.items() if not len(rows)]:
+        for part, rows in zip(members.values(), parts, strict=True):
+            part.append(rows)
+    split_rows = {name: torch.cat(parts) for name, parts in members.items()}
+    if empty := [name for name, rows in split_rows.items() if not len(rows)]:
         raise ConfigError(
             f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
             f"leave no image for {empty[0]}"
         )
-    return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}
+    return {name: (images[rows], labels[rows]) for name, rows in split_rows.items()}
 
 
 def digits(config: Config, device: torch.device) -> Classification:
@@ -452,8 +452,8 @@ def split(
                 )
         else:
             quotas = counts if part is not None or name == "train" else (counts / 10).round().long()
-        chosen, others = _take(source[1], quotas, split_seed)
-        splits[name] = source[0][chosen], source[1][chosen]
+        rows, others = _take(source[1], quotas, split_seed)
+        splits[name] = source[0][rows], source[1][rows]
         if part is None:
             rest = source[0][others], source[1][others]
     empty = [name for name, (images, _) in splits.items() if not len(images)]

@@ -108,9 +108,9 @@ class ImageStream(Classification):
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
-        mine = turns(len(rows), rank, world)
-        read = self.reader.evaluated([rows[number].tolist() for number, _ in mine])
-        for batch, (_, counts) in zip(read, watched(mine), strict=True):
+        share = turns(len(rows), rank, world)
+        read = self.reader.evaluated([rows[number].tolist() for number, _ in share])
+        for batch, (_, counts) in zip(read, watched(share), strict=True):
             images, labels = self._on_device(*batch)
             yield self.normalise(images), labels, counts
 
