@@ -231,9 +231,9 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
     from nmrun.lab.train import fsdp
 
     model = fsdp.built(lambda: weights.network(config, task))
-    chosen: list[Candidate] = []
+    candidates: list[Candidate] = []
     if config.recipe.name != "dense":
-        chosen, _ = select(
+        candidates, _ = select(
             model,
             Pattern.parse(config.pattern or "2:4"),
             config.model.include,
@@ -242,7 +242,7 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
             pad=config.sparsity.pad,
         )
     whole = fsdp.without_values(model)
-    fsdp.shard(model, device, {c.name for c in chosen if c.dim == 0})
+    fsdp.shard(model, device, {c.name for c in candidates if c.dim == 0})
     return model, whole
 
 

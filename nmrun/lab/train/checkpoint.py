@@ -82,15 +82,15 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 
 def remove_unnamed(folder: Path) -> set[str]:
     """Remove the folders of shards that no checkpoint names; return those that one does."""
-    there = {name for name in SHARDS if (folder / name).exists()}
+    shard_folders = {name for name in SHARDS if (folder / name).exists()}
     named = set()
-    for name in (CHECKPOINT, PREVIOUS) if there else ():
+    for name in (CHECKPOINT, PREVIOUS) if shard_folders else ():
         # a damaged one can name nothing
         with contextlib.suppress(ValueError):
             named.add(((load(folder / name, mapped=True) or {}).get("shards") or {}).get("folder"))
-    for name in there - named:
+    for name in shard_folders - named:
         shutil.rmtree(folder / name)
-    return there & named
+    return shard_folders & named
 
 
 def remove(folder: Path) -> None:
@@ -114,7 +114,7 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
                 state = load(folder / name, mapped=several)
             except ValueError as error:
                 problem = str(error)
-        there, problem, record = ranks.from_leader(
+        usable, problem, record = ranks.from_leader(
             (state is not None, problem, (state or {}).get("shards"))
         )
         if record:
@@ -123,7 +123,7 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             problem = fsdp.damaged_shards(folder, record)
         if problem:
             messages.append(f"{name} is damaged ({problem})")
-        elif there:
+        elif usable:
             if messages:
                 messages.append(f"going on from {name}, the one before it")
             if ranks.leads() and name == PREVIOUS:

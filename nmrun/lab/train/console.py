@@ -56,8 +56,8 @@ class Console:
     def __init__(self, log: Path | None, brief: bool = False) -> None:
         self.log, self.brief = log, brief
         self._live: Any = None
-        self._shown: Status | None = None
-        self._drawn = 0.0
+        self._status: Status | None = None
+        self._draw_time = 0.0
         self.on_terminal = verbs.is_terminal(sys.stdout)
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
@@ -95,7 +95,7 @@ class Console:
         """Draw how far the training is, at most every ``REFRESH`` seconds and on a terminal
         alone."""
         if self._due():
-            self._shown = now()
+            self._status = now()
             self._draw()
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ class Console:
         """Draw how far an evaluation is, ``what`` it is called beside it, while entered."""
 
         def tell(batch: int, total: int) -> None:
-            if self._shown is not None and self._due():
+            if self._status is not None and self._due():
                 self._draw((what, batch, total))
 
         before = evaluating.set(tell)
@@ -113,11 +113,11 @@ class Console:
             evaluating.reset(before)
 
     def _due(self) -> bool:
-        return self.on_terminal and time.monotonic() - self._drawn >= REFRESH
+        return self.on_terminal and time.monotonic() - self._draw_time >= REFRESH
 
     def _draw(self, evaluated: tuple[str, int, int] | None = None) -> None:
-        assert self._shown is not None
-        self._drawn = time.monotonic()
+        assert self._status is not None
+        self._draw_time = time.monotonic()
         if self._live is None:
             from rich.live import Live
 
@@ -129,13 +129,13 @@ class Console:
             )
             self._live.start()
         width = self._live.console.width
-        self._live.update(_display(self._shown, width, evaluated), refresh=True)
+        self._live.update(_display(self._status, width, evaluated), refresh=True)
 
     def clear(self) -> None:
         """Take the display away; the next :meth:`progress` brings it back."""
         if self._live is not None:
             self._live.stop()
-            self._live, self._drawn = None, 0.0
+            self._live, self._draw_time = None, 0.0
 
 
 def _rich(error: bool = False) -> Any:
@@ -155,14 +155,14 @@ def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = N
     from rich.text import Text
 
     def bar(left: str, completed: int, total: int, right: str) -> Table:
-        drawn = ProgressBar(max(total, 1), completed)
+        progress = ProgressBar(max(total, 1), completed)
         if width - len(left) - len(right) < 14:  # no place for a bar between them
             line = Table.grid(Column(ratio=1), expand=True)
             line.add_row(Text.assemble((left, "bold cyan"), f"  {right}"))
-            line.add_row(drawn)
+            line.add_row(progress)
         else:
             line = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
-            line.add_row(Text(left, "bold cyan"), drawn, right)
+            line.add_row(Text(left, "bold cyan"), progress, right)
         return line
 
     remaining = "" if now.remaining is None else f" < {_clock(now.remaining)}"
@@ -209,8 +209,8 @@ class RunProgress:
         steps, elapsed = self.steps, time.perf_counter() - self._began
         completed, total = steps.step - self._begun, steps.total_steps
         remaining = elapsed / completed * (total - steps.step) if completed else None
-        shown = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
-        return Status(steps.step, total, self._epoch(), self._phase(), shown, elapsed, remaining)
+        figures = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
+        return Status(steps.step, total, self._epoch(), self._phase(), figures, elapsed, remaining)
 
     def epoch(self, best: bool = False) -> str:
         """The line of an evaluation, with the mean loss since the one before. Columns keep their
@@ -225,8 +225,8 @@ class RunProgress:
             total = str(self.steps.total_steps)
             cells.append(f"step {self.steps.step:{len(total)}}/{total}")
         cells += [f"{self._phase():6}"] if self.steps.handle.sparse else []
-        shown = facts({key: row[key] for key in keys if key in row}, self.steps.task.metric)
-        for what, figure in shown:
+        figures = facts({key: row[key] for key in keys if key in row}, self.steps.task.metric)
+        for what, figure in figures:
             width = self._widths[what] = max(self._widths.get(what, 0), len(figure))
             cells.append(f"{what} {figure:>{width}}" if what else f"{figure:>{width}}")
         return "  ".join([*cells, *["best"] * best])
@@ -242,14 +242,14 @@ class RunProgress:
 
 def facts(row: Mapping[str, float], metric: str) -> list[Fact]:
     """The figures of a row of ``metrics.jsonl``, as far as it has them, in words."""
-    shown = [
+    columns = [
         ("train loss", "train/loss", ".4f"),
         (f"val {metric}", f"eval/{metric}", ".4f"),
         ("val loss", "eval/loss", ".4f"),
         ("lr", "lr", ".2e"),
     ]
     figures: dict[str, str] = {
-        word: f"{row[key]:{form}}" for word, key, form in shown if row.get(key) is not None
+        word: f"{row[key]:{form}}" for word, key, form in columns if row.get(key) is not None
     }
     speed = row.get("steps_per_second")
     rates = [] if not speed else [("", _speed(speed))]
@@ -372,13 +372,13 @@ Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pat
 def layer_lines(rows: Sequence[Row]) -> list[str]:
     """The weights, those that differ in a number of their names alone in one line: ``sparse 6 x
     blocks.*.attn.qkv.weight 1536x512 2:4``."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for kind, name, shape, note in rows:
         size = "x".join(map(str, shape))
-        alike.setdefault((kind, re.sub(r"\d+", "*", name), size, note), []).append(name)
+        groups.setdefault((kind, re.sub(r"\d+", "*", name), size, note), []).append(name)
     lines = [
         (kind, f"{len(names)} x {_joined(names)}" if len(names) > 1 else names[0], size, note)
-        for (kind, _, size, note), names in alike.items()
+        for (kind, _, size, note), names in groups.items()
     ]
     return verbs.aligned(lines)
 

@@ -112,10 +112,10 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
     others = 1.0 if hardware else share
     shares = [Densities(1.0, share, others)] if feeds else []
     shares += [Densities(share, others, others)] if reads else []
-    return both(*shares, hardware=hardware)
+    return joint_densities(*shares, hardware=hardware)
 
 
-def both(*shares: Densities, hardware: bool) -> Densities:
+def joint_densities(*shares: Densities, hardware: bool) -> Densities:
     """What several sparse operands leave: arithmetically the product of the shares, as on average
     where zeros lie independently; hardware gains from one."""
     return Densities(
@@ -230,7 +230,9 @@ class Flops:
         assert self.activations is not None
         assert self.activations.pattern is not None
         pattern = self.activations.pattern
-        return both(shares, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware)
+        return joint_densities(
+            shares, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware
+        )
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
         """The mean of :meth:`training` over a run as planned. A switch that is found on the way

@@ -300,12 +300,12 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     the file system shows.
     """
     folder = run_folder(config)
-    there = RunFolder(folder)
-    result = None if config.force or config.dry else there.finished()
+    run_dir = RunFolder(folder)
+    result = None if config.force or config.dry else run_dir.finished()
     if result is not None:
         final = result["metrics"]["final"].items()
         metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
-        how = "" if there.is_sealed else f"\n  {OF_EARLIER}"
+        how = "" if run_dir.is_sealed else f"\n  {OF_EARLIER}"
         message = f"finished already: {metrics}\n  {folder} (force=true runs it again){how}"
         print(message, flush=True)
         return {**result, "status": "skipped", "folder": str(folder)}

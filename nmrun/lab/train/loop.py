@@ -143,9 +143,9 @@ class Evaluation:
             return {}
         ranks.share_statistics(self.model)
         self.model.eval()
-        shown = self.console.evaluation("validating" if split == "val" else "testing")
+        bar = self.console.evaluation("validating" if split == "val" else "testing")
         activations = self.steps.activations
-        with shown, weights, torch.no_grad(), self.steps.autocast(), activations.measured() as sums:
+        with bar, weights, torch.no_grad(), self.steps.autocast(), activations.measured() as sums:
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
         if activations.modules:

@@ -57,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
     config = pruning.read(options.words, options.config_dir, options.yes)
     folder = run_folder(config)
     print(title(config), flush=True)
-    there = RunFolder(folder)
-    result = None if config.force else there.finished()
-    if there.is_of_another and not config.force:
-        raise RunError(f"{folder}: {there.problem}; move it away, or force=true prunes again")
+    run_dir = RunFolder(folder)
+    result = None if config.force else run_dir.finished()
+    if run_dir.is_of_another and not config.force:
+        raise RunError(f"{folder}: {run_dir.problem}; move it away, or force=true prunes again")
     if result is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
                 os.removedirs(folder)  # the empty folders only
             raise
     else:
-        how = "" if there.is_sealed else f"; {OF_EARLIER}"
+        how = "" if run_dir.is_sealed else f"; {OF_EARLIER}"
         print(f"  finished already (force=true prunes again){how}")
         print("\n".join(f"  {line}" for line in oneshot.lines(result["sparsity"]["layers"])))
     final, metric = result["metrics"]["final"], result["metric"]
@@ -117,9 +117,9 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         after = _metrics(task, model, "")
     task.close()
     results.remove_unfinished(folder)
-    there = RunFolder(folder)
-    there.clear()
-    there.begin(config.plain, command)
+    run_dir = RunFolder(folder)
+    run_dir.clear()
+    run_dir.begin(config.plain, command)
     state = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     results.save_weights(folder / FINAL, state)
     outcome = {

@@ -92,9 +92,9 @@ def search_ratios(
     if not least * (1 - 1e-9) <= budget < 1:
         minimum = math.ceil(1e4 * least) / 1e4
         raise ConfigError(f"budget {budget:g}: with M = {m} it is from {minimum:g} to below 1")
-    chosen = best_choice(prices, gains, budget * dense * (1 + 1e-9))
+    selection = best_choice(prices, gains, budget * dense * (1 + 1e-9))
     n = dict.fromkeys(layers, m)
-    n |= {name: ns[at] for name, ns, at in zip(names, options, chosen, strict=True)}
+    n |= {name: ns[place] for name, ns, place in zip(names, options, selection, strict=True)}
     return Proposal(
         {name: Pattern(count, m) for name, count in n.items()},
         {name: layers[name].shares[count] for name, count in n.items()},
@@ -125,11 +125,11 @@ def best_choice(
             order = order[np.append(part[1:] != part[:-1], True)]
         came.append(order)
         spent, gained = total[order], value[order]
-    chosen, at = list[int](), len(spent) - 1
+    selection, place = list[int](), len(spent) - 1
     for order, cost in zip(reversed(came), reversed(costs), strict=True):
-        at, option = divmod(int(order[at]), len(cost))
-        chosen.append(option)
-    return chosen[::-1]
+        place, option = divmod(int(order[place]), len(cost))
+        selection.append(option)
+    return selection[::-1]
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
     if not 0 < options.budget < 1:
         raise ConfigError(f"--budget {options.budget:g}: a share of dense, above 0 and below 1")
-    there = RunFolder(options.run)
-    if why := there.unfinished():
+    run = RunFolder(options.run)
+    if why := run.unfinished():
         raise ConfigError(f"{options.run}: {why}")
-    verbs.demand_consent(options.run, there.result["config"], options.yes, ("recipe", *verbs.BUILT))
+    verbs.demand_consent(options.run, run.result["config"], options.yes, ("recipe", *verbs.BUILT))
     try:
         lines = _proposal_lines(options.run, options.budget, options.m, options.cost)
     except ValueError as error:

@@ -88,8 +88,8 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
-        at = f" at step {loop.steps.step} of {loop.steps.total_steps}" if loop else ""
-        message = f"  interrupted{at}; the same command goes on from the last checkpoint"
+        progress = f" at step {loop.steps.step} of {loop.steps.total_steps}" if loop else ""
+        message = f"  interrupted{progress}; the same command goes on from the last checkpoint"
         console.say(f"{message}\n  {folder}", style="yellow")
     else:
         final, best = result["metrics"]["final"], result["metrics"]["best"]

@@ -81,12 +81,12 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         return {"status": "running", "error": error}
     if config.force:
         return None
-    there = RunFolder(folder)
-    if (result := there.finished()) is not None:
+    run_dir = RunFolder(folder)
+    if (result := run_dir.finished()) is not None:
         return {**result, "status": "skipped"}
-    wrong = there.broken()
+    wrong = run_dir.broken()
     error = ""
-    if there.is_of_another:  # its checkpoint is not this run's either
+    if run_dir.is_of_another:  # its checkpoint is not this run's either
         error = f"{RESULT}: {wrong[RESULT]}; move it away, or force=true makes all anew"
     elif METRICS in wrong:  # a checkpoint does not have its rows
         error = f"{METRICS} of this finished run: {wrong[METRICS]}; force=true makes all anew"
@@ -203,9 +203,9 @@ class _Run:
         if state is None and not (fresh or complaints) and (folder / CONFIG).exists():
             complaints = ["begins anew: it ended before its first checkpoint"]
         self._refuse_other_run(state)
-        there = RunFolder(folder)
-        prefix = "finished before, but " if there.is_finished else ""
-        complaints += [f"{prefix}{name}: {what}" for name, what in there.broken().items()]
+        run_dir = RunFolder(folder)
+        prefix = "finished before, but " if run_dir.is_finished else ""
+        complaints += [f"{prefix}{name}: {what}" for name, what in run_dir.broken().items()]
         rows = (state or {}).get("rows")
         accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
         parts, planned, decay_search = trials.parts(config, state, accumulate)
@@ -288,9 +288,9 @@ def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
 
 def _forced_before(folder: Path) -> bool:
     """Whether ``force=true`` has begun the run in this folder and was cut off: it goes on then."""
-    there = RunFolder(folder)
-    forced = there.begun.get("force") is True
-    return forced and there.result.get("status") in (None, "interrupted")
+    run_dir = RunFolder(folder)
+    forced = run_dir.begun.get("force") is True
+    return forced and run_dir.result.get("status") in (None, "interrupted")
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -113,12 +113,12 @@ class TrainingSteps:
         parts = self.accumulate * ranks.world()
         sizes = self.task.sizes(epoch, index, parts)
         self._count(items := sum(sizes))
-        mine = ranks.share(len(sizes), self.accumulate)
+        share = ranks.share(len(sizes), self.accumulate)
         batches = ranks.together(
-            lambda: self.task.micro_batches(epoch, index, parts, mine or range(1))
+            lambda: self.task.micro_batches(epoch, index, parts, share or range(1))
         )
         shares = [
-            (batch, sizes[number] / items) for number, batch in zip(mine, batches, strict=False)
+            (batch, sizes[number] / items) for number, batch in zip(share, batches, strict=False)
         ]
         rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
         return shares + [(batches[0], 0.0)] * (rounds - len(shares))

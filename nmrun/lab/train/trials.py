@@ -169,19 +169,19 @@ def find_decay(config: Config, total_steps: int | None = None) -> DecaySearch:
         event = "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
         return DecaySearch(2e-4, event, time.perf_counter() - began, flops)
     tried: dict[int, float] = {}
-    at = GRID.index(2e-4)
-    while 0 <= at < len(GRID) and at not in tried:
-        tried[at] = rate(GRID[at], dense=False) / dense
-        if LOW <= tried[at] <= HIGH:
+    index = GRID.index(2e-4)
+    while 0 <= index < len(GRID) and index not in tried:
+        tried[index] = rate(GRID[index], dense=False) / dense
+        if LOW <= tried[index] <= HIGH:
             break
-        at += 1 if tried[at] > HIGH else -1
+        index += 1 if tried[index] > HIGH else -1
     best = min(tried, key=lambda i: max(LOW - tried[i], tried[i] - HIGH, 0.0))
-    shown = ", ".join(f"{GRID[i]:g}: {mu:.2f}" for i, mu in sorted(tried.items()))
+    rates = ", ".join(f"{GRID[i]:g}: {mu:.2f}" for i, mu in sorted(tried.items()))
     verdict = (
         "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
     )
     event = (
-        f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"
+        f"decay search: flip rate over that of a dense probe {rates}; decay {GRID[best]:g}{verdict}"
     )
     return DecaySearch(GRID[best], event, time.perf_counter() - began, flops)
 

@@ -81,9 +81,11 @@ def load(
     differing = sorted(item for item in unlike if item[0] not in head_names)
     if differing:
         name = differing[0][0]
-        here, there = (str(shapes.get(name, "missing")) for shapes in (expected, saved))
+        expected_shape, saved_shape = (
+            str(shapes.get(name, "missing")) for shapes in (expected, saved)
+        )
         raise ConfigError(
-            f"{setting} is another network than this run's: {name} is {there} there and {here} here"
+            f"{setting} is another network than this run's: {name} is {saved_shape} there and {expected_shape} here"
         )
     model.load_state_dict(
         {name: tensor for name, tensor in state.items() if name not in head_names},

@@ -267,17 +267,15 @@ def table_of(rows: list[tuple[str, ...]], foot: str, width: int, height: int) ->
     from rich.text import Text
 
     heads = ("job", "phase", "epoch", "metric", "left")
-    shown = rows[: max(height - 4, 1)]
-    lines = [heads, *shown]
-    keep = [at for at in range(len(heads)) if at == 0 or any(row[at] for row in shown)]
-    wide = [max(len(line[at]) for line in lines) for at in range(len(heads))]
-    wide[0] = max(min(wide[0], width - sum(wide[at] + GAP for at in keep[1:])), 8)
-    table = Table.grid(
-        *(Column(width=wide[at], no_wrap=True) for at in keep), padding=(0, GAP, 0, 0)
-    )
+    body = rows[: max(height - 4, 1)]
+    lines = [heads, *body]
+    keep = [i for i in range(len(heads)) if i == 0 or any(row[i] for row in body)]
+    wide = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    wide[0] = max(min(wide[0], width - sum(wide[i] + GAP for i in keep[1:])), 8)
+    table = Table.grid(*(Column(width=wide[i], no_wrap=True) for i in keep), padding=(0, GAP, 0, 0))
     for line in lines:
         style = "dim" if line is heads else ""
-        table.add_row(*(Text(line[at], style, overflow="ellipsis", no_wrap=True) for at in keep))
-    more = [f"and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else []
+        table.add_row(*(Text(line[i], style, overflow="ellipsis", no_wrap=True) for i in keep))
+    more = [f"and {len(rows) - len(body)} more"] if len(rows) > len(body) else []
     below = [Text(text, "dim", overflow="ellipsis", no_wrap=True) for text in (*more, foot)]
     return Group(*([table] if rows else []), *below)

@@ -57,7 +57,7 @@ def check(cell: TuningCell) -> None:
         for key, value in schema.flatten(cell.config.plain).items()
         if key not in cell.searched and key.partition(".")[0] not in ("track", "seed", "output_dir")
     }
-    mine: dict[str, Any] = {
+    definition: dict[str, Any] = {
         "space": {key: str(search) for key, search in cell.searched.items()},
         "settings": json.loads(json.dumps(flat)),
         "identity": identity(cell.config),
@@ -65,17 +65,19 @@ def check(cell: TuningCell) -> None:
     cell.folder.mkdir(parents=True, exist_ok=True)
     file = cell.folder / DEFINITION
     if not file.exists():
-        atomic.write(file, json.dumps(mine, indent=1) + "\n", shared=True)
+        atomic.write(file, json.dumps(definition, indent=1) + "\n", shared=True)
         return
     try:
         read = documents.read_json(file)
         theirs = {part: dict(read[part]) for part in ("space", "settings")}
-        alike = read["identity"] == mine["identity"] and read["space"] == mine["space"]
+        same_definition = (
+            read["identity"] == definition["identity"] and read["space"] == definition["space"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{file} is not whole; remove {cell.folder} to tune anew") from None
-    for part in () if alike else ("space", "settings"):
-        for key in sorted({*theirs[part], *mine[part]}):
-            then, now = theirs[part].get(key), mine[part].get(key)
+    for part in () if same_definition else ("space", "settings"):
+        for key in sorted({*theirs[part], *definition[part]}):
+            then, now = theirs[part].get(key), definition[part].get(key)
             if then != now:
                 what = "looked for in" if part == "space" else "tuned with"
                 raise ConfigError(
@@ -106,13 +108,13 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
             trial = _try(cell, params, SEED)
             best = next(iter(study_of(cell).ranked(trials)), None)
             say(
-                f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
+                f"{cell.name}  trial {number + 1}/{trials}  {params_text(params)}  "
                 f"{in_words(trial)}, best {in_words(best)}  {trial.seconds:.0f} s"
             )
         for params, seed in study.to_repeat(trials):
             trial = _try(cell, params, seed)
             say(
-                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {in_words(trial)}  "
+                f"{cell.name}  seed {seed} of tuning  {params_text(params)}  {in_words(trial)}  "
                 f"{trial.seconds:.0f} s"
             )
         for words in _reported(cell, trials):
@@ -138,7 +140,7 @@ def study_of(cell: TuningCell) -> Study:
     return Study(cell.folder, cell.searched, cell.defaults, ended(cell.folder, cell.searched))
 
 
-def shown(params: Mapping[str, Any]) -> str:
+def params_text(params: Mapping[str, Any]) -> str:
     """Write settings in short: ``lr=0.002 decay=1e-05``."""
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
 
@@ -311,7 +313,7 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
             values = {key: getattr(run, key) for key in ("seed", "value", "seconds")}
             trial_rows.append({"cell": cell.name, **values, **run.params})
         if cell_trials:
-            settings = shown(best.params) if best else ""
+            settings = params_text(best.params) if best else ""
             tuning.append(
                 [cell.name, str(len(cell_trials)), in_words(best), settings, span(seconds)]
             )
@@ -353,7 +355,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     atomic.write(folder / TABLE, outcome_text(outcome), shared=True)
 
 
-def _others(file: Path, text: str, key: str, mine: set[str]) -> str:
+def _others(file: Path, text: str, key: str, names: set[str]) -> str:
     """New lines after those that a CSV file has of other cells."""
     if not file.exists():
         return text
@@ -364,7 +366,7 @@ def _others(file: Path, text: str, key: str, mine: set[str]) -> str:
         raise RunError(
             f"{file} is damaged: {error}; remove it and give the command again"
         ) from None
-    others = [line for line in lines if line.get(key) and line[key] not in mine]
+    others = [line for line in lines if line.get(key) and line[key] not in names]
     if not others:
         return text
     lines = [*others, *csv.DictReader(io.StringIO(text))]

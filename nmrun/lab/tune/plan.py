@@ -100,10 +100,10 @@ def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
     prefixes = ("recipe.", "sparsity.")
     common = _differing([{k: v for k, v in f.items() if not k.startswith(prefixes)} for f in flats])
     apart = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
-    alike: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for number, (config, values) in enumerate(zip(configs, apart, strict=True)):
-        alike.setdefault((*_named(config), *values.items()), []).append(number)
-    for several in alike.values():
+        groups.setdefault((*_named(config), *values.items()), []).append(number)
+    for several in groups.values():
         more = _differing([flats[k] for k in several])
         for k in several:
             apart[k] |= {key: str(flats[k].get(key)) for key in more}
@@ -202,8 +202,8 @@ def at_edge(value: Any, search: Search) -> str:
     is searched by them): ``lower``, ``upper``, or nothing. A list has no ends."""
     if search.values:
         return ""
-    low, high, at = (math.log(x) if search.log else x for x in (search.low, search.high, value))
-    place = (at - low) / (high - low) if high > low else 0.5
+    low, high, point = (math.log(x) if search.log else x for x in (search.low, search.high, value))
+    place = (point - low) / (high - low) if high > low else 0.5
     return "lower" if place < EDGE else "upper" if place > 1 - EDGE else ""
 
 

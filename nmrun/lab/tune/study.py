@@ -48,8 +48,8 @@ def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
     """The runs of a cell's tuning that ended, and whose results are as they were written."""
     trials = []
     for file in sorted((folder / RUNS).glob("*/*/*/*/*/result.json")):
-        there = RunFolder(file.parent)
-        result = {} if there.broken() else there.result
+        run = RunFolder(file.parent)
+        result = {} if run.broken() else run.result
         if result and result.get("status") in ENDED and not result.get("of_machine"):
             with contextlib.suppress(KeyError, TypeError, AttributeError):  # written by hand
                 trials.append(of_result(result, space))
