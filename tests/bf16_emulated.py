@@ -10,7 +10,7 @@ import pytest
 
 from nmrun.fast.cpu.kernels import bf16
 
-HAS_THEM = not bf16.KERNELS.obstacle()
+HAS_INSTRUCTION = not bf16.KERNELS.obstacle()
 
 
 @contextmanager

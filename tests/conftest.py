@@ -104,6 +104,16 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def small_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small layers are accelerated too; what is measured stays in this test."""
+    from nmrun.fast.cpu import probe
+
+    monkeypatch.setattr(probe, "SMALLEST", 1)
+    monkeypatch.setattr(probe, "ROUNDS", 2)
+    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
+
+
+@pytest.fixture
 def write(tmp_path: Path):
     """Write the result.json of one run; a double underscore in a name is a dot
     (``optimizer__lr=0.1``), and without one the name is a key by itself (``init=...``).

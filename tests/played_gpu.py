@@ -4,10 +4,12 @@ that are made up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import operands
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +19,7 @@ from nmrun.fast import acceleration, measurement
 from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
 
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+normal = functools.partial(operands.normal, dtype=torch.float64)
 
 
 def both_ways(rows: int, columns: int) -> Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import played_gpu
@@ -29,14 +28,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def times(packed: float) -> Callable[..., dict[str, float]]:
-    """``milliseconds`` with dense at 1."""
-    return lambda calls, device: {name: 1.0 if name == "dense" else packed for name in calls}
-
-
 @pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploying, "milliseconds", times(0.5))
+def faster(deploy_times: dict[str, float]) -> None:
+    deploy_times["packed"] = 0.5
 
 
 def prune(model: nn.Module, *patterns: str) -> nn.Module:
@@ -238,15 +232,15 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
 
 @needs_compiler
 def test_dense_is_kept_where_it_is_faster_or_where_packed_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
+    deploy_times: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = mlp(), torch.randn(3, 40)
     layers = list(model)
-    monkeypatch.setattr(deploying, "milliseconds", times(1.5))
+    deploy_times["packed"] = 1.5
     choices = nmrun.deploy(model, x)
     assert [c.path for c in choices] == [None, None]
     assert choices[0].reason == "1:4, 3 tokens: dense 1 ms, packed 1.5 ms (0.67x)"
-    monkeypatch.setattr(deploying, "milliseconds", times(0.5))
+    deploy_times["packed"] = 0.5
     monkeypatch.setattr(
         PackedLinear, "forward", lambda self, x: torch.zeros(*x.shape[:-1], self.out_features)
     )
@@ -268,10 +262,13 @@ def test_dense_is_kept_where_it_is_faster_or_where_packed_is_wrong(
     ],
 )
 def test_what_is_dense_is_computed_by_the_faster_library(
-    onednn: float, packed: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+    onednn: float,
+    packed: float,
+    expected: list[str | None],
+    deploy_times: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    took = {"dense": 1.0, "onednn": onednn, "packed": packed}
-    monkeypatch.setattr(deploying, "milliseconds", lambda calls, _: {n: took[n] for n in calls})
+    deploy_times.update({"onednn": onednn, "packed": packed})
     monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
     torch.manual_seed(0)
     model = nn.Sequential(prune(nn.Linear(40, 50), "1:4"), nn.ReLU(), nn.Linear(50, 30, bias=False))
@@ -346,7 +343,7 @@ def test_the_pattern_is_found(pattern: str) -> None:
 
 
 def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    deploy_times: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     played_gpu.play(monkeypatch.setattr, tmp_path)
     broken = copy.copy(played_gpu.COMPRESSED)
@@ -358,7 +355,7 @@ def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
     monkeypatch.setattr(
         deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
     )
-    monkeypatch.setattr(deploying, "milliseconds", times(0.25))
+    deploy_times.update({"compressed": 0.25, "broken": 0.25})
     model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "2:4", "3:4").bfloat16()
     x = torch.randn(6, 32).bfloat16()
     expected = model(x)

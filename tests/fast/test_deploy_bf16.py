@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from bf16_emulated import HAS_THEM, emulation
-from torch import Tensor, nn
+from bf16_emulated import HAS_INSTRUCTION, emulation
+from operands import normal, normal_bf16
+from torch import nn
 
 import nmrun
-from nmrun.fast import deploy as deploying
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.kernels import compiler
 from nmrun.sparsity import nm_mask
 
-TOOK = {"packed": 0.5, "packed bf16": 0.25}
-
-
-@pytest.fixture
-def products() -> Iterator[None]:
-    with emulation():
-        yield
-
 
 @pytest.fixture(autouse=True)
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        return {name: TOOK.get(name, 1.0) for name in arms}
-
-    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+def faster(deploy_times: dict[str, float]) -> None:
+    deploy_times.update({"packed": 0.5, "packed bf16": 0.25})
 
 
 def mlp(pattern: str = "1:4") -> nn.Module:
@@ -45,14 +32,10 @@ def mlp(pattern: str = "1:4") -> nn.Module:
     return model.bfloat16().eval()
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("emulated_bf16")
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "1:32", "3:7"])
 def test_layers_take_the_fastest_right_products(pattern: str) -> None:
-    model, x = mlp(pattern), normal(3, 5, 80)
+    model, x = mlp(pattern), normal_bf16(3, 5, 80)
     exact = copy.deepcopy(model).double()(x.double()).detach()
     choices = nmrun.deploy(model, x)
     assert [(c.path, c.is_sparse) for c in choices] == [("packed bf16", True)] * 2
@@ -67,26 +50,25 @@ def test_layers_take_the_fastest_right_products(pattern: str) -> None:
     assert not list(model.parameters())
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("emulated_bf16")
 def test_float32_is_left_to_float32() -> None:
     model = mlp().float()
-    assert [c.path for c in nmrun.deploy(model, normal(3, 80).float())] == ["packed"] * 2
+    assert [c.path for c in nmrun.deploy(model, normal(3, 80))] == ["packed"] * 2
 
 
-@pytest.mark.usefixtures("products")
-def test_the_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for took, path in ((0.6, "packed"), (0.4, "packed bf16")):
-        monkeypatch.setitem(TOOK, "packed bf16", took)
-        assert [c.path for c in nmrun.deploy(mlp(), normal(3, 80))] == [path] * 2
-    monkeypatch.setitem(TOOK, "packed bf16", 1.1)
-    monkeypatch.setitem(TOOK, "packed", 1.2)
-    assert [c.path for c in nmrun.deploy(mlp(), normal(3, 80))] == [None] * 2
+@pytest.mark.usefixtures("emulated_bf16")
+def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
+    for time, path in ((0.6, "packed"), (0.4, "packed bf16")):
+        deploy_times["packed bf16"] = time
+        assert [c.path for c in nmrun.deploy(mlp(), normal_bf16(3, 80))] == [path] * 2
+    deploy_times.update({"packed bf16": 1.1, "packed": 1.2})
+    assert [c.path for c in nmrun.deploy(mlp(), normal_bf16(3, 80))] == [None] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("emulated_bf16")
 def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), normal(3, 5, 80)
+    model, other, x = mlp(), mlp("1:16"), normal_bf16(3, 5, 80)
     dense = copy.deepcopy(model)
     for one in (model, other):
         nmrun.deploy(one, x)
@@ -110,19 +92,19 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     dense(b).sum().backward()
     assert float((a.grad - b.grad).norm() / b.grad.norm()) < 0.1  # a ReLU may see another sign
     parts = [getattr(model[0], name) for name in (*names, "start", "bias")]
-    operands = (normal(3, 80).requires_grad_(), *parts, 50, 80)
+    operands = (normal_bf16(3, 80).requires_grad_(), *parts, 50, 80)
     torch.library.opcheck(torch.ops.nmrun.bf16_linear.default, operands)
 
 
 def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
     """A model that was deployed where there is one, unpickled here."""
-    x = normal(3, 80)
+    x = normal_bf16(3, 80)
     with emulation():
         model = mlp()
         nmrun.deploy(model, x)
         wanted, stored = model(x), pickle.dumps(model)
     model = pickle.loads(stored)
-    if HAS_THEM:
+    if HAS_INSTRUCTION:
         assert torch.equal(model(x), wanted)
         return
     with pytest.raises(

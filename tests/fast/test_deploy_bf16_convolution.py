@@ -6,34 +6,22 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from bf16_emulated import emulation
-from torch import Tensor, nn
+from operands import normal_bf16
+from torch import nn
 
 import nmrun
-from nmrun.fast import deploy as deploying
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution
 from nmrun.sparsity import nm_mask
 
 
-@pytest.fixture
-def products() -> Iterator[None]:
-    with emulation():
-        yield
-
-
 @pytest.fixture(autouse=True)
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        return {name: 0.5 if name.startswith("packed") else 1.0 for name in arms}
-
-    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+def faster(deploy_times: dict[str, float]) -> None:
+    deploy_times["packed bf16"] = 0.5
 
 
 def net(pattern: str) -> nn.Module:
@@ -49,14 +37,10 @@ def net(pattern: str) -> nn.Module:
     return model.bfloat16().eval()
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("emulated_bf16")
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7"])
 def test_against_float64(pattern: str) -> None:
-    model, x = net(pattern), normal(5, 8, 6, 7)
+    model, x = net(pattern), normal_bf16(5, 8, 6, 7)
     weights = [model[i].weight.detach().clone() for i in (0, 3)]
     exact = copy.deepcopy(model).double()(x.double()).detach()
     choices = [c for c in nmrun.deploy(model, x) if not c.always_dense]
@@ -73,9 +57,9 @@ def test_against_float64(pattern: str) -> None:
     assert float((z.double() - exact).norm() / exact.norm()) < 0.01
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("emulated_bf16")
 def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = net("1:4"), net("2:4"), normal(5, 8, 6, 7)
+    model, other, x = net("1:4"), net("2:4"), normal_bf16(5, 8, 6, 7)
     dense, expected = copy.deepcopy(model), model(x).detach()
     for one in (model, other):
         nmrun.deploy(one, x)
@@ -97,9 +81,9 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("emulated_bf16")
 def test_a_state_of_another_shape_is_refused() -> None:
-    model, x = net("1:4"), normal(5, 8, 6, 7)
+    model, x = net("1:4"), normal_bf16(5, 8, 6, 7)
     nmrun.deploy(model, x)
     state = model.state_dict()
     for change, message in (
@@ -113,7 +97,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
 
 def test_where_the_processor_has_none_they_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
-    choices = [c for c in nmrun.deploy(net("2:4"), normal(5, 8, 6, 7)) if not c.always_dense]
+    choices = [c for c in nmrun.deploy(net("2:4"), normal_bf16(5, 8, 6, 7)) if not c.always_dense]
     assert {(c.path, c.reason) for c in choices} == {
         (None, "bfloat16: this processor has no AVX-512 with BF16")
     }

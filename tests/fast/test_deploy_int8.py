@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast import deploy as deploying
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_int8 import Int8Linear
@@ -24,14 +21,9 @@ needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNE
 
 
 @pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def faster(deploy_times: dict[str, float]) -> None:
     """int8 is faster than packed, and that than dense."""
-    took = {"packed": 0.5, "int8": 0.25}
-
-    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        return {name: took.get(name, 1.0) for name in arms}
-
-    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+    deploy_times.update({"packed": 0.5, "int8": 0.25})
 
 
 def mlp(pattern: str = "1:4") -> nn.Module:
@@ -130,11 +122,8 @@ def test_what_is_not_finite_or_no_linear_layer_is_not_int8() -> None:
 
 
 @needs_int8
-def test_the_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = {"packed": 0.5, "int8": 0.6}
-    monkeypatch.setattr(
-        deploying, "milliseconds", lambda arms, _: {name: took.get(name, 1.0) for name in arms}
-    )
+def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
+    deploy_times.update({"packed": 0.5, "int8": 0.6})
     choices = nmrun.deploy(mlp(), torch.randn(40, 80), precision="int8")
     assert [c.path for c in choices] == ["packed", "packed"]
 
@@ -162,13 +151,8 @@ def test_without_a_compiler_there_is_one_line() -> None:
 
 
 @pytest.fixture
-def dense_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = {"onednn": 0.7, "packed": 0.5, "int8": 0.4, "dense int8": 0.25}
-
-    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        return {name: took.get(name, 1.0) for name in arms}
-
-    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+def dense_faster(deploy_times: dict[str, float]) -> None:
+    deploy_times.update({"onednn": 0.7, "packed": 0.5, "int8": 0.4, "dense int8": 0.25})
 
 
 @needs_int8
@@ -219,11 +203,8 @@ def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() 
 
 @needs_int8
 def test_a_dense_candidate_has_to_beat_torch_by_more_than_noise(
-    monkeypatch: pytest.MonkeyPatch,
+    deploy_times: dict[str, float],
 ) -> None:
-    took = {"dense int8": 0.99}
-    monkeypatch.setattr(
-        deploying, "milliseconds", lambda arms, _: {name: took.get(name, 1.0) for name in arms}
-    )
+    deploy_times["dense int8"] = 0.99
     choices = nmrun.deploy(mlp(), torch.randn(40, 80), precision="int8")
     assert [c.path for c in choices] == [None, None]

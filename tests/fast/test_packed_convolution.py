@@ -15,7 +15,6 @@ from test_deploy import by_name
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.fast import deploy as deploying
 from nmrun.fast.cpu import packed_convolution
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
@@ -27,15 +26,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def times(packed: float, last: float = 2.0) -> Any:
-    """``milliseconds`` with dense at 1."""
-    made_up = {"dense": 1.0, "dense, channels last": last, "packed": packed}
-    return lambda calls, device: {name: made_up[name] for name in calls}
-
-
 @pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploying, "milliseconds", times(0.5))
+def faster(deploy_times: dict[str, float]) -> None:
+    deploy_times.update({"dense, channels last": 2.0, "packed": 0.5})
 
 
 def prune(model: nn.Module, pattern: str) -> nn.Module:
@@ -157,9 +150,9 @@ def test_what_is_wrong_is_said_in_one_line() -> None:
     [(0.8, 2.0, "packed", "1.25"), (0.8, 0.5, None, "0.62"), (1.5, 2.0, None, "0.67")],
 )
 def test_the_better_of_torchs_layouts_has_to_be_beaten(
-    packed: float, last: float, path: str | None, ratio: str, monkeypatch: pytest.MonkeyPatch
+    packed: float, last: float, path: str | None, ratio: str, deploy_times: dict[str, float]
 ) -> None:
-    monkeypatch.setattr(deploying, "milliseconds", times(packed, last))
+    deploy_times.update({"dense, channels last": last, "packed": packed})
     model = prune(net(), "1:4")
     layers, choices = list(model), nmrun.deploy(model, torch.randn(5, 8, 6, 7))
     assert [c.path for c in choices] == [path] * 2

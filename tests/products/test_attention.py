@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,13 +82,9 @@ def trained(model: nn.Module, forward: object = None) -> list[float]:
     return losses
 
 
+@pytest.mark.usefixtures("small_layers")
 @pytest.mark.parametrize("faster", [FLOAT32, "dense"])
-def test_a_run_takes_what_is_faster(
-    faster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "ROUNDS", 2)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
+def test_a_run_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = probe.measure
 
     def played(shape: object) -> dict[str, Times]:

@@ -5,9 +5,11 @@ torch's own casts, and on layers.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
+import operands
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,8 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+normal = functools.partial(operands.normal, dtype=torch.float64)
 
 
 def gradients(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from operands import normal
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import attention, bf16, gelu
@@ -30,10 +31,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         flags = (*module.KERNELS.flags, "-mno-avx512bf16")
         monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS, flags=flags))
     yield
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def heads(

@@ -4,20 +4,18 @@ a test emulates the instruction where the processor has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bf16_emulated import HAS_THEM, emulation
-from convolutions import net
+from convolutions import GEOMETRIES, batch, net
+from operands import normal_bf16
 from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
-from nmrun.fast.cpu import convolution, probe
+from nmrun.fast.cpu import convolution
 from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, by_taps
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
@@ -27,12 +25,10 @@ from nmrun.kernels import compiler
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
-# images, channels, out channels, (height, width), taps, stride, padding, dilation
-CASES = [
-    (1, 1, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
-    (3, 5, 7, (6, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
-    (17, 20, 33, (9, 7), (3, 3), (2, 2), (1, 1), (1, 1)),
-    (5, 4, 8, (8, 8), (1, 1), (2, 2), (0, 0), (1, 1)),
+pytestmark = pytest.mark.usefixtures("every_bf16", "small_layers")
+
+CASES = [  # and those of more than one block, or of more images than a panel has
+    *GEOMETRIES,
     (17, 130, 70, (4, 4), (3, 3), (1, 1), (2, 2), (2, 2)),
     (30, 3, 6, (7, 11), (5, 2), (3, 1), (2, 0), (1, 2)),
     (16, 128, 16, (2, 2), (3, 3), (1, 1), (1, 1), (1, 1)),
@@ -43,31 +39,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["definition", *(["instruction"] if HAS_THEM else [])])
-def products(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "instruction":
-        yield
-    else:
-        with emulation():
-            yield
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small layers too; what is measured stays in this test."""
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "ROUNDS", 2)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 def uneven(*shape: int) -> Tensor:
     """A weight, rounded, of which any number of entries is zero."""
     kept = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) < 0.4
-    return normal(*shape).float() * kept
+    return normal_bf16(*shape).float() * kept
 
 
 def packed(weight: Tensor) -> tuple[Bf16Matrix, Bf16Matrix]:
@@ -91,8 +66,8 @@ def near(found: Tensor, wanted: Tensor, sizes: Tensor, steps: int) -> bool:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_against_float64(case: tuple, channels_last: bool) -> None:
     images, channels, out, size, taps, *moves = case
-    weight, bias = uneven(out, channels, *taps), normal(out, seed=2).float()
-    x = normal(images, channels, *size, seed=3)
+    weight, bias = uneven(out, channels, *taps), normal_bf16(out, seed=2).float()
+    x = normal_bf16(images, channels, *size, seed=3)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     forward, backward = packed(weight)
@@ -106,7 +81,7 @@ def test_against_float64(case: tuple, channels_last: bool) -> None:
     assert found.shape == exact.shape
     assert found.dtype == torch.bfloat16
     assert near(found, exact, sizes, steps)
-    dz = normal(*exact.shape, seed=4)
+    dz = normal_bf16(*exact.shape, seed=4)
     exact.backward(dz.double())
     sizes.backward(dz.double().abs())
     found = convolve_back(dz, backward, window, size)
@@ -120,7 +95,7 @@ def test_the_bits_do_not_depend_on_threads_or_on_other_images(
     """Though in other company other taps are outside of the image for all pixels of a panel."""
     monkeypatch.setattr(compiler, "CHUNK", 1)
     forward, _ = packed(uneven(20, channels, 3, 3))
-    window, x = Window((3, 3), padding=(1, 1)), normal(50, channels, *size)
+    window, x = Window((3, 3), padding=(1, 1)), normal_bf16(50, channels, *size)
     results = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -141,14 +116,14 @@ def test_subnormal_numbers_are_zero() -> None:
 
 def test_all_gradients_are_those_of_float64() -> None:
     p = Pattern(2, 4)
-    weight = hard_threshold(normal(6, 8, 3, 2).float(), p, 1)
+    weight = hard_threshold(normal_bf16(6, 8, 3, 2).float(), p, 1)
     layer = Bf16ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)), p)
     layer.write(weight, None)
-    x, bias = normal(3, 8, 5, 4, seed=1).float(), normal(6, seed=2).float()
+    x, bias = normal_bf16(3, 8, 5, 4, seed=1).float(), normal_bf16(6, seed=2).float()
     own = [t.clone().requires_grad_() for t in (x, weight, bias)]
     z = layer(*own)
     assert z.dtype == torch.bfloat16
-    dz = normal(*z.shape, seed=3)
+    dz = normal_bf16(*z.shape, seed=3)
     found = torch.autograd.grad(z, own, dz)
     assert {t.dtype for t in found} == {torch.float32}
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
@@ -159,10 +134,10 @@ def test_all_gradients_are_those_of_float64() -> None:
 
 def test_another_weight_for_the_input_gradient() -> None:
     p = Pattern(2, 4)
-    weight, other = (hard_threshold(normal(8, 8, 3, 3, seed=s).float(), p, 1) for s in (0, 1))
+    weight, other = (hard_threshold(normal_bf16(8, 8, 3, 3, seed=s).float(), p, 1) for s in (0, 1))
     layer = Bf16ConvolutionProducts((8, 8), Window((3, 3)), p)
     layer.write(weight, other)
-    x, dz = normal(2, 8, 5, 5).requires_grad_(), normal(2, 8, 3, 3)
+    x, dz = normal_bf16(2, 8, 5, 5).requires_grad_(), normal_bf16(2, 8, 3, 3)
     layer(x, weight, None).backward(dz)
     wanted = torch.nn.grad.conv2d_input(x.shape, other.double(), dz.double())
     assert torch.allclose(x.grad.double(), wanted, rtol=2**-7, atol=2**-7)
@@ -171,25 +146,20 @@ def test_another_weight_for_the_input_gradient() -> None:
 @pytest.mark.slow
 def test_operators_are_as_torch_wants_them() -> None:
     p = Pattern(2, 4)
-    weight = hard_threshold(normal(6, 8, 3, 3).float(), p, 1)
+    weight = hard_threshold(normal_bf16(6, 8, 3, 3).float(), p, 1)
     layer = Bf16ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)), p)
     layer.write(weight, None)
     parts = [layer.parts(kind) for kind in ("forward", "backward")]
     for values, index, _, start in parts:  # what lies behind the slots is nobody's
         values[int(start[-1]) :], index[int(start[-1]) :] = 0, 0
     moves = ([1, 1], [1, 1], [1, 1])
-    x, dz = normal(3, 8, 5, 4).requires_grad_(), normal(3, 6, 5, 4)
+    x, dz = normal_bf16(3, 8, 5, 4).requires_grad_(), normal_bf16(3, 6, 5, 4)
     operands = (x, weight.clone().requires_grad_(), None, *parts, *moves)
     torch.library.opcheck(convolution.convolution, operands)
     torch.library.opcheck(convolution.convolution_back, (dz, weight, parts[1], [5, 4], *moves))
 
 
 # --- training ---------------------------------------------------------------------------------------
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(40, 8, 9, 7, generator=torch.Generator().manual_seed(step))
-    return x, 3 * x[:, :4].mean((2, 3)).argmax(1) % 4
 
 
 def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: Any) -> Any:

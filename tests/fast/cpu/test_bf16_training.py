@@ -5,16 +5,15 @@ has none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bf16_emulated import emulation
-from torch import Tensor, nn
+from operands import normal
+from perceptrons import batch, mlp
+from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast import acceleration
@@ -25,26 +24,13 @@ from nmrun.fast.measurement import BF16, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
+pytestmark = pytest.mark.usefixtures("emulated_bf16", "small_layers")
 SLOW, FAST = Times(0.1, 2.0, 2.0, 2.0), Times(0.1, 1.0, 1.0, 1.0)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Small layers too; what is measured stays in this test."""
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "ROUNDS", 2)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
-    with emulation():
-        yield
 
 
 def near(found: Tensor, wanted: Tensor, share: float) -> None:
     found, wanted = found.detach().double(), wanted.detach().double()
     assert float((found - wanted).norm() / wanted.norm()) < share
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- the products -----------------------------------------------------------------------------------
@@ -149,18 +135,6 @@ def test_they_are_right_of_a_rounded_weight() -> None:
 
 
 # --- training ---------------------------------------------------------------------------------------
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(36, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)
-    )
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    x = normal(70, 36, seed=step)
-    return x, x.abs().argmax(1) % 10
 
 
 def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from convolutions import GEOMETRIES
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products
@@ -16,12 +17,8 @@ from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
 
-# images, channels, out channels, (height, width), taps, stride, padding, dilation
-CASES = [
-    (1, 1, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
-    (3, 5, 7, (6, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
-    (17, 20, 33, (9, 7), (3, 3), (2, 2), (1, 1), (1, 1)),
-    (5, 4, 8, (8, 8), (1, 1), (2, 2), (0, 0), (1, 1)),
+CASES = [  # and those of more images than a panel has
+    *GEOMETRIES,
     (65, 130, 140, (5, 5), (3, 3), (1, 1), (2, 2), (2, 2)),
     (130, 3, 6, (7, 11), (5, 2), (3, 1), (2, 0), (1, 2)),
     (64, 128, 16, (2, 2), (3, 3), (1, 1), (1, 1), (1, 1)),

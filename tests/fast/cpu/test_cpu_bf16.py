@@ -5,44 +5,33 @@ N:M, against float64.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 
+import operands
 import pytest
 import torch
-from bf16_emulated import HAS_THEM, emulation
+from operands import normal_bf16
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import BLOCK, MOST, Bf16Matrix
 from nmrun.kernels import compiler
-from nmrun.sparsity import nm_mask
 
+pytestmark = pytest.mark.usefixtures("every_bf16")
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (40, BLOCK + 3), (20, 3 * BLOCK + 40), (1090, 33))
 TOKENS = (1, 2, 3, 4, 7, 8, MOST - 1, MOST, MOST + 1, 37)
 
 
-@pytest.fixture(autouse=True, params=["definition", *(["instruction"] if HAS_THEM else [])])
-def products(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "instruction":
-        yield
-    else:
-        with emulation():
-            yield
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Numbers of bfloat16, in float32."""
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return made.bfloat16().float()
+    return normal_bf16(*shape, seed=seed).float()
 
 
 def sparse(rows: int, columns: int, pattern: str) -> Tensor:
-    weight = normal(rows, columns, seed=rows + columns)
-    return torch.where(nm_mask(weight, pattern, 1, pad=True), weight, 0.0)
+    return operands.sparse(rows, columns, pattern).bfloat16().float()
 
 
 def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

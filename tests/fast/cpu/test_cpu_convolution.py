@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import net
-from torch import Tensor
+from convolutions import batch, net
 
 from nmrun import accelerate, optim, sparsify
-from nmrun.fast.cpu import convolution, probe
+from nmrun.fast.cpu import convolution
 from nmrun.fast.cpu.convolution import ConvolutionProducts
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
-pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "ROUNDS", 2)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(70, 8, 9, 7, generator=torch.Generator().manual_seed(step))
-    return x, 3 * x[:, :4].mean((2, 3)).argmax(1) % 4
+pytestmark = [
+    pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here"),
+    pytest.mark.usefixtures("small_layers"),
+]
 
 
 def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: Any) -> Any:

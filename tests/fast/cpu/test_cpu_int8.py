@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operands import normal, sparse
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.kernels.int8 import MOST, Int8Matrix
 from nmrun.kernels import compiler
-from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (100, 129), (64, 2080))
 TINY = torch.finfo(torch.float32).tiny
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def sparse(rows: int, columns: int, pattern: str) -> Tensor:
-    weight = normal(rows, columns, seed=rows + columns)
-    return torch.where(nm_mask(weight, pattern, 1, pad=True), weight, 0.0)
 
 
 def packed(weight: Tensor) -> Int8Matrix:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from perceptrons import batch, mlp
 from torch import Tensor, nn
 
 from nmrun import accelerate, optim, sparsify
@@ -23,29 +23,10 @@ from nmrun.fast.measurement import Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
-pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
-
-
-@pytest.fixture(autouse=True)
-def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Small layers too; what is measured stays in this test."""
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "ROUNDS", 2)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
-    return
-
-
-def mlp(bias: bool = True) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(36, 64, bias), nn.ReLU(), nn.Linear(64, 48, bias), nn.ReLU(), nn.Linear(48, 10)
-    )
-
-
-def batch(step: int, tokens: int = 70) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(step)
-    x = torch.randn(tokens, 36, generator=g)
-    return x, x.abs().argmax(1) % 10
+pytestmark = [
+    pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here"),
+    pytest.mark.usefixtures("small_layers"),
+]
 
 
 def train(
@@ -319,7 +300,7 @@ def test_without_a_compiler_it_says_what_is_missing() -> None:
     ]
 
 
-def test_measured_once_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = probe.LinearShape(64, 36, 70, torch.float32, Pattern(2, 4))
     first = probe.measured(shape)
     assert set(first) == {"dense", "onednn", "packed"}

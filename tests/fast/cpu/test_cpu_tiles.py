@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operands import normal, sparse
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products, tiles
 from nmrun.fast.cpu.kernels.tiles import FEW, TILE, TiledMatrix
 from nmrun.kernels import compiler
-from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(
     bool(products.KERNELS.obstacle()), reason="no C compiler works here"
 )
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "4:16", "3:7", "2:5", "1:32", "3:4", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 128), (33, 300), (100, 129), (64, 1024))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def sparse(rows: int, columns: int, pattern: str) -> Tensor:
-    weight = normal(rows, columns, seed=rows + columns)
-    return torch.where(nm_mask(weight, pattern, 1, pad=True), weight, 0.0)
 
 
 def tiled(weight: Tensor) -> TiledMatrix:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from perceptrons import batch, mlp
 from runs import config
 from torch import Tensor, nn
 
@@ -19,15 +20,11 @@ from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.measurement import Times, as_data, from_data
 from nmrun.lab.train import build, console
 
-pytestmark = pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here")
+pytestmark = [
+    pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here"),
+    pytest.mark.usefixtures("small_layers"),
+]
 FAST, SLOW = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
-
-
-@pytest.fixture(autouse=True)
-def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small layers too; what is measured stays in this test."""
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
 
 
 @pytest.fixture
@@ -51,18 +48,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, **times: Times) -> None:
     )
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(36, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)
-    )
-
-
-def pair(seed: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(70, 36, generator=torch.Generator().manual_seed(seed))
-    return x, x.abs().argmax(1) % 10
-
-
 def made(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
@@ -73,7 +58,7 @@ def made(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
 def train(model: Callable[[Tensor], Tensor], optimizer: Any, steps: int = 8) -> list[float]:
     losses = []
     for step in range(steps):
-        x, target = pair(step)
+        x, target = batch(step)
         loss = F.cross_entropy(model(x), target)
         loss.backward()
         optimizer.step()
@@ -150,7 +135,7 @@ def test_layers_that_are_dense_train_by_onednn(
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
     plain = train(*made(recipe)[:2])
     model, optimizer, handle = made(recipe)
-    choices = accelerate(handle, lambda: model(pair(0)[0]))
+    choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert [c.path for c in choices] == ["onednn"] * 3
     assert [c.always_dense for c in choices] == ([True] * 3 if recipe == "dense" else [0, 0, 1])
     said = acceleration.lines(choices)
@@ -168,7 +153,7 @@ def test_layers_that_are_dense_train_by_onednn(
     handle.finalize() if recipe == "dense" else None
     model.eval()
     calls.clear()
-    model(pair(0)[0])
+    model(batch(0)[0])
     assert not calls
 
 
@@ -177,7 +162,7 @@ def test_training_is_the_same_to_rounding_and_compiles(monkeypatch: pytest.Monke
     wanted = train(*made("sr_ste")[:2])
     for compiled in (False, True):
         model, optimizer, handle = made("sr_ste")
-        accelerate(handle, lambda model=model: model(pair(0)[0]))
+        accelerate(handle, lambda model=model: model(batch(0)[0]))
         whole = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         assert train(whole, optimizer) == pytest.approx(wanted, rel=1e-3)
 
@@ -185,7 +170,7 @@ def test_training_is_the_same_to_rounding_and_compiles(monkeypatch: pytest.Monke
 def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=Times(0.0, 0.5, 0.5, 9.0))
     model, optimizer, handle = made("step", switch=0.5, exclude=["0", "4"])
-    choices = {c.name: c.path for c in accelerate(handle, lambda: model(pair(0)[0]))}
+    choices = {c.name: c.path for c in accelerate(handle, lambda: model(batch(0)[0]))}
     assert choices == {"0.weight": "onednn", "2.weight": "packed", "4.weight": "onednn"}
     calls.clear()
     train(model, optimizer, 1)
@@ -204,15 +189,15 @@ def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.Mon
 def test_finalize_and_off_take_them_back(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
     model, optimizer, handle = made("ste")
-    accelerate(handle, lambda: model(pair(0)[0]))
+    accelerate(handle, lambda: model(batch(0)[0]))
     assert "forward" in vars(model[4])
     twin = copy.deepcopy(model)
-    assert accelerate(handle, lambda: model(pair(0)[0]), "off") == []
+    assert accelerate(handle, lambda: model(batch(0)[0]), "off") == []
     calls.clear()
-    expected = model(pair(1)[0])
+    expected = model(batch(1)[0])
     assert not calls
-    assert torch.allclose(twin(pair(1)[0]), expected, atol=1e-5)
-    accelerate(handle, lambda: model(pair(0)[0]))
+    assert torch.allclose(twin(batch(1)[0]), expected, atol=1e-5)
+    accelerate(handle, lambda: model(batch(0)[0]))
     train(model, optimizer)
     assert set(model.state_dict()) == set(mlp().state_dict())
     handle.finalize()
@@ -228,14 +213,14 @@ def test_only_where_right_and_clearly_faster(
 ) -> None:
     measured(monkeypatch, dense=SLOW, onednn=own, packed=SLOW)
     model, _, handle = made("ste")
-    choices = accelerate(handle, lambda: model(pair(0)[0]))
+    choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert [c.path for c in choices] == ["onednn" if taken else None] * 3
     monkeypatch.setattr(probe, "SMALLEST", 1 << 24)
-    choices = accelerate(handle, lambda: model(pair(0)[0]))
+    choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert [c.path for c in choices] == [None] * 2  # the head is not even looked at
     known = from_data(as_data({"48 to 10, 70 tokens, float32": {"dense": SLOW, "onednn": FAST}}))
     monkeypatch.setattr(probe, "SMALLEST", 1)
-    again = accelerate(handle, lambda: model(pair(0)[0]), known=known)
+    again = accelerate(handle, lambda: model(batch(0)[0]), known=known)
     assert again[-1].path == "onednn"  # as the run that goes on had it
 
 
@@ -245,11 +230,11 @@ def test_layers_in_bfloat16_and_the_sums_of_double_pruning_stay_torchs(
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
     model, optimizer, handle = made("sr_ste", input_gradient="double_prune")
     plain = train(*made("sr_ste", input_gradient="double_prune")[:2])
-    accelerate(handle, lambda: model(pair(0)[0]))
+    accelerate(handle, lambda: model(batch(0)[0]))
     assert train(model, optimizer) == pytest.approx(plain, rel=1e-3)
     calls.clear()
     with torch.autocast("cpu", torch.bfloat16):
-        model(pair(0)[0]).sum().backward()
+        model(batch(0)[0]).sum().backward()
     assert not calls
 
 

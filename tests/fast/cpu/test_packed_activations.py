@@ -26,17 +26,11 @@ from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.step.activations import SquaredReLU
 
-pytestmark = pytest.mark.skipif(
-    bool(products.KERNELS.obstacle()), reason="no C compiler works here"
-)
+pytestmark = [
+    pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here"),
+    pytest.mark.usefixtures("small_layers"),
+]
 FAST, SLOW = Times(0.0, 1.0, 1.0), Times(0.0, 2.0, 2.0)
-
-
-@pytest.fixture(autouse=True)
-def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small layers too; what is measured stays in this test."""
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, own: Times, dense: Times = SLOW) -> None:

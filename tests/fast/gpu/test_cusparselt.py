@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from operands import normal
 
 from nmrun.fast.gpu.kernels import cusparselt
 
@@ -129,18 +129,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     cusparselt._state.plan.cache_clear()
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def test_products(library: Library) -> None:
     """Stored by rows, by columns, neither, at odd addresses; with one bias, another and none."""
-    weight, wide = drawn(6, 4, seed=0), drawn(8, 9, seed=1)
+    weight, wide = normal(6, 4, seed=0), normal(8, 9, seed=1)
     xs = [
         *(wide[:, :4].contiguous(), wide.t()[:4].contiguous().t(), wide[:, 2:6]),
         wide.view(-1)[3:35].view(8, 4),
     ]
-    biases = [drawn(6, seed=2), None, drawn(7, seed=3)[1:]]
+    biases = [normal(6, seed=2), None, normal(7, seed=3)[1:]]
     for x in xs:
         for bias in biases:
             z = cusparselt.multiply(weight, x, bias)
@@ -150,7 +146,7 @@ def test_products(library: Library) -> None:
 
 
 def test_algorithms(library: Library) -> None:
-    weight, x = drawn(6, 4, seed=0), drawn(8, 4, seed=1)
+    weight, x = normal(6, 4, seed=0), normal(8, 4, seed=1)
     assert cusparselt.algorithms(weight, x) == 3
     for algorithm in range(3):
         torch.testing.assert_close(
@@ -164,9 +160,9 @@ def test_algorithms(library: Library) -> None:
 def test_plans_are_few(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cusparselt, "PLANS", 2)
     monkeypatch.setattr(cusparselt, "_state", cusparselt._State())
-    weight = drawn(6, 4, seed=0)
+    weight = normal(6, 4, seed=0)
     for tokens in (8, 16, 8, 24, 32):
-        cusparselt.multiply(weight, drawn(tokens, 4, seed=1))
+        cusparselt.multiply(weight, normal(tokens, 4, seed=1))
     assert library.plans == 4
     assert library.destroyed == 4 * 2  # each with its three descriptors
 

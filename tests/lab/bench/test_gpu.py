@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import operands
 import pytest
 import torch
 from runs import config
@@ -131,7 +132,7 @@ def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> N
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return operands.normal(*shape, seed=seed).to(DEVICE)
 
 
 def test_each_path_is_right_or_says_why_not(measurements: dict[str, probe.Times]) -> None:
