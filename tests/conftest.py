@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +33,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Every test draws the same numbers alone as after any other, its fixtures' among them."""
+    """Every test draws the same numbers alone as after any other, its fixtures' among them, and
+    compiles as often as torch allows.
+    """
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -104,7 +104,6 @@ def test_autocast(model: FeedForward) -> None:
 @pytest.mark.minutes
 def test_compiled_as_a_whole_it_computes_the_same(model: FeedForward) -> None:
     activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
-    torch._dynamo.reset()
     compiled, x = torch.compile(model, fullgraph=True), torch.randn(6, 8)
     for step in (0, 9, 0):
         activations.at(step)

@@ -84,7 +84,6 @@ def test_the_weights_of_a_plain_loop(recipe: str, first: bool) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_compiled_for_this_machine(first: bool) -> None:
     """By inductor, as ``prepare`` does it."""
-    torch._dynamo.reset()
     loop = prepared("step", first, dynamo_backend="inductor")
     train(*loop)
     accelerator, model, _, _, handle = loop

@@ -175,7 +175,6 @@ def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> 
 
 @pytest.mark.minutes
 def test_compiled_for_this_machine(tmp_path: Path) -> None:
-    torch._dynamo.reset()
     trainer, sparse = trained(tmp_path, "step", torch_compile=True)
     assert trainer.args.torch_compile_backend == "inductor"
     plain, _ = trained(tmp_path, "step")

@@ -70,7 +70,6 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.minutes
 def test_compiled_for_this_machine(tmp_path: Path) -> None:
     """The whole module by inductor."""
-    torch._dynamo.reset()
     module, watch = lit.Module(), callback("step")
     trainer = lit.trainer(tmp_path, [watch])
     trainer.fit(torch.compile(module), lit.loader())

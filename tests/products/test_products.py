@@ -622,7 +622,6 @@ def test_compiled_in_one_graph(options: str, precision: torch.dtype) -> None:
     """aot_eager compiles the backward pass too, and draws the same random numbers as without
     compilation.
     """
-    torch._dynamo.reset()
     model, eager = mlp(), mlp()
     (optimizer, _), (eager_optimizer, _) = (
         sparsify(net, **OPTIONS[options]) for net in (model, eager)

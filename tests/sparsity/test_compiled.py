@@ -11,6 +11,7 @@ import nmrun
 from nmrun.sparsity import check_nm, hard_threshold
 from nmrun.step.handle import Handle
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
 RECIPES: dict[str, dict[str, Any]] = {
     "ste": {},
     "sr_ste": {"decay": 0.1},
@@ -30,11 +31,6 @@ BY_STEP += [("nmrun", "step"), ("nmrun in one pass", "step")]  # it needs nmrun'
 # whole training steps: every optimizer and every recipe once, the rest takes minutes
 ONCE = [("nmrun", "step"), ("nmrun in one pass", "asp"), ("fused", "s_ste"), ("sgd", "sr_ste")]
 TOTAL = 8
-
-
-@pytest.fixture(autouse=True)
-def afresh(kernels_for_small_weights: None) -> None:
-    torch._dynamo.reset()
 
 
 def start(

@@ -88,7 +88,6 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
 @pytest.mark.parametrize("recipe", BEYOND_RULES)
 def test_compiled_equals_eager(recipe: str) -> None:
     eager, compiled = start(recipe), start(recipe)
-    torch._dynamo.reset()
     forward = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
     wanted = train(eager[0], eager[1], eager[0])
     actual = train(compiled[0], compiled[1], forward)

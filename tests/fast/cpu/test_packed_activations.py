@@ -293,7 +293,6 @@ def test_compiled_as_a_whole_it_computes_the_same(passes: list[str]) -> None:
     model, x = FeedForward(), torch.randn(6, 16)
     model[2] = nn.Identity()
     activations, _ = packing(model, total_steps=10, dense_end=0.5)
-    torch._dynamo.reset()
     compiled = torch.compile(model.train(), fullgraph=True)
     for step in (0, 9, 0):
         activations.at(step)
