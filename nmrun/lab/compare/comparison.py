@@ -124,14 +124,14 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
 
 def _check(runs: pd.DataFrame, query: Query) -> None:
     metrics, settings = metrics_and_keys(runs)
-    both = (*query.row_keys, *query.column_keys)
-    for key in both:
+    table_keys = (*query.row_keys, *query.column_keys)
+    for key in table_keys:
         check_name(key, settings, "key")
     # without a finished run there are no metrics to know, but failures to show
     if (runs["status"] == "finished").any():
         for metric in query.metrics:
             check_name(metric, metrics, "metric")
-    if len(query.metrics) > 1 and "metric" not in both:
+    if len(query.metrics) > 1 and "metric" not in table_keys:
         raise ConfigError(
             f"--metric {','.join(query.metrics)}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
         )
@@ -163,11 +163,11 @@ def lines(comparison: Comparison) -> Lines:
 
 
 def _of_cells(tables: Sequence[Table]) -> Lines:
-    both = (*tables[0].row_keys, *tables[0].column_keys)
-    groups = [key for key in GROUPS if key not in both]
+    table_keys = (*tables[0].row_keys, *tables[0].column_keys)
+    groups = [key for key in GROUPS if key not in table_keys]
     compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
     numbers = ["mean", "sd", "n", "best", "without", "median", "seeds", "values"]
-    cells: Lines = [[*groups, *both, "metric", *numbers, *compared]]
+    cells: Lines = [[*groups, *table_keys, "metric", *numbers, *compared]]
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:

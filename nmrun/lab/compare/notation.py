@@ -152,33 +152,33 @@ def places(value: float, metric: str, spread: float | None = None) -> int:
     return after if value >= 1e8 else max(0, after)
 
 
-def printed(value: float, metric: str, at: int | None = None) -> str:
-    """A value in the unit of :func:`unit`, with ``at`` digits after the point.
+def printed(value: float, metric: str, decimals: int | None = None) -> str:
+    """A value in the unit of :func:`unit`, with ``decimals`` digits after the point.
 
     None: those of a value without spread, without zeros at the end where it is no percentage. FLOPs
     have a letter (``34.9G``), other numbers of nine digits and more an exponent.
     """
     value *= scale(metric)
-    digits = places(value / scale(metric), metric) if at is None else at
+    digits = places(value / scale(metric), metric) if decimals is None else decimals
     value = round(value, digits) + 0.0  # no -0.0
     if unit(metric) == "FLOPs" and abs(value) >= 1e3:
         power = min(int(math.log10(abs(value)) // 3), len(THOUSANDS) - 1)
         text = f"{value / 1000**power:.{max(0, digits + 3 * power)}f}"
-        text = (text.rstrip("0").rstrip(".") if at is None and "." in text else text) + (
+        text = (text.rstrip("0").rstrip(".") if decimals is None and "." in text else text) + (
             THOUSANDS[power]
         )
     elif abs(value) >= 1e8:
         text = f"{value:.{max(0, math.floor(math.log10(abs(value))) + digits)}e}"
     else:
         text = f"{value:.{max(0, digits)}f}"
-        if at is None and scale(metric) == 1.0 and "." in text:
+        if decimals is None and scale(metric) == 1.0 and "." in text:
             text = text.rstrip("0").rstrip(".")
     return text.replace("-", MINUS)
 
 
-def signed(value: float, metric: str, at: int | None = None) -> str:
+def signed(value: float, metric: str, decimals: int | None = None) -> str:
     """As ``printed``, with a plus sign in front of what is above 0."""
-    text = printed(value, metric, at)
+    text = printed(value, metric, decimals)
     return f"+{text}" if value > 0 and any(digit in text for digit in "123456789") else text
 
 
@@ -193,9 +193,9 @@ def interval(
     """A difference with its interval, ``-0.5 [-0.9, -0.1]``, all in the metric's own unit. It has
     the digits of the standard ``error``, or ``digits`` after the point.
     """
-    at = places(value, metric, error) if digits is None else digits
-    ends = [signed(end, metric, at) for end in (low, high) if end is not None]
-    return signed(value, metric, at) + (f" [{', '.join(ends)}]" if ends else "")
+    decimals = places(value, metric, error) if digits is None else digits
+    ends = [signed(end, metric, decimals) for end in (low, high) if end is not None]
+    return signed(value, metric, decimals) + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def p_value(p: float | None) -> str:

@@ -150,15 +150,15 @@ def paired(ours: Cell, baseline: Cell, grain: float, test: str = "t") -> Differe
     common = [seed for seed in ours.values if seed in baseline.values]
     if not common:
         return None
-    both = np.array([[cell.values[seed] for seed in common] for cell in (ours, baseline)], float)
-    gaps, n = _without_noise(both[0] - both[1], np.abs(both).max()), len(common)
+    values = np.array([[cell.values[seed] for seed in common] for cell in (ours, baseline)], float)
+    gaps, n = _without_noise(values[0] - values[1], np.abs(values).max()), len(common)
     if n == 1:
         return Difference(float(gaps[0]), n)
     t = student(gaps, grain)
     mean, spread = float(t.mean), float(t.spread)
     p = None if n < FEWEST else float(t.p) if test == "t" else _wilcoxon(gaps)
     # nothing to judge by but that all is equal
-    if spread <= 10.0**-DIGITS * np.abs(both).max():
+    if spread <= 10.0**-DIGITS * np.abs(values).max():
         return Difference(mean, n, p=None if p is None or gaps.any() else 1.0)
     return Difference(mean, n, spread, float(t.low), float(t.high), p)
 
@@ -248,7 +248,7 @@ def seeds_for_half(n: int, level: float) -> int:
     return more[bisect.bisect_left(more, -half, key=lambda pairs: -detectable(pairs, level))]
 
 
-def shown(cell: Cell, statistic: str, higher_is_better: bool) -> float | None:
+def cell_value(cell: Cell, statistic: str, higher_is_better: bool) -> float | None:
     """A cell's ``mean``, ``median`` or ``best``."""
     if statistic == "best":
         return (max if higher_is_better else min)(cell.values.values(), default=None)

@@ -29,10 +29,10 @@ from nmrun.lab.compare.statistics import (
     FEWEST,
     Cell,
     Difference,
+    cell_value,
     grain,
     holm,
     paired,
-    shown,
     summarise,
 )
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
@@ -121,7 +121,7 @@ class Table:
         """The columns that a row has runs in, each with one that shows their cell."""
         if row not in self.references:
             return [(column, column) for column in self.columns]
-        return [(column, shown[0]) for (r, column), shown in self.stands.items() if r == row]
+        return [(column, columns[0]) for (r, column), columns in self.stands.items() if r == row]
 
     def metric_of(self, row: Key, column: Key) -> str:
         """The metric of a cell: where rows or columns are metrics, its own."""
@@ -368,7 +368,7 @@ def _best(table: Table) -> list[Place]:
     rivals: dict[Place, dict[Place, float]] = {}
     for (row, column), cell in table.cells.items():
         metric = table.metric_of(row, column)
-        value = shown(cell, table.statistic, higher_is_better(metric))
+        value = cell_value(cell, table.statistic, higher_is_better(metric))
         # of what was logged neither way is better
         if value is None or row in table.references or metric.startswith(("mean/", "positive/")):
             continue
@@ -386,12 +386,14 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
 
     def digits(place: Place) -> int:
         spread = table.cells[place].sd if table.statistic == "mean" else None
-        at = table.digits_of(values[place], metric, spread)
-        return places(values[place], metric) if at is None else at
+        decimals = table.digits_of(values[place], metric, spread)
+        return places(values[place], metric) if decimals is None else decimals
 
     def ties(place: Place) -> bool:
-        at = min(digits(place), digits(top))
-        return round(scale(metric) * values[place], at) == round(scale(metric) * values[top], at)
+        decimals = min(digits(place), digits(top))
+        return round(scale(metric) * values[place], decimals) == round(
+            scale(metric) * values[top], decimals
+        )
 
     return list(filter(ties, values))
 

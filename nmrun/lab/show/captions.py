@@ -116,10 +116,10 @@ def comparison(table: Table) -> list[str]:
         return [*notes, "no test: fewer than three seeds", *_line(across(table))]
     star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
     least = smallest(table, ends=False)
-    shown = f"these seeds show a difference of {least} four times in five (median)"
+    power = f"these seeds show a difference of {least} four times in five (median)"
     count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
     line = [f"{TESTS[table.test]}, Holm's correction for {count}{star}", *few]
-    line += [shown if least else NOTHING_SHOWN]
+    line += [power if least else NOTHING_SHOWN]
     return [*notes, "; ".join(line), *_line(across(table))]
 
 
@@ -173,8 +173,8 @@ def selection(table: Table) -> list[str]:
     split, _, _ = table.metric.removeprefix("best/").partition("/")
     best, tuned = table.metric.startswith("best/"), bool(table.tuned)
     several = table.several_metrics
-    chosen = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
-    notes = [f"these {' and '.join(chosen)} were chosen by this very split"] * bool(chosen)
+    choices = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
+    notes = [f"these {' and '.join(choices)} were chosen by this very split"] * bool(choices)
     if table.candidates:
         notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
     return notes + table.tuned[:1]

@@ -104,10 +104,10 @@ def _content(options: argparse.Namespace) -> str | bytes:
 
     style = _format(options)
     if options.runs:
-        chosen = filtered(read(_paths(options), options.verify), options.filter)
+        selection = filtered(read(_paths(options), options.verify), options.filter)
         if options.verify:
-            verify(chosen)
-        return as_text(as_lines(summary(chosen)), style)
+            verify(selection)
+        return as_text(as_lines(summary(selection)), style)
     query = _query(options, overall=options.overall)
     from nmrun.lab.compare.comparison import compare
     from nmrun.lab.show.formats import render
@@ -219,9 +219,9 @@ def plot(argv: Sequence[str]) -> int:
             ylim=_limits(options.ylim),
             x=over,
         )
-        drawn = plots.plot(read(paths), query, options.kind, layout)
-        for i, figure in enumerate(drawn):
-            target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
+        figures = plots.plot(read(paths), query, options.kind, layout)
+        for i, figure in enumerate(figures):
+            target = out if len(figures) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
             sys.stdout.write(f"{target}\n")
     return 0

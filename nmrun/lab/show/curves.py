@@ -70,8 +70,8 @@ class History:
                 for keys in (table.row_keys, table.column_keys)
             )
             if run["status"] == "finished":
-                for shown in table.stands.get((row, column), [column]):
-                    self.cells.setdefault((row, shown), []).append(run)
+                for target in table.stands.get((row, column), [column]):
+                    self.cells.setdefault((row, target), []).append(run)
 
     def logged(self) -> set[str]:
         """The names of all that the runs logged."""
@@ -99,7 +99,7 @@ class History:
             return None
         # Seeds log at the same steps, unless trainer.log_every differed
         steps = min((steps for steps, _, _ in series), key=len)
-        values = np.stack([np.interp(steps, at, logged) for at, logged, _ in series])
+        values = np.stack([np.interp(steps, own_steps, logged) for own_steps, logged, _ in series])
         places = np.mean([over(steps) for _, _, over in series], axis=0)
         sd = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
         return Curve(places, values.mean(0), sd, values.min(0), values.max(0), len(values))
@@ -160,8 +160,8 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
     panelled = _over_training(table, history, metric, scale(metric), layout)
     if panelled is None:
         return None
-    figure, every, drawn = panelled
-    low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in drawn)
+    figure, every, lines = panelled
+    low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in lines)
     # where training begins is of no interest: the axis begins where the curves are after a tenth
     if scale(metric) == 100.0 and not layout.ylim:
         every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
@@ -229,7 +229,7 @@ def _over_training(
         figure, every = panels([named(table, row, layout) for row in rows], layout)
     else:
         figure, every = panels([panel_name(table, c, layout) for c in columns], layout)
-    drawn = []
+    lines = []
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             curve = history.curve(row, column, key, layout.x)
@@ -244,8 +244,8 @@ def _over_training(
             scaled = Curve(curve.x, mean, sd, mean, mean, curve.n)
             _line(axes, scaled, how, name, mean - sd, mean + sd)
             _mark(axes, history.switches(row, column, layout.x), how["color"])
-            drawn.append(curve)
-    return (figure, every, drawn) if any(len(curve.x) > 1 for curve in drawn) else None
+            lines.append(curve)
+    return (figure, every, lines) if any(len(curve.x) > 1 for curve in lines) else None
 
 
 def _with(table: Table, history: History, key: str) -> tuple[list[Key], list[Key]]:
@@ -269,8 +269,8 @@ def _line(
 
 
 def _mark(axes: Axes, switches: list[float], colour: str) -> None:
-    for at in sorted(set(switches)):
-        mark = axes.axvline(at, color=colour, linestyle=(0, (1, 1.5)), label=SWITCHES, zorder=0)
+    for x in sorted(set(switches)):
+        mark = axes.axvline(x, color=colour, linestyle=(0, (1, 1.5)), label=SWITCHES, zorder=0)
         mark.set_gid(MARK)
 
 

@@ -39,7 +39,7 @@ class Section:
     experiment: Experiment
     scale: str
     tables: list[Table]
-    drawn: list[Table]
+    picture_tables: list[Table]
 
 
 def sections(
@@ -55,7 +55,7 @@ def sections(
     The keys, metrics and baseline of ``query`` win over an experiment's own. Raises ConfigError
     where there is nothing to show of any.
     """
-    shown = []
+    parts = []
     for experiment in every:
         theirs = replace(
             query,
@@ -72,10 +72,10 @@ def sections(
             continue
         if intact:
             verify(collected)
-        shown.append(_section(experiment, scale, theirs, collected))
-    if not shown:
+        parts.append(_section(experiment, scale, theirs, collected))
+    if not parts:
         raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
-    return shown
+    return parts
 
 
 def _section(experiment: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
@@ -185,7 +185,7 @@ def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
     """Each picture with its kind; those for which nothing was logged are left out."""
     for figure_of in section.experiment.figures:
         kind, _, key = figure_of.partition(" ")
-        for table in section.drawn:
+        for table in section.picture_tables:
             figure = plots.draw(kind, table, key)
             if figure is not None:
                 yield kind, figure

@@ -34,7 +34,7 @@ from nmrun.lab.compare.notation import (
     words,
 )
 from nmrun.lab.compare.overall import Mean, Overall, better, mean
-from nmrun.lab.compare.statistics import Cell, shown
+from nmrun.lab.compare.statistics import Cell, cell_value
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions
 
@@ -77,16 +77,16 @@ def render(
         return runs.as_text(lines(comparison), style)
     tables, title = comparison.tables, f"nmrun: {comparison.tables[0].metric}"
     if comparison.overall:
-        drawn, title = [_over_all_cells(comparison)], "nmrun: all cells together"
+        blocks, title = [_over_all_cells(comparison)], "nmrun: all cells together"
     else:
-        drawn = [grid for table in tables for grid in grids(table)]
+        blocks = [grid for table in tables for grid in grids(table)]
     if style == "latex" and comparison.overall:
-        return _latex_over_all_cells(drawn[0], labels)
+        return _latex_over_all_cells(blocks[0], labels)
     if style == "latex":
         return "\n".join(latex(table, labels) for table in tables)
     if style == "html":
-        return document("page.html", title=title, body=Markup("").join(map(html_table, drawn)))
-    return "\n".join(markdown(grid, method) for grid in drawn)
+        return document("page.html", title=title, body=Markup("").join(map(html_table, blocks)))
+    return "\n".join(markdown(grid, method) for grid in blocks)
 
 
 def grids(table: Table) -> list[Grid]:
@@ -150,12 +150,12 @@ def text(table: Table, row: Key, column: Key) -> str:
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
-    value = shown(cell, table.statistic, higher_is_better(metric))
+    value = cell_value(cell, table.statistic, higher_is_better(metric))
     if value is not None and cell.sd is not None and table.statistic == "mean":
-        at = table.digits_of(value, metric, cell.sd)
-        counted = at is None and metric.startswith("flops/")  # all runs have the same
-        spread = "" if counted else f" +- {printed(cell.sd, metric, at)}"
-        return f"{printed(value, metric, at)}{spread} ({cell.counted()})"
+        decimals = table.digits_of(value, metric, cell.sd)
+        counted = decimals is None and metric.startswith("flops/")  # all runs have the same
+        spread = "" if counted else f" +- {printed(cell.sd, metric, decimals)}"
+        return f"{printed(value, metric, decimals)}{spread} ({cell.counted()})"
     if value is not None:
         return f"{printed(value, metric, table.digits_of(value, metric, None))} ({cell.counted()})"
     return cell.counted() or "-"
@@ -215,19 +215,19 @@ def _mean(gap: Mean) -> str:
     return interval(gap.value, gap.low, gap.high, "", gap.error)
 
 
-def _latex_over_all_cells(drawn: Grid, aliases: Mapping[str, str] | None) -> str:
+def _latex_over_all_cells(grid: Grid, aliases: Mapping[str, str] | None) -> str:
     def cell(text: str) -> str:
         return escape(text).replace("*", "$^{*}$")
 
     def label(text: str) -> str:
         return escape(notation.written(text, aliases))
 
-    head = [label({"recipe": "Recipe"}.get(text, text)) for text in drawn.head]
+    head = [label({"recipe": "Recipe"}.get(text, text)) for text in grid.head]
     body = [
-        [*map(label, labels), *(cell(text) for text, _ in cells)] for labels, cells in drawn.lines
+        [*map(label, labels), *(cell(text) for text, _ in cells)] for labels, cells in grid.lines
     ]
-    caption = escape(". ".join(line[:1].upper() + line[1:] for line in drawn.caption))
-    return environment([drawn.method], f"{caption}.", "overall", [head, *body], drawn.keys)
+    caption = escape(". ".join(line[:1].upper() + line[1:] for line in grid.caption))
+    return environment([grid.method], f"{caption}.", "overall", [head, *body], grid.keys)
 
 
 @functools.cache
@@ -367,16 +367,16 @@ def _body(lines: Sequence[Sequence[str]], references: int) -> list[str]:
 def _cell(table: Table, row: Key, column: Key, n: int) -> str:
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
-    value = shown(cell, table.statistic, higher_is_better(metric))
+    value = cell_value(cell, table.statistic, higher_is_better(metric))
     if value is None:
         return escape(cell.counted()) or "--"
     spread = cell.sd if table.statistic == "mean" else None
-    at = table.digits_of(value, metric, spread)
-    text = _in_math(printed(value, metric, at))
+    decimals = table.digits_of(value, metric, spread)
+    text = _in_math(printed(value, metric, decimals))
     if (row, column) in table.best:
         text = rf"\mathbf{{{text}}}"
     if spread is not None and not metric.startswith("flops/"):
-        text += rf"_{{\pm {_in_math(printed(spread, metric, at))}}}"
+        text += rf"_{{\pm {_in_math(printed(spread, metric, decimals))}}}"
     gap = table.differences.get((row, column))
     text += "^{*}" if gap is not None and gap.significant else ""
     return f"${text}$" + (f" ({escape(cell.counted())})" if cell.n != n or cell.without else "")

@@ -116,8 +116,8 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
         check_name(
             metric, sorted({key for table in tables for key in History(table).logged()}), "metric"
         )
-    drawn = [draw(kind, table, metric or logged(table), layout) for table in tables]
-    figures = [figure for figure in drawn if figure is not None]
+    drawings = [draw(kind, table, metric or logged(table), layout) for table in tables]
+    figures = [figure for figure in drawings if figure is not None]
     if not figures:
         raise ConfigError(f"--kind {kind}: {KINDS[kind].nothing}")
     return figures

@@ -110,9 +110,9 @@ def _errors(
         for x, column in zip(places, columns, strict=True)
         if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
     ]
-    at, means, deviations = _coordinates(table, points)
+    positions, means, deviations = _coordinates(table, points)
     axes.errorbar(
-        at,
+        positions,
         means,
         None if how is OTHERS else deviations,
         elinewidth=0.9,
@@ -177,7 +177,11 @@ def flops(table: Table, layout: Layout) -> Figure | None:
     named: list[Name] = []
     aside = _aside(
         {
-            row: [at.mean for (r, _), at in cost.cells.items() if r == row and at.mean]
+            row: [
+                cost_cell.mean
+                for (r, _), cost_cell in cost.cells.items()
+                if r == row and cost_cell.mean
+            ]
             for row in table.rows
         }
     )
@@ -193,12 +197,12 @@ def flops(table: Table, layout: Layout) -> Figure | None:
         how = look(table, row)
         if row in table.references:
             how |= REFERENCE
-        at, means, deviations = _coordinates(table, points)
-        drawn = axes.errorbar(
-            at, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
+        positions, means, deviations = _coordinates(table, points)
+        container = axes.errorbar(
+            positions, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
         )
         beside = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
-        for part in drawn.get_children():
+        for part in container.get_children():
             part.set_transform(axes.transData + beside)
         if row not in table.references and len(table.columns) > 1:
             named += [
@@ -224,8 +228,8 @@ def flops(table: Table, layout: Layout) -> Figure | None:
 
 def _aside(costs: dict[Key, list[float]]) -> dict[Key, float]:
     """How many points to the right each row is drawn: rows of the same costs stand side by side."""
-    alike = {row: [r for r, c in costs.items() if c == spent] for row, spent in costs.items()}
-    return {row: BESIDE * (rows.index(row) - (len(rows) - 1) / 2) for row, rows in alike.items()}
+    groups = {row: [r for r, c in costs.items() if c == spent] for row, spent in costs.items()}
+    return {row: BESIDE * (rows.index(row) - (len(rows) - 1) / 2) for row, rows in groups.items()}
 
 
 def _name(figure: Figure, axes: Axes, points: list[Name]) -> None:

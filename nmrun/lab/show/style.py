@@ -189,10 +189,10 @@ def high_enough(figure: Figure, layout: Layout) -> None:
         return
     _turn_off_formulas(figure)
     figure.draw_without_rendering()  # sizes are known after the layout
-    shown = [axes.get_window_extent() for axes in figure.axes if axes.axison]
-    lacking = AXES - min(box.height for box in shown) / figure.dpi
+    boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
+    lacking = AXES - min(box.height for box in boxes) / figure.dpi
     if lacking > 0:
-        rows = len({round(box.y0) for box in shown})
+        rows = len({round(box.y0) for box in boxes})
         figure.set_figheight(figure.get_figheight() + lacking * rows)
 
 
@@ -220,11 +220,11 @@ def _turn_off_formulas(figure: Figure) -> None:
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``."""
     _turn_off_formulas(figure)
-    drawn = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
+    buffer = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
     with looks(out.stem):
-        figure.savefig(drawn, format=out.suffix[1:], metadata={dated: None} if dated else None)
-    atomic.write(out, drawn.getvalue(), shared=True)
+        figure.savefig(buffer, format=out.suffix[1:], metadata={dated: None} if dated else None)
+    atomic.write(out, buffer.getvalue(), shared=True)
 
 
 def embedded(figure: Figure, name: str) -> Markup:
@@ -232,10 +232,10 @@ def embedded(figure: Figure, name: str) -> Markup:
     ``name``, which no other picture has, is for those who cannot see it.
     """
     _turn_off_formulas(figure)
-    drawn = io.StringIO()
+    buffer = io.StringIO()
     with looks(name):
-        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    text = drawn.getvalue()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
     # inside of HTML an svg element needs no namespaces
     text = re.sub(r'<metadata>.*?</metadata>|\sxmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace(INK, "currentColor")
