@@ -113,7 +113,7 @@ def _keys(options: list[Option]) -> list[str]:
     items = [
         _item(key, defaults, len(options))
         for name in names
-        for key, defaults in reference.alike(name, options).items()
+        for key, defaults in reference.key_meanings(name, options).items()
     ]
     return items or ["None."]
 

@@ -130,13 +130,13 @@ def plot(
     query, over = plots.along(x, kind, query)
     layout = Layout(title, width, height, labels or {}, ylim, over)
     with files_of_the_command():
-        drawn = plots.plot(read(_texts(path)), query, kind, layout)
-    if len(drawn) > 1:
+        figures = plots.plot(read(_texts(path)), query, kind, layout)
+    if len(figures) > 1:
         raise ConfigError(
-            f"these are {len(drawn)} figures, one for each data set and model; choose one by filter, "
+            f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "
             "as in filter=['dataset=digits']"
         )
-    return drawn[0]
+    return figures[0]
 
 
 def _texts(value: Paths) -> tuple[str, ...]:

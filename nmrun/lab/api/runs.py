@@ -175,13 +175,13 @@ class Result:
     def _lines(self) -> list[tuple[str, str]]:
         config = self.config
         groups = ("dataset", "model", "recipe")
-        shown = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
+        metrics = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
         return [
             ("status", self.status),
             *((group, str(config[group]["name"])) for group in groups),
             ("sparsity", written(config["sparsity"])),
             ("seed", str(config["seed"])),
-            *((name, "-" if value is None else f"{value:.4g}") for name, value in shown.items()),
+            *((name, "-" if value is None else f"{value:.4g}") for name, value in metrics.items()),
             ("folder", str(self.folder)),
         ]
 

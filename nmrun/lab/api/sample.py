@@ -90,16 +90,16 @@ def continued(
     """
     import torch
 
-    random, drawn = torch.Generator().manual_seed(seed), list(tokens)
+    random, sequence = torch.Generator().manual_seed(seed), list(tokens)
     with torch.no_grad():
         for _ in range(count):
-            logits = model(torch.tensor([drawn[-window:]]))[0, -1, :vocabulary_size].double()
+            logits = model(torch.tensor([sequence[-window:]]))[0, -1, :vocabulary_size].double()
             if not logits.isfinite().all():
                 raise RunError("the model's logits are not finite")
             if temperature == 0:
-                drawn.append(int(logits.argmax()))
+                sequence.append(int(logits.argmax()))
                 continue
             best, indices = logits.topk(min(top_k or vocabulary_size, vocabulary_size))
             likely = ((best - best[0]) / temperature).softmax(0)
-            drawn.append(int(indices[torch.multinomial(likely, 1, generator=random)]))
-    return drawn[len(tokens) :]
+            sequence.append(int(indices[torch.multinomial(likely, 1, generator=random)]))
+    return sequence[len(tokens) :]

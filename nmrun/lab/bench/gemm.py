@@ -99,8 +99,8 @@ def measure(
     for name, samples in times.items():
         figures = speedup(samples, times["dense"])
         rate = {"tflops": flops / figures["ms"] / 1e9}
-        chosen = {"algorithm": algorithms[name]} if name in algorithms else {}
-        rows.append({**about, "path": name, **figures, **rate, **chosen})
+        algorithm = {"algorithm": algorithms[name]} if name in algorithms else {}
+        rows.append({**about, "path": name, **figures, **rate, **algorithm})
     order = ["dense", *paths]
     return sorted(rows, key=lambda row: order.index(row["path"]))
 

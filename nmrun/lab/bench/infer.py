@@ -139,10 +139,10 @@ def measure(
         .eval()
         .requires_grad_(False)
     )
-    chosen, _ = select(
+    candidates, _ = select(
         dense, PATTERN, include=config.model.include, exclude=config.model.exclude or ()
     )
-    names = [weight.module_name for weight in chosen if isinstance(weight.module, nn.Linear)]
+    names = [weight.module_name for weight in candidates if isinstance(weight.module, nn.Linear)]
     rows: list[Row] = []
     try:
         networks = {"dense": (dense, 0)} | {path: compressed(dense, names, path) for path in paths}
@@ -207,10 +207,10 @@ def benchmark(
             layers = "" if row["arm"] == "dense" else f", {row['layers']} layers 2:4"
             return harness.speed(row) + layers
 
-        shown = [
+        lines = [
             {**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row
         ]
         unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
-        return "\n\n".join([title, harness.grid(shown, "batch", "arm", cell), *unused])
+        return "\n\n".join([title, harness.grid(lines, "batch", "arm", cell), *unused])
 
     return Benchmark(cases(), page, place)

@@ -328,11 +328,11 @@ def benchmark(
 def page(rows: list[Row], count: int) -> str:
     """What is printed: times by precision, and how many times as fast packed is."""
     measured = [row for row in rows if "missing" not in row]
-    shown, over = list[Row](), list[Row]()
+    lines, over = list[Row](), list[Row]()
     for row in measured:
         network = f"{row['model']}, {size_in_words(row)}"
         arm = f"{row['arm'].replace('_', ', ')} {row['pattern']}".strip()
-        shown.append({**row, "network": f"{network}: {arm}"})
+        lines.append({**row, "network": f"{network}: {arm}"})
         if row["pattern"]:
             line = f"{network}: {row['pattern']} in {row['precision']}"
             line += ", compiled" if row["arm"] == "packed_compiled" else ""
@@ -346,7 +346,7 @@ def page(rows: list[Row], count: int) -> str:
         f"Forward passes: milliseconds, median of paired rounds, n = {count}; {'CPU time' if threads == 1 else 'wall time'},"
         f" {harness.amount(threads, 'thread')}. Packed: layers that are, bytes of the model over dense float32,"
         " and how far off the outputs are.",
-        harness.grid(shown, "network", "precision", _cell),
+        harness.grid(lines, "network", "precision", _cell),
     ]
     if over:
         parts += [

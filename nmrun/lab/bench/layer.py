@@ -132,7 +132,7 @@ def benchmark(
             f"Median [quartiles] of paired rounds, n = {rounds}. {numbers} "
             f"{token_count} tokens a micro-batch; xN: N of them share a projection."
         )
-        shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
-        return f"{title}\n\n{harness.grid(shown, 'size', 'arm', harness.speed)}"
+        lines = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
+        return f"{title}\n\n{harness.grid(lines, 'size', 'arm', harness.speed)}"
 
     return Benchmark(cases(), page, place)

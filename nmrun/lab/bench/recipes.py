@@ -122,12 +122,12 @@ def _recipe(name: str, **arguments: Any) -> Attach:
 def _argsort(
     model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]
 ) -> None:
-    chosen_ones, _ = select(model, pattern, exclude=exclude)
-    if not chosen_ones:
+    candidates, _ = select(model, pattern, exclude=exclude)
+    if not candidates:
         raise ConfigError(f"no weight of this model can be {pattern} sparse")
-    for chosen in chosen_ones:
+    for candidate in candidates:
         parametrize.register_parametrization(
-            chosen.module, chosen.attribute, ArgsortInForward(pattern)
+            candidate.module, candidate.attribute, ArgsortInForward(pattern)
         )
 
 
@@ -242,9 +242,9 @@ def benchmark(
             "Time of a training step over the dense step, float32, AdamW: median [quartiles] of paired"
             f" rounds, n = {rounds}."
         )
-        shown = [{**row, "step of": f"{row['model']} {row['pattern']}"} for row in rows]
-        dense = {row["step of"]: row for row in shown}.values()
-        lines = [{**row, "recipe": "dense"} for row in dense] + shown
+        cells = [{**row, "step of": f"{row['model']} {row['pattern']}"} for row in rows]
+        dense = {row["step of"]: row for row in cells}.values()
+        lines = [{**row, "recipe": "dense"} for row in dense] + cells
         text = harness.grid(
             lines,
             "recipe",

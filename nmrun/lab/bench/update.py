@@ -90,8 +90,8 @@ def benchmark(
             f"An optimizer step of {weights:g} million weights, float32, in multiples of "
             f"torch's fused AdamW ({dense:.3g} ms). Median [quartiles] of paired rounds, n = {rounds}."
         )
-        shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
-        text = harness.grid(shown, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
+        lines = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
+        text = harness.grid(lines, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
         return "\n\n".join([title, text, *omissions])
 
     return Benchmark(cases(), page, place, omissions=omissions)

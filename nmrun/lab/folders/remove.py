@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     ):  # by one that was killed
         shutil.rmtree(remnant, ignore_errors=True)
     runs = {
-        folder: _files(folder) for folder in chosen(options.path, options.failed, options.filter)
+        folder: _files(folder) for folder in selection(options.path, options.failed, options.filter)
     }
     print(*runs, sep="\n")
     what = _amount(runs.values())
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
+def selection(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     """The run folders at or below ``path`` that nothing is at work on and all conditions fit; a run
     without a condition's key does not fit."""
     for condition in conditions:

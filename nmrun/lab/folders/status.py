@@ -100,10 +100,10 @@ def command(run: RunFolder) -> str | None:
     if run.command is None or "output_dir" not in run.config or len(above) < 5:
         return run.command
     # <dataset>/<model>/<recipe>/<ratio>/<run>
-    return _here(run.command, run.config["output_dir"], above[4])
+    return _local_command(run.command, run.config["output_dir"], above[4])
 
 
-def _here(command: str, output_dir: str, place: Path) -> str:
+def _local_command(command: str, output_dir: str, place: Path) -> str:
     """A command that was typed where ``place`` was its output_dir, as it is to be typed here."""
     output = Path(output_dir)
     if output.resolve() == place:
@@ -147,7 +147,10 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
     line += "" if seconds_left is None else f", {sweep.span(seconds_left)} left"
     if running or whole or not record.command:
         return [line]
-    return [line, f"  {_here(record.command, record.output_dir, folder.resolve().parents[1])}"]
+    return [
+        line,
+        f"  {_local_command(record.command, record.output_dir, folder.resolve().parents[1])}",
+    ]
 
 
 def _block(run: RunState) -> list[str]:
@@ -159,14 +162,14 @@ def _table(states: list[RunState], path: Path) -> list[str]:
     rows = [_row(run, path) for run in states]
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
     always = {"state", "recipe", "ratio", "seed", "epoch", "step", "validation", "left"}
-    shown = [
+    heads = [
         key
         for key in sorted(columns, key=lambda key: (key in PROGRESS, key not in always))
         if any(row.get(key) for row in rows)
         and (key in always or len({row.get(key) for row in rows if "recipe" in row}) > 1)
     ]
-    shown.append("run")
-    cells = [shown, *([row.get(key, "") for key in shown] for row in rows)]
+    heads.append("run")
+    cells = [heads, *([row.get(key, "") for key in heads] for row in rows)]
     return aligned(cells)
 
 
@@ -290,11 +293,11 @@ def _watch(path: Path, most: int | None) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(console=Console(), auto_refresh=False) as shown:
+    with Live(console=Console(), auto_refresh=False) as display:
         while True:
             last, states = sweeps(path), runs(path)
             text = "\n".join(_lines(path, last, states, most)) or "no runs yet"
-            shown.update(Text(text), refresh=True)
+            display.update(Text(text), refresh=True)
             at_work = any(run.state == "running" for run in states)
             if not at_work and not any(running for _, running in last):
                 return 0

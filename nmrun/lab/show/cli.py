@@ -308,7 +308,7 @@ def _experiments(options: argparse.Namespace) -> int:
     from nmrun.lab.show import experiments
     from nmrun.lab.words import experiment
 
-    every, style = experiment.chosen(options.experiment), _format(options)
+    every, style = experiment.selection(options.experiment), _format(options)
     if options.runs or options.overall or style == "parquet":
         raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
     if style in RECORDS and len(every) > 1:

@@ -185,10 +185,10 @@ def composed(words: Sequence[str], cache: Cache) -> DictConfig:
     every = tuple(override.input_line or "" for override in groups)
     if every not in cache:
         nodes = _nodes(groups, loader)
-        chosen = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
-        if chosen not in cache:
-            cache[chosen] = pickle.dumps(compose("nmrun", list(chosen)))
-        with_nodes = pickle.loads(cache[chosen])
+        choices = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
+        if choices not in cache:
+            cache[choices] = pickle.dumps(compose("nmrun", list(choices)))
+        with_nodes = pickle.loads(cache[choices])
         with_nodes.update(nodes)
         cache[every] = pickle.dumps(with_nodes)
     config: DictConfig = pickle.loads(cache[every])

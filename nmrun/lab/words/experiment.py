@@ -94,7 +94,7 @@ def names() -> list[str]:
     )
 
 
-def chosen(text: str) -> list[Experiment]:
+def selection(text: str) -> list[Experiment]:
     """The experiments of a command line: names with commas between, or ``all``."""
     return [load(name) for name in (names() if text == "all" else text.split(","))]
 
@@ -177,7 +177,7 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
     changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
     sweeps = [
         sweep
-        for experiment in chosen(values["experiment"])
+        for experiment in selection(values["experiment"])
         for sweep in experiment.overrides(values.get("scale", "small"), changes)
     ]
     if not multirun:

@@ -94,7 +94,7 @@ class _Look:
 
     def __init__(self, words: list[str], multirun: bool, findings: Findings) -> None:
         self.findings = findings
-        self.chosen: dict[str, list[Any]] = {}  # by group: its options that exist
+        self.options: dict[str, list[Any]] = {}  # by group: its options that exist
         self.values: dict[str, list[Any]] = {}  # by key: its values
         # groups with a wrong option: their keys are not checked, since its default stands in
         self.unsure: set[str] = set()
@@ -113,7 +113,7 @@ class _Look:
         if missing:  # then what is said to it is left out
             left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
-        findings.launcher, self.here = launcher, launcher in HERE
+        findings.launcher, self.on_this_machine = launcher, launcher in HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         # the loader would copy all its sources for each group that it is asked for
         _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
@@ -152,12 +152,12 @@ class _Look:
             problems += wrong.values()
             self.unsure.add(key)
         if len(wrong) < len(several):
-            self.chosen[key] = [option for option in several if _word(option) not in wrong]
+            self.options[key] = [option for option in several if _word(option) not in wrong]
 
     def check_jobs(self, multirun: bool) -> None:
         """Join the options of groups and the values of keys to jobs, and check each."""
-        first = {group: options[0] for group, options in self.chosen.items()}
-        swept = {group: options for group, options in self.chosen.items() if len(options) > 1}
+        first = {group: options[0] for group, options in self.options.items()}
+        swept = {group: options for group, options in self.options.items() if len(options) > 1}
         base = self._compose(first)
         variants = {
             (group, _word(option)): base
@@ -208,15 +208,15 @@ class _Look:
             if not wrong:
                 self.findings.seeds |= {*(config["seeds"] or [config["seed"]])}
             if not wrong and not self.findings.problems:
-                self.findings.problems += rules.refusals(config, self.here)
+                self.findings.problems += rules.refusals(config, self.on_this_machine)
 
     def _compose(self, choices: dict[str, Any]) -> DictConfig:
         """Compose the config with these options of groups, without the values of keys."""
-        chosen = (
+        words = (
             f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"
             for g, option in choices.items()
         )
-        return composed([*self.for_hydra, *chosen], self.findings.composed)
+        return composed([*self.for_hydra, *words], self.findings.composed)
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
         """Resolve a config, with the first value of each key, which interpolations may refer to."""
@@ -250,10 +250,10 @@ class _Look:
                 del self.values[key]
 
 
-def _not_sparse(chosen: dict[str, Any]) -> str | None:
+def _not_sparse(choices: dict[str, Any]) -> str | None:
     """Of a sweep, which has one dense column, that is no mistake."""
-    recipe = _word(chosen.get("recipe", "dense"))
-    if recipe == "dense" or chosen.get(RATIO) != "dense":
+    recipe = _word(choices.get("recipe", "dense"))
+    if recipe == "dense" or choices.get(RATIO) != "dense":
         return None
     return (
         f"recipe={recipe} with sparsity=dense: no weight would be sparse; "

@@ -130,7 +130,7 @@ def _text(value: Any) -> str:
     return f"[{', '.join(plain)}]"
 
 
-def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:
+def key_meanings(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:
     """The meanings of a key among options, each with its defaults and the options that have these."""
     meanings: dict[tuple[str, str], tuple[Key, dict[str, list[str]]]] = {}
     for option in among:
@@ -155,7 +155,7 @@ def about(topic: str, config_dir: str | None = None) -> str:
         return "\n".join(_option(choices[0]) if not choices[0].name else _list(choices))
     group = topic.partition(".")[0] if "." in topic else ""
     if group in ("", *GROUPS):
-        meanings = alike(topic, options(group))
+        meanings = key_meanings(topic, options(group))
         if meanings:
             return "\n".join(
                 [topic, *(line for meant in meanings.items() for line in _key(*meant))]

@@ -149,8 +149,12 @@ class ConfigRule:
 def _above(low: str, high: str) -> ConfigRule:
     return ConfigRule(
         ("recipe.*",),
-        lambda at: low in at.recipe and high in at.recipe and at.recipe[low] > at.recipe[high],
-        lambda at: f"recipe.{low}={at.recipe[low]} is above recipe.{high}={at.recipe[high]}",
+        lambda facts: (
+            low in facts.recipe and high in facts.recipe and facts.recipe[low] > facts.recipe[high]
+        ),
+        lambda facts: (
+            f"recipe.{low}={facts.recipe[low]} is above recipe.{high}={facts.recipe[high]}"
+        ),
     )
 
 
@@ -158,28 +162,28 @@ def _widths(widths: list[int]) -> str:
     return ", ".join(map(str, dict.fromkeys(widths)))
 
 
-def _products(at: Facts) -> str:
-    return f"trainer.acceleration={at.trainer['acceleration']}: 2:4 products"
+def _products(facts: Facts) -> str:
+    return f"trainer.acceleration={facts.trainer['acceleration']}: 2:4 products"
 
 
 ACCELERATION = ("trainer.acceleration", "trainer.fp8")
 RULES = (
-    ConfigRule((), lambda at: at.no_pattern is not None, lambda at: str(at.no_pattern)),
+    ConfigRule((), lambda facts: facts.no_pattern is not None, lambda facts: str(facts.no_pattern)),
     ConfigRule(
         ("optimizer.name",),
-        lambda at: (
-            at.own_rules
-            and at.recipe["name"] == "step"
-            and at.optimizer["name"] not in ("adam", "adamw")
+        lambda facts: (
+            facts.own_rules
+            and facts.recipe["name"] == "step"
+            and facts.optimizer["name"] not in ("adam", "adamw")
         ),
-        lambda at: (
-            f"recipe=step freezes Adam's second moment, which {at.optimizer['name']} has not: use optimizer=adam or adamw"
+        lambda facts: (
+            f"recipe=step freezes Adam's second moment, which {facts.optimizer['name']} has not: use optimizer=adam or adamw"
         ),
     ),
     ConfigRule(
         ("recipe.*", "trainer.budget"),
-        lambda at: at.recipe.get("decay") == "auto" and at.trainer["budget"] is not None,
-        lambda at: (
+        lambda facts: facts.recipe.get("decay") == "auto" and facts.trainer["budget"] is not None,
+        lambda facts: (
             "recipe.decay=auto is a search that comes on top of trainer.budget; "
             "give the decay that a run without a budget finds"
         ),
@@ -188,107 +192,112 @@ RULES = (
     _above("t_i", "t_f"),
     ConfigRule(
         ("recipe.*",),
-        lambda at: at.recipe.get("dense", 0) + at.recipe.get("final", 0) > 1,
-        lambda at: (
-            f"recipe.dense={at.recipe['dense']} and recipe.final={at.recipe['final']} are "
+        lambda facts: facts.recipe.get("dense", 0) + facts.recipe.get("final", 0) > 1,
+        lambda facts: (
+            f"recipe.dense={facts.recipe['dense']} and recipe.final={facts.recipe['final']} are "
             "fractions of one run: at most 1 together"
         ),
     ),
-    ConfigRule(("recipe.*",), lambda at: isinstance(at.path, str), lambda at: str(at.path)),
+    ConfigRule(
+        ("recipe.*",), lambda facts: isinstance(facts.path, str), lambda facts: str(facts.path)
+    ),
     ConfigRule(
         ("recipe.*",),
-        lambda at: (
-            isinstance(at.path, list)
-            and bool(at.path)
-            and any(width % at.path[0].m for width in at.divided)
+        lambda facts: (
+            isinstance(facts.path, list)
+            and bool(facts.path)
+            and any(width % facts.path[0].m for width in facts.divided)
         ),
-        lambda at: (
-            f"recipe={at.recipe['name']} sparsity={at.pattern}: its first pattern, {at.path[0]}, "
-            f"does not divide all layers' inputs ({_widths(at.divided)})"
-            + ("; fewer recipe.frames start smaller" if "frames" in at.recipe else "")
+        lambda facts: (
+            f"recipe={facts.recipe['name']} sparsity={facts.pattern}: its first pattern, {facts.path[0]}, "
+            f"does not divide all layers' inputs ({_widths(facts.divided)})"
+            + ("; fewer recipe.frames start smaller" if "frames" in facts.recipe else "")
             + "; sparsity.pad=true allows that"
         ),
     ),
     ConfigRule(
         ("optimizer.nesterov", "optimizer.momentum"),
-        lambda at: bool(at.optimizer.get("nesterov") and not at.optimizer.get("momentum")),
-        lambda at: "optimizer.nesterov=true needs optimizer.momentum above 0",
+        lambda facts: bool(facts.optimizer.get("nesterov") and not facts.optimizer.get("momentum")),
+        lambda facts: "optimizer.nesterov=true needs optimizer.momentum above 0",
     ),
     ConfigRule(
         ("trainer.batch_size", "trainer.accumulate"),
-        lambda at: at.trainer["batch_size"] % at.trainer["accumulate"] != 0,
-        lambda at: (
-            f"trainer.batch_size={at.trainer['batch_size']} cannot be split into "
-            f"trainer.accumulate={at.trainer['accumulate']} equal micro-batches"
+        lambda facts: facts.trainer["batch_size"] % facts.trainer["accumulate"] != 0,
+        lambda facts: (
+            f"trainer.batch_size={facts.trainer['batch_size']} cannot be split into "
+            f"trainer.accumulate={facts.trainer['accumulate']} equal micro-batches"
         ),
     ),
     ConfigRule(
         (),
-        lambda at: bool(at.inputs and not at.sparsity.get("overrides") and not at.divided),
-        lambda at: (
-            f"sparsity={at.pattern}: model {at.model['name']} has no layer whose inputs are a "
-            f"multiple of {at.pattern and at.pattern.m} (its inner layers have "
-            f"{_widths(at.inputs)} inputs); sparsity.pad=true allows that"
+        lambda facts: bool(
+            facts.inputs and not facts.sparsity.get("overrides") and not facts.divided
+        ),
+        lambda facts: (
+            f"sparsity={facts.pattern}: model {facts.model['name']} has no layer whose inputs are a "
+            f"multiple of {facts.pattern and facts.pattern.m} (its inner layers have "
+            f"{_widths(facts.inputs)} inputs); sparsity.pad=true allows that"
         ),
     ),
     ConfigRule(
         ("trainer.steps", "trainer.budget"),
-        lambda at: (
-            at.trainer["steps"] is not None and at.trainer["budget"] not in (None, "flops:dense")
+        lambda facts: (
+            facts.trainer["steps"] is not None
+            and facts.trainer["budget"] not in (None, "flops:dense")
         ),
-        lambda at: (
-            f"trainer.steps={at.trainer['steps']} and trainer.budget={at.trainer['budget']} each "
+        lambda facts: (
+            f"trainer.steps={facts.trainer['steps']} and trainer.budget={facts.trainer['budget']} each "
             "say how long the run is: give one of them"
         ),
     ),
     ConfigRule(
         ("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"),
-        lambda at: (
-            at.trainer["steps"] is None
-            and at.trainer["budget"] is None
-            and at.trainer["average"] > at.trainer["epochs"]
+        lambda facts: (
+            facts.trainer["steps"] is None
+            and facts.trainer["budget"] is None
+            and facts.trainer["average"] > facts.trainer["epochs"]
         ),
-        lambda at: (
-            f"trainer.average={at.trainer['average']}: there are trainer.epochs={at.trainer['epochs']} to average over"
+        lambda facts: (
+            f"trainer.average={facts.trainer['average']}: there are trainer.epochs={facts.trainer['epochs']} to average over"
         ),
     ),
     ConfigRule(
         ("dataset.val_fraction", "dataset.test_fraction"),
-        lambda at: (
-            "_target_" not in at.dataset
-            and at.dataset.get("val_fraction", 0) + at.dataset.get("test_fraction", 0) >= 1
+        lambda facts: (
+            "_target_" not in facts.dataset
+            and facts.dataset.get("val_fraction", 0) + facts.dataset.get("test_fraction", 0) >= 1
         ),
-        lambda at: (
-            f"dataset.val_fraction={at.dataset['val_fraction']} and dataset.test_fraction="
-            f"{at.dataset['test_fraction']} leave nothing to train with"
-        ),
-    ),
-    ConfigRule(
-        ACCELERATION,
-        lambda at: at.fp8_differs,
-        lambda at: (
-            f"{_products(at)} by it go with trainer.fp8={str(not at.trainer['fp8']).lower()}"
+        lambda facts: (
+            f"dataset.val_fraction={facts.dataset['val_fraction']} and dataset.test_fraction="
+            f"{facts.dataset['test_fraction']} leave nothing to train with"
         ),
     ),
     ConfigRule(
         ACCELERATION,
-        lambda at: (
-            at.trainer["acceleration"] not in ("auto", "off")
-            and not at.fp8_differs
-            and at.pattern is not None
-            and not at.sparsity.get("overrides")
-            and not at.pattern.fits_2_4
+        lambda facts: facts.fp8_differs,
+        lambda facts: (
+            f"{_products(facts)} by it go with trainer.fp8={str(not facts.trainer['fp8']).lower()}"
         ),
-        lambda at: (
-            f"{_products(at)} take 2:4 weights and sparser ones whose groups fit in "
-            f"(1:M, 2:M with M a multiple of 4), not {at.pattern}"
+    ),
+    ConfigRule(
+        ACCELERATION,
+        lambda facts: (
+            facts.trainer["acceleration"] not in ("auto", "off")
+            and not facts.fp8_differs
+            and facts.pattern is not None
+            and not facts.sparsity.get("overrides")
+            and not facts.pattern.fits_2_4
+        ),
+        lambda facts: (
+            f"{_products(facts)} take 2:4 weights and sparser ones whose groups fit in "
+            f"(1:M, 2:M with M a multiple of 4), not {facts.pattern}"
         ),
     ),
     ConfigRule(
         ("output_dir",),
-        lambda at: at.unwritable is not None,
-        lambda at: (
-            f"output_dir={Path(at.output_dir)}: {at.unwritable} is not a folder that can be written to"
+        lambda facts: facts.unwritable is not None,
+        lambda facts: (
+            f"output_dir={Path(facts.output_dir)}: {facts.unwritable} is not a folder that can be written to"
         ),
     ),
 )
@@ -302,34 +311,34 @@ def broken(plain: dict[str, Any], good: Good) -> Iterator[str]:
             yield rule.sentence(facts)
 
 
-def refusals(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
+def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[str]:
     """What the run itself would refuse after seconds, as far as a config, the names of files and
     this machine show it. A line each.
 
-    Nothing else is wrong in ``plain``. ``here``: whether the run is for this machine, not for one
+    Nothing else is wrong in ``plain``. ``on_this_machine``: whether the run is for it, not for one
     that a launcher finds.
     """
     custom = {group for group in ("dataset", "model") if "_target_" in plain[group]}
     for group in ("dataset", "model", "recipe"):
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _no_logger(plain["track"])
-    yield from _no_teacher(plain, here)
-    if here and plain["init"] is not None and (why := _no_weights(plain["init"])):
+    yield from _no_teacher(plain, on_this_machine)
+    if on_this_machine and plain["init"] is not None and (why := _no_weights(plain["init"])):
         yield f"init={plain['init']}: {why}"
-    yield from _no_masks(plain["recipe"], here)
+    yield from _no_masks(plain["recipe"], on_this_machine)
     if not custom:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     yield from _not_pruned(plain["model"], plain["trainer"])
     if "dataset" not in custom:
         yield from _too_few(plain["dataset"], plain["trainer"])
-        if here:
+        if on_this_machine:
             yield from _no_files(plain["dataset"])
-    if here:
+    if on_this_machine:
         yield from _no_pretrained(plain["dataset"], plain["model"])
     if "model" not in custom:
         layers = options.kind("model", plain["model"]["name"]).layer_inputs(plain["model"])
         yield from _no_layer(plain["model"], plain["sparsity"], layers) if layers else ()
-    if here and no_gpu():
+    if on_this_machine and no_gpu():
         yield from _needs_gpu(plain["trainer"])
 
 
@@ -355,7 +364,7 @@ def _no_weights(place: str) -> str:
     return folder.without(name)
 
 
-def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
+def _no_teacher(plain: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
     teacher, model = plain["trainer"]["distill"], plain["model"]
     if teacher is None:
         return
@@ -366,13 +375,13 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
                 f"trainer.distill=start: model={model['name']} begins with random weights in its "
                 "head or everywhere, which teach nothing; take the folder of a finished run"
             )
-    elif here and (why := RunFolder(teacher).unfinished()):
+    elif on_this_machine and (why := RunFolder(teacher).unfinished()):
         yield f"trainer.distill={teacher}: {why}"
 
 
-def _no_masks(recipe: dict[str, Any], here: bool) -> Iterator[str]:
+def _no_masks(recipe: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
     place = recipe.get("masks") if recipe.get("name") == "maskllm" else None
-    if not here or place is None or Path(place).expanduser().is_file():
+    if not on_this_machine or place is None or Path(place).expanduser().is_file():
         return
     if why := RunFolder(Path(place).expanduser()).unfinished():
         yield f"recipe.masks={place}: {why}"
