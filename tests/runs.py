@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from nmrun import recipes
+from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
@@ -78,7 +82,61 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def cut_off(made: schema.Config, step: int) -> None:
+class NoisyNetwork(SmallConvNetwork):
+    """Running statistics and random numbers, which a run has to keep."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
+
+
+def build_noisy(options: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
+    """Stands for ``models.build``."""
+    return NoisyNetwork(**inputs, channels=options["channels"])
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+def kill(cfg: schema.Config, owner: Any, name: str, call: int, before: bool = False) -> None:
+    """Run until the given call of a function, and die right before or after it."""
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == call:
+            raise Killed
+        value = original(*args, **kwargs)
+        if calls == call:
+            raise Killed
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            runner.run(cfg, run_folder(cfg))
+    assert not (run_folder(cfg) / "result.json").exists()
+
+
+@contextmanager
+def signal_after(step: int, *numbers: int) -> Iterator[None]:
+    """The process gets signals after so many steps of a run."""
+    original = TrainingSteps.train_step
+
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingSteps, "train_step", signalled)
+        yield
+
+
+def cut_off(cfg: schema.Config, step: int) -> None:
     """A run that Ctrl-C ends after so many steps, in the middle of it: the loop itself saves nothing."""
     original = TrainingSteps.train_step
 
@@ -89,7 +147,7 @@ def cut_off(made: schema.Config, step: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", dying)
-        assert runner.run(made, run_folder(made))["status"] == "interrupted"
+        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
 
 
 def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows
+from runs import build_noisy, config, kill, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
@@ -671,27 +671,13 @@ class _Task:
         return model(batch).square().mean()
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: nothing catches it."""
-
-
-class Noisy(SmallConvNetwork):
-    """With running statistics and random numbers."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
-
-
 def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pruned after step 7, checkpoints after 3, 6, 9 and 12: killed before the pruning, right after
     it, and later.
     """
-    monkeypatch.setattr(
-        models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"])
-    )
+    monkeypatch.setattr(models, "build", build_noisy)
     overrides = (
         "recipe=asp",
         "recipe.prune_at=0.58",
@@ -714,21 +700,9 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
             result["events"],
         )
 
-    original = TrainingSteps.train_step
     alone = outcome(tmp_path / "alone")
     for step in (5, 7, 10):
-        made = config(tmp_path / f"cut{step}", *overrides)
-
-        def dying(loop: TrainingSteps, *args: Any, at: int = step, **kwargs: Any) -> Any:
-            first = original(loop, *args, **kwargs)
-            if loop.step == at:
-                raise Killed
-            return first
-
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingSteps, "train_step", dying)
-            with pytest.raises(Killed):
-                runner.run(made, run_folder(made))
+        kill(config(tmp_path / f"cut{step}", *overrides), TrainingSteps, "train_step", step)
         assert outcome(tmp_path / f"cut{step}") == alone
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import DECAY, LR, SPARSE, TOTAL, Reference, Weights, data, pruned
+from reference import DECAY, LR, SPARSE, TOTAL, Net, Reference, Weights, data, pruned
 from torch import Tensor, nn
 
 import nmrun
@@ -25,14 +25,6 @@ UPDATES = {
 }
 
 
-def net(dtype: torch.dtype = torch.float64, seed: int = 3) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.5)
-    return model
-
-
 def sparsify(
     model: nn.Module, pattern: str = "2:4", lr: float = 0.05, **options: Any
 ) -> tuple[torch.optim.Optimizer, Handle]:
@@ -42,12 +34,6 @@ def sparsify(
 
 def order_of(weight: SparseWeight) -> list[int]:
     return weight["permutation"].view(torch.int64).tolist()
-
-
-def used(model: nn.Sequential) -> Weights:
-    return [
-        t.detach().clone() for layer in (model[0], model[2]) for t in (layer.weight, layer.bias)
-    ]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, steps: range) -> None:
@@ -187,7 +173,7 @@ def test_the_best_of_the_candidates_is_taken(
 def test_each_seed_has_its_own_candidates() -> None:
     orders = []
     for seed in (0, 1, 1):
-        model = net()
+        model = Net()
         torch.manual_seed(seed)
         orders.append([order_of(w) for w in sparsify(model, candidates=1)[1].sparse])
     assert orders[1] == orders[2] != orders[0]
@@ -203,7 +189,7 @@ def test_each_layer_has_its_own_candidates() -> None:
 
 
 def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> None:
-    model = net()
+    model = Net()
     optimizer, handle = sparsify(model, interval=3, candidates=5)
     batches, orders = data(1), [[order_of(w) for w in handle.sparse]]
     for t in range(8):
@@ -214,7 +200,7 @@ def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> No
             assert torch.equal(weight.layer.input_weight, wanted)
     changed = [a[0] != b[0] for a, b in itertools.pairwise(orders)]
     assert changed == [False, False, True, False, False, True, False, False]
-    again = net()
+    again = Net()
     _, other = sparsify(again, interval=3, candidates=5)
     assert [order_of(w) for w in other.sparse] == orders[0]
 
@@ -252,8 +238,8 @@ class BiMaskReference(Reference):
 @pytest.mark.parametrize(("accumulate", "clip", "wd"), [(1, None, 0.2), (3, 0.05, 0.0)])
 @pytest.mark.parametrize("update", UPDATES)
 def test_trajectory(update: str, accumulate: int, clip: float | None, wd: float) -> None:
-    model = net()
-    reference = BiMaskReference("sr_ste", update, used(model), wd)
+    model = Net()
+    reference = BiMaskReference("sr_ste", update, model.used, wd)
     optimizer = UPDATES[update](model.parameters(), wd)
     handle = nmrun.sparsify(
         model, optimizer, "bi_mask", "2:4", TOTAL, decay=DECAY, interval=4, candidates=3
@@ -270,14 +256,14 @@ def test_trajectory(update: str, accumulate: int, clip: float | None, wd: float)
         optimizer.zero_grad()
         reference.step_with(batches(t), order, clip)
         torch.testing.assert_close(
-            used(model),
+            model.used,
             reference.forward,
             rtol=1e-9,
             atol=1e-12,
             msg=lambda m, t=t: f"step {t}: {m}",
         )
     handle.finalize()
-    torch.testing.assert_close(used(model), reference.forward, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(model.used, reference.forward, rtol=1e-9, atol=1e-12)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
     assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all("forward" not in vars(layer) for layer in model)
@@ -312,7 +298,7 @@ def test_with_estimates_and_fp8_besides() -> None:
     """The estimate is for the weight gradient, the second mask for the input gradient: both hold at
     once.
     """
-    model = net(torch.float32)
+    model = Net(torch.float32)
     _, handle = sparsify(model, mvue="1:4")
     x, dz = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     torch.manual_seed(1)

@@ -28,7 +28,6 @@ from nmrun.lab.tasks.text import corpus, files
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
 from nmrun.lab.train.flops import peak_flops
-from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 
 DEVICE = torch.device("cpu")
@@ -618,7 +617,7 @@ def test_runs_learn(tmp_path, alternating, recipe):
         assert len(result["sparsity"]["layers"]) == 8
 
 
-def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
+def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path):
     for name, length in (("train", 3000), ("val", 200)):
         write(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(60, size=length))
     data = (
@@ -631,15 +630,7 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
     config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
     runner.run(config, tmp_path / "whole")
 
-    step = TrainingSteps.train_step
-
-    def stopped(loop, *arguments, **options):
-        step(loop, *arguments, **options)
-        if loop.step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", stopped)
+    with runs.signal_after(7, signal.SIGTERM):
         assert runner.run(config, tmp_path / "cut")["status"] == "interrupted"
     torch.manual_seed(99)
     assert runner.run(config, tmp_path / "cut")["status"] == "finished"

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows, stopping
+from runs import build_noisy, config, rows, stopping
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, checkpoint, runner
 from nmrun.lab.train.console import Console
@@ -168,19 +167,10 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
 # --- no trace -------------------------------------------------------------------------------------
 
 
-class Noisy(SmallConvNetwork):
-    """Running statistics and random numbers, both of which a careless look would change."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.5), self.head)
-
-
 @pytest.fixture
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"])
-    )
+    """A model whose running statistics and random numbers a careless look would change."""
+    monkeypatch.setattr(models, "build", build_noisy)
 
 
 SWITCH = {"step": ["recipe.switch=0.5"], "sdgf_geometric": ["recipe.frames=1"]}

@@ -18,11 +18,9 @@ from typing import Any
 import preloaded
 import pytest
 import torch
-from runs import KINDS, RECIPES, TINY, config, rows
-from torch import nn
+from runs import KINDS, RECIPES, TINY, build_noisy, config, kill, rows, signal_after
 
 from nmrun.lab import models
-from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.loop import Evaluation
@@ -45,26 +43,10 @@ EVERYTHING = (
 )
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: nothing catches it."""
-
-
-class Noisy(SmallConvNetwork):
-    """Running statistics and random numbers, both of which have to survive."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
-
-
 @pytest.fixture(autouse=True)
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model of these tests has batch normalisation and dropout."""
-
-    def build(options: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
-        return Noisy(**inputs, channels=options["channels"])
-
-    monkeypatch.setattr(models, "build", build)
+    monkeypatch.setattr(models, "build", build_noisy)
 
 
 def make(folder: Path, recipe: str, *overrides: str) -> Config:
@@ -99,34 +81,6 @@ def left_alone(tmp_path: Path, *arguments: str) -> Any:
     return _alone[arguments]
 
 
-def cut(
-    monkeypatch: pytest.MonkeyPatch,
-    made: Config,
-    owner: Any,
-    name: str,
-    call: int,
-    before: bool = False,
-) -> None:
-    """Run until the given call of a function, and die right before or after it."""
-    original, calls = getattr(owner, name), 0
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if before and calls == call:
-            raise Killed
-        value = original(*args, **kwargs)
-        if calls == call:
-            raise Killed
-        return value
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, dying)
-        with pytest.raises(Killed):
-            runner.run(made, run_folder(made))
-    assert not (run_folder(made) / "result.json").exists()
-
-
 def cuts() -> Iterator[Any]:
     """All pairs of a recipe and a step; by default all steps of STEP, and those around the change of
     two others' phases. Others are cut off within an epoch below, and all in test_resume_state.py.
@@ -137,11 +91,9 @@ def cuts() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "step"), list(cuts()))
-def test_killed_after_a_step(
-    recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_after_a_step(recipe: str, step: int, tmp_path: Path) -> None:
     made = make(tmp_path, recipe)
-    cut(monkeypatch, made, TrainingSteps, "train_step", step)
+    kill(made, TrainingSteps, "train_step", step)
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
@@ -153,7 +105,7 @@ def test_killed_where_rows_are_further_apart(
     alone = outcome(make(tmp_path / "alone", "step"))
     assert [row["step"] for row in alone[2] if "train/loss" in row] == [4, 8, 12]
     made = make(tmp_path, "step")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 7)
+    kill(made, TrainingSteps, "train_step", 7)
     assert outcome(made) == alone
 
 
@@ -167,8 +119,8 @@ def test_checkpoints_within_an_epoch(
     """One after each step loses no step to a kill, and changes no bit."""
     alone, made = left_alone(tmp_path, recipe), make(tmp_path, recipe)
     monkeypatch.setattr(checkpoint.CheckpointClock, "due", lambda _: True)
-    cut(monkeypatch, made, TrainingSteps, "train_step", 6)
-    cut(monkeypatch, made, TrainingSteps, "train_step", 6)
+    kill(made, TrainingSteps, "train_step", 6)
+    kill(made, TrainingSteps, "train_step", 6)
     assert outcome(made) == alone
     output = capsys.readouterr().out
     assert "goes on at step 5 of 12" in output
@@ -180,23 +132,21 @@ def test_checkpoints_within_an_epoch(
     [(TrainingSteps, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
 )
 def test_killed_with_evaluations_and_a_length_in_steps(
-    owner: Any, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, call: int, tmp_path: Path
 ) -> None:
     """11 steps, evaluations after 5, 10 and 11."""
     by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
     alone, made = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
     assert [row["step"] for row in alone[2] if "eval/loss" in row] == [5, 10, 11]
-    cut(monkeypatch, made, owner, name, call)
+    kill(made, owner, name, call)
     assert outcome(made) == alone
 
 
 @pytest.mark.parametrize("recipe", ["asp", "step"])
-def test_killed_again_and_again(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_again_and_again(recipe: str, tmp_path: Path) -> None:
     made = make(tmp_path, recipe)
     for _ in range(3):
-        cut(monkeypatch, made, TrainingSteps, "train_step", 4)  # three steps forward, one back
+        kill(made, TrainingSteps, "train_step", 4)  # three steps forward, one back
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
@@ -211,16 +161,16 @@ def test_killed_again_and_again(
     ],
 )
 def test_killed_at_an_awkward_moment(
-    owner: Any, name: str, call: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, call: int, before: bool, tmp_path: Path
 ) -> None:
     made = make(tmp_path, "step")
-    cut(monkeypatch, made, owner, name, call, before)
+    kill(made, owner, name, call, before)
     assert outcome(made) == left_alone(tmp_path, "step")
 
 
-def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_while_writing_a_row(tmp_path: Path) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
+    kill(made, TrainingSteps, "train_step", 8)
     metrics = run_folder(made) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
     assert outcome(made) == left_alone(tmp_path, "ste")
@@ -229,17 +179,10 @@ def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("step", [5, 8])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_between_epochs_too(
-    number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, step: int, tmp_path: Path
 ) -> None:
-    made, original = make(tmp_path, "step"), TrainingSteps.train_step
-
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
-        original(loop, *args, **kwargs)
-        if loop.step == step:
-            os.kill(os.getpid(), number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", signalled)
+    made = make(tmp_path, "step")
+    with signal_after(step, number):
         result = runner.run(made, run_folder(made))
     assert (result["status"], result["signal"]) == ("interrupted", number)
     state = checkpoint.load(run_folder(made) / "checkpoint.pt")
@@ -341,19 +284,10 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     assert outcome(made) == left_alone(tmp_path, "step")
 
 
-def test_a_signal_that_is_sent_twice_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_is_sent_twice_is_one(tmp_path: Path) -> None:
     """timeout(1) sends it to the process and to its group."""
-    made, original = make(tmp_path, "ste"), TrainingSteps.train_step
-
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
-        original(loop, *args, **kwargs)
-        for _ in range(2 * (loop.step == 5)):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", signalled)
+    made = make(tmp_path, "ste")
+    with signal_after(5, signal.SIGTERM, signal.SIGTERM):
         assert runner.run(made, run_folder(made))["signal"] == signal.SIGTERM
     assert outcome(made) == left_alone(tmp_path, "ste")
 
@@ -401,11 +335,10 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     damage: tuple[int, Any],
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 8)  # the checkpoint is of step 6
+    kill(made, TrainingSteps, "train_step", 8)  # the checkpoint is of step 6
     metrics = run_folder(made) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
@@ -429,9 +362,9 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     assert result["metrics"] == alone[3]
 
 
-def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scaling_goes_on_where_it_was(tmp_path: Path) -> None:
     made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
+    kill(made, TrainingSteps, "train_step", 8)
     assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
 
 
@@ -450,23 +383,21 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_resume_false_starts_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_false_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
+    kill(made, TrainingSteps, "train_step", 8)
     capsys.readouterr()
     assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
     assert "goes on at" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its rows beside it nothing but its id shows that it is another seed's."""
     made, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
     for each in (made, other):
-        cut(monkeypatch, each, TrainingSteps, "train_step", 8)
+        kill(each, TrainingSteps, "train_step", 8)
     for name in ("checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"):
         shutil.copy(run_folder(other) / name, run_folder(made) / name)
     result = runner.run(made, run_folder(made))
@@ -478,10 +409,10 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, TrainingSteps, "train_step", 8)
+    kill(made, TrainingSteps, "train_step", 8)
     path = run_folder(made) / "checkpoint.pt"
     state = checkpoint.load(path)
     assert state is not None
@@ -495,23 +426,20 @@ def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
 def test_a_run_that_begins_anew_says_so(
     words: tuple[str, ...],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where it was killed before its first checkpoint, and nobody has asked for it."""
     made, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
-    cut(monkeypatch, made, TrainingSteps, "train_step", 2)
+    kill(made, TrainingSteps, "train_step", 2)
     assert told not in capsys.readouterr().out
     assert outcome(made) == left_alone(tmp_path, "ste")
     assert capsys.readouterr().out.count(told) == (not words)
 
 
-def test_what_safetensors_leaves_of_a_killed_file_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path: Path) -> None:
     for call in (2, 8):  # it begins anew, it is resumed
         made = make(tmp_path, "ste", f"seed={call}")
-        cut(monkeypatch, made, TrainingSteps, "train_step", call)
+        kill(made, TrainingSteps, "train_step", call)
         (run_folder(made) / ".tmpa1B2c3").write_bytes(bytes(100))
         outcome(made)
         assert not list(run_folder(made).glob(".tmp*"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import KINDS, config, rows
+from runs import KINDS, config, rows, signal_after
 from safetensors.torch import load_file
 from sklearn import datasets
 from torch.nn import functional
@@ -317,15 +317,9 @@ def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_pat
 
 
 def test_a_forced_run_that_was_cut_off_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
-    original = TrainingSteps.train_step
-
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
-        original(loop, *args, **kwargs)
-        if loop.step == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def went_on(made: Config) -> bool:
         capsys.readouterr()
@@ -333,8 +327,7 @@ def test_a_forced_run_that_was_cut_off_goes_on(
         return "goes on at step 8" in capsys.readouterr().out
 
     def cut(made: Config) -> bool:
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingSteps, "train_step", signalled)
+        with signal_after(8, signal.SIGTERM):
             return went_on(made)
 
     assert not cut(plain)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, stopping
+from runs import Killed, config, stopping
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
@@ -147,10 +147,6 @@ def test_masks_that_never_flip_tell_nothing(tmp_path):
 
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing catches it."""
 
 
 def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypatch):
