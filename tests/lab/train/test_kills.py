@@ -142,8 +142,7 @@ def test_control_c_while_workers_start(tmp_path: Path) -> None:
         ) as sweep,
     ):
         try:
-            until(lambda: len(workers_of(sweep.pid)) == 2)
-            time.sleep(0.5)  # they import now, and no run has begun
+            until(lambda: sum(map(imports_torch, workers_of(sweep.pid))) == 2)
             os.killpg(sweep.pid, signal.SIGINT)
             assert sweep.wait(60) == 130
             until(lambda: not group_is_alive(sweep.pid))
@@ -165,6 +164,13 @@ def workers_of(group: int) -> list[Path]:
             if int(fields[2]) == group and b"popen_loky_posix" in command:
                 processes.append(process)
     return processes
+
+
+def imports_torch(process: Path) -> bool:
+    """Whether a process has at least begun to, which it does before a run begins."""
+    with contextlib.suppress(OSError):
+        return "libtorch" in (process / "maps").read_text()
+    return False
 
 
 def rows_of(place: Path) -> dict[Path, int]:
