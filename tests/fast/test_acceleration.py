@@ -213,8 +213,8 @@ def test_dense_steps_at_the_beginning_are_exact() -> None:
     for each in (model, plain):
         (y := each(x)).float().square().sum().backward()
         results.append((y, each[0].weight.grad))
-    for ours, wanted in zip(*results, strict=True):
-        assert torch.equal(ours, wanted)
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_measured_once_a_shape_and_remembered(
@@ -348,7 +348,7 @@ def test_every_recipe_trains_as_it_does_with_masks_alone(
         COMPRESSED.pack, lambda *args: (passes.append(""), COMPRESSED.multiply(*args))[1]
     )
     monkeypatch.setattr(semi_structured, "PATHS", {"compressed": played})
-    made, wrote = {}, SemiStructuredProducts.write
+    runs, wrote = {}, SemiStructuredProducts.write
     for mode in ("off", "auto"):
         model = mlp().float()
         optimizer, handle = sparse(model, recipe, exclude="4", **RECIPES[recipe])
@@ -364,8 +364,8 @@ def test_every_recipe_trains_as_it_does_with_masks_alone(
         losses, were = train(model, optimizer, handle)
         counted = len(passes), list(writes)
         handle.finalize()
-        made[mode] = losses, [p.detach().clone() for p in model.parameters()]
-    torch.testing.assert_close(made["auto"], made["off"], rtol=1e-3, atol=1e-3)
+        runs[mode] = losses, [p.detach().clone() for p in model.parameters()]
+    torch.testing.assert_close(runs["auto"], runs["off"], rtol=1e-3, atol=1e-3)
     input_gradients = recipe == "t_sr_ste"  # of the second layer: nobody asks for the first one's
     assert any(were)
     assert counted[0] == sum(were[:-1]) * 2 * (2 + input_gradients)
@@ -478,11 +478,11 @@ def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
     assert chosen.shape is not None
     assert (chosen.path, chosen.shape.rows, chosen.shape.columns) == ("compressed", 32, 48)
     used = handle.sparse[0].weight.clone().requires_grad_()
-    z, wanted = model(x), torch.addmm(model[0].bias, x, used)
-    torch.testing.assert_close(z, wanted)
+    z, expected = model(x), torch.addmm(model[0].bias, x, used)
+    torch.testing.assert_close(z, expected)
     dz = normal(16, 32, seed=7).bfloat16()
     grads = torch.autograd.grad(z, (x, handle.sparse[0].parameter), dz)
-    torch.testing.assert_close(grads, torch.autograd.grad(wanted, (x, used), dz))
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, used), dz))
 
 
 @pytest.mark.parametrize("recipe", ["ste", "step", "mdgf_linear"])

@@ -273,17 +273,17 @@ def test_what_is_dense_is_computed_by_the_faster_library(
     torch.manual_seed(0)
     model = nn.Sequential(prune(nn.Linear(40, 50), "1:4"), nn.ReLU(), nn.Linear(50, 30, bias=False))
     x = torch.randn(2, 3, 40)
-    wanted, keys = model(x), set(model.state_dict())
+    output, keys = model(x), set(model.state_dict())
     choices = nmrun.deploy(model, x)
     assert [c.path for c in choices] == expected
     assert "dense, 6 tokens: dense 1 ms, onednn" in choices[1].reason
     again = pickle.loads(pickle.dumps(model))
-    for made in (model, copy.deepcopy(model), again):
-        torch.testing.assert_close(made(x), wanted, rtol=1e-5, atol=1e-5)
+    for one in (model, copy.deepcopy(model), again):
+        torch.testing.assert_close(one(x), output, rtol=1e-5, atol=1e-5)
     if "packed" not in expected:
         assert set(model.state_dict()) == keys
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(x).float(), wanted, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(model(x).float(), output, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.usefixtures("no_compiler")

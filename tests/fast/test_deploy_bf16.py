@@ -73,7 +73,7 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     for one in (model, other):
         nmrun.deploy(one, x)
     with torch.no_grad():
-        wanted = model(x)
+        expected = model(x)
     names = ("values", "index", "counts")
     assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
     reloaded = copy.deepcopy(other)
@@ -81,7 +81,7 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     again = pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            assert torch.equal(one(x), wanted)
+            assert torch.equal(one(x), expected)
     wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
     with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
         reloaded.load_state_dict(wrong)
@@ -102,10 +102,10 @@ def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
     with emulation():
         model = mlp()
         nmrun.deploy(model, x)
-        wanted, stored = model(x), pickle.dumps(model)
+        expected, stored = model(x), pickle.dumps(model)
     model = pickle.loads(stored)
     if HAS_INSTRUCTION:
-        assert torch.equal(model(x), wanted)
+        assert torch.equal(model(x), expected)
         return
     with pytest.raises(
         RuntimeError, match=r"^products of bfloat16: this processor has no AVX-512 with BF16$"

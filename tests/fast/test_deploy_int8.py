@@ -34,8 +34,8 @@ def mlp(pattern: str = "1:4") -> nn.Module:
     return model.eval()
 
 
-def share(actual: Tensor, wanted: Tensor) -> float:
-    return float((actual.float() - wanted.float()).norm() / wanted.float().norm())
+def share(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 @needs_int8
@@ -43,14 +43,14 @@ def share(actual: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_are_int8(dtype: torch.dtype) -> None:
     model, x = mlp().to(dtype), torch.randn(3, 5, 80).to(dtype)
-    wanted = model(x).detach()
+    expected = model(x).detach()
     choices = nmrun.deploy(model, x, precision="int8")
     assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
     assert all("int8 0.25 ms (4.00x); dense int8 outputs 0.0" in c.reason for c in choices)
     with torch.no_grad():
         z = model(x)
     assert z.dtype == dtype
-    assert 0 < share(z, wanted) < 0.03
+    assert 0 < share(z, expected) < 0.03
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
     assert not list(model.parameters())
@@ -64,7 +64,7 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     for one in (model, other):
         nmrun.deploy(one, x, precision="int8")
     with torch.no_grad():
-        wanted = model(x)
+        expected = model(x)
     names = ("values", "index", "counts", "scales")
     assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
     reloaded = copy.deepcopy(other)
@@ -72,7 +72,7 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     again = pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            assert torch.equal(one(x), wanted)
+            assert torch.equal(one(x), expected)
     wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
     with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
         reloaded.load_state_dict(wrong)
@@ -162,7 +162,7 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
     """Of N:M weights and of others; its weight is the one that a packed layer would have."""
     model, x = mlp().to(dtype), torch.randn(3, 5, 80).to(dtype)
     model[2].weight.data = torch.randn(30, 50).to(dtype)
-    weight, wanted = model[0].weight.data.clone(), model(x).detach()
+    weight, expected = model[0].weight.data.clone(), model(x).detach()
     choices = nmrun.deploy(model, x, precision="int8")
     assert [(c.path, c.is_sparse) for c in choices] == [("dense int8", False)] * 2
     assert all("; dense int8 outputs 0.0" in c.reason for c in choices)
@@ -172,7 +172,7 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
         z = model(x)
         assert model(x[:0]).shape == (0, 5, 30)
     assert z.dtype == dtype
-    assert 0 < share(z, wanted) < 0.03
+    assert 0 < share(z, expected) < 0.03
     x[1, 2, 3] = float("nan")
     with pytest.raises(RuntimeError, match="NaN or infinity"):
         model(x)
@@ -187,12 +187,12 @@ def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() 
         nmrun.deploy(one, x, precision="int8")
     assert torch.backends.quantized.engine == engine
     with torch.no_grad():
-        wanted = model(x)
+        expected = model(x)
         reloaded = copy.deepcopy(other)
         reloaded.load_state_dict(model.state_dict())
         again = pickle.loads(pickle.dumps(model))
         for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            assert torch.equal(one(x), wanted)
+            assert torch.equal(one(x), expected)
     layer, upstream = model[0], torch.randn(7, 50)
     a = torch.randn(7, 80, requires_grad=True)
     layer(a).backward(upstream)

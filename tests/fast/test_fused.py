@@ -87,9 +87,9 @@ def test_masks_few_queries_gradients_and_the_compiler() -> None:
     nmrun.deploy(model, x)
     mask = torch.ones(21, 21, dtype=torch.bool).triu(1)
     for tokens in (21, 1):
-        given, seen = x[:, :tokens], mask[:tokens, :tokens]
+        part, seen = x[:, :tokens], mask[:tokens, :tokens]
         with torch.no_grad():
-            torch.testing.assert_close(model[0](given, seen), dense[0](given, seen))
+            torch.testing.assert_close(model[0](part, seen), dense[0](part, seen))
     grads = []
     for one in (model, dense):
         leaf = x.clone().requires_grad_()

@@ -196,8 +196,8 @@ def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> No
         train(model, optimizer, batches, range(t, t + 1))
         orders.append([order_of(w) for w in handle.sparse])
         for weight, order in zip(handle.sparse, orders[-1], strict=True):
-            wanted = weight.weight * second_mask(weight.weight, order, 2, 4)
-            assert torch.equal(weight.layer.input_weight, wanted)
+            expected = weight.weight * second_mask(weight.weight, order, 2, 4)
+            assert torch.equal(weight.layer.input_weight, expected)
     changed = [a[0] != b[0] for a, b in itertools.pairwise(orders)]
     assert changed == [False, False, True, False, False, True, False, False]
     again = Net()

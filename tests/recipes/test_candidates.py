@@ -44,8 +44,8 @@ def test_softmax_gradient_is_autograd_s() -> None:
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     g = torch.randn(5, 6, dtype=torch.float64)
     soft = torch.softmax(x, -1)
-    (wanted,) = torch.autograd.grad(soft, x, g)
-    torch.testing.assert_close(softmax_gradient(soft.detach(), g), wanted)
+    (expected,) = torch.autograd.grad(soft, x, g)
+    torch.testing.assert_close(softmax_gradient(soft.detach(), g), expected)
 
 
 def test_gumbel_noise_samples_the_softmax() -> None:
@@ -53,8 +53,8 @@ def test_gumbel_noise_samples_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0]).repeat(40000, 1)
     picked = gumbel_softmax(logits, 0.01, seed=1).argmax(-1)
     frequency = torch.bincount(picked, minlength=3) / 40000
-    wanted = torch.softmax(logits[0], -1)
-    assert ((frequency - wanted).abs() < 5 * (wanted * (1 - wanted) / 40000).sqrt()).all()
+    expected = torch.softmax(logits[0], -1)
+    assert ((frequency - expected).abs() < 5 * (expected * (1 - expected) / 40000).sqrt()).all()
     assert torch.equal(gumbel_softmax(logits, 1.0, 7), gumbel_softmax(logits, 1.0, 7))
     assert not torch.equal(gumbel_softmax(logits, 1.0, 7), gumbel_softmax(logits, 1.0, 8))
 
@@ -167,7 +167,7 @@ def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
     )
     x, y = data(1)(0)[0]
     biases = [layer.bias.detach().clone() for layer in (model[0], model[2])]
-    logits, used, dense, wanted = [], [], [], []
+    logits, used, dense = [], [], []
     for weight in handle.sparse:
         blend, scores = handle.recipe.soft[weight.name], handle.recipe.scores(weight).detach()
         noise = temperature * blend.log() - kappa * scores  # up to a constant a group
@@ -184,10 +184,10 @@ def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
         torch.testing.assert_close(weight.parameter.detach(), used[-1].detach())
     out = torch.tanh(x @ used[0].T + model[0].bias) @ used[1].T + model[2].bias
     objective = (out - y).square().mean() - reg * sum(u.square().sum() for u in used)
-    wanted = torch.autograd.grad(objective, logits)
+    expected = torch.autograd.grad(objective, logits)
     (model(x) - y).square().mean().backward()
     optimizer.step()
-    for weight, leaf, g in zip(handle.sparse, logits, wanted, strict=True):
+    for weight, leaf, g in zip(handle.sparse, logits, expected, strict=True):
         moved = handle.recipe.scores(weight).detach() - leaf.detach()
         torch.testing.assert_close(moved, -10 * LR * g, rtol=1e-6, atol=1e-10)  # lr_mult = 10
     assert all(torch.equal(w.dense, b) for w, b in zip(handle.sparse, dense, strict=True))
@@ -287,5 +287,5 @@ def test_kappa_and_temperature_change_linearly_up_to_the_last_step(step: int) ->
 
     noise, _ = blended(0.0, kappa=(1.0, 1.0), temperature=(1.0, 1.0))
     blend, scores = blended(1.0, kappa=(2.0, 12.0), temperature=(4.0, 1.0))
-    wanted = ((2.0 + step) * scores + noise) / (4.0 - 0.3 * step)
-    torch.testing.assert_close(blend, wanted, rtol=1e-9, atol=1e-9)
+    expected = ((2.0 + step) * scores + noise) / (4.0 - 0.3 * step)
+    torch.testing.assert_close(blend, expected, rtol=1e-9, atol=1e-9)

@@ -225,9 +225,9 @@ def test_one_of_m_is_the_best_permutation() -> None:
     torch.manual_seed(0)
     w = torch.randn(5, 5)
     best = max(itertools.permutations(range(5)), key=lambda p: float(w.abs()[range(5), p].sum()))
-    wanted = torch.zeros(5, 5, dtype=torch.bool)
-    wanted[range(5), best] = True
-    assert torch.equal(nmrun.sparsity.transposable_mask(w, "1:5"), wanted)
+    expected = torch.zeros(5, 5, dtype=torch.bool)
+    expected[range(5), best] = True
+    assert torch.equal(nmrun.sparsity.transposable_mask(w, "1:5"), expected)
 
 
 def test_a_copy_keeps_the_mask_of_what_it_averages() -> None:

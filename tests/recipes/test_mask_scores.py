@@ -40,14 +40,14 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype: torch.dtype) -> Non
     model = nn.Sequential(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 10, t_f=0.5)
-    wanted = layer.weight.detach().abs().reshape(-1, 4).argsort(1, descending=True)[:, :2]
+    expected = layer.weight.detach().abs().reshape(-1, 4).argsort(1, descending=True)[:, :2]
     for _ in range(10):
         model(torch.zeros(3, 16, dtype=dtype)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     handle.finalize()
     indices = layer.weight.detach().reshape(-1, 4).nonzero()[:, 1].reshape(-1, 2)
-    assert torch.equal(indices.sort(1).values, wanted.sort(1).values)
+    assert torch.equal(indices.sort(1).values, expected.sort(1).values)
 
 
 def test_a_better_score_beats_any_magnitude() -> None:
@@ -108,7 +108,7 @@ def test_the_bonus_falls_to_0() -> None:
     )
     x = data(1)(0)[0][0]
     for it in range(total):
-        wanted = []
+        expected = []
         for weight in handle.sparse:
             scores, blend = handle.recipe.scores(weight).detach(), handle.recipe.soft[weight.name]
             noise = temperature * blend.log() - kappa * scores  # up to a constant a group
@@ -117,11 +117,11 @@ def test_the_bonus_falls_to_0() -> None:
             of_masks = torch.stack([rows(torch.tensor(k))[0] for k in range(6)]).to(soft.dtype)
             used = weight.dense * (soft @ of_masks).reshape(weight.dense.shape)
             bonus = -reg * (1 - it / total) * used.square().sum()
-            wanted.append(leaf.detach() - 10 * LR * torch.autograd.grad(bonus, leaf)[0])
+            expected.append(leaf.detach() - 10 * LR * torch.autograd.grad(bonus, leaf)[0])
         (0.0 * model(x).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for weight, moved in zip(handle.sparse, wanted, strict=True):
+        for weight, moved in zip(handle.sparse, expected, strict=True):
             torch.testing.assert_close(handle.recipe.scores(weight).detach(), moved)
 
 
@@ -135,8 +135,8 @@ def test_evaluation_is_by_the_likeliest_masks() -> None:
         with handle.evaluation_weights():
             for weight in handle.sparse if learning else ():
                 mask = rows(handle.recipe.scores(weight).detach().argmax(-1))
-                wanted = weight.dense * mask.reshape(weight.dense.shape)
-                assert torch.equal(weight.parameter.detach(), wanted)
+                expected = weight.dense * mask.reshape(weight.dense.shape)
+                assert torch.equal(weight.parameter.detach(), expected)
                 assert not torch.equal(weight.parameter.detach(), weight.dense)
         # and training goes on as if nobody had looked
         assert all(torch.equal(a, b) for a, b in zip(used, model.parameters(), strict=True))

@@ -75,8 +75,8 @@ def test_along_any_dimension(dim: int) -> None:
     w = torch.randn(8, 8, 3)
     minimiser = proximal(w, Pattern(2, 4), dim, 0.3)
     rows = w.movedim(dim, -1).reshape(-1, 4)
-    wanted = proximal(rows, Pattern(2, 4), 1, 0.3)
-    torch.testing.assert_close(minimiser.movedim(dim, -1).reshape(-1, 4), wanted)
+    expected = proximal(rows, Pattern(2, 4), 1, 0.3)
+    torch.testing.assert_close(minimiser.movedim(dim, -1).reshape(-1, 4), expected)
 
 
 def test_a_group_does_not_depend_on_the_others() -> None:

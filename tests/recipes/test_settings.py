@@ -29,8 +29,8 @@ PAPERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_defaults_are_those_of_the_papers(name: str) -> None:
-    made = recipes.build(name, {})
-    assert {key: getattr(made, key) for key in PAPERS[name]} == PAPERS[name]
+    recipe = recipes.build(name, {})
+    assert {key: getattr(recipe, key) for key in PAPERS[name]} == PAPERS[name]
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

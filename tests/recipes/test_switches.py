@@ -145,16 +145,16 @@ def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case: str) -> None:
 def test_resume_at_any_moment(case: str, stop: int) -> None:
     measured, rule, options = CASES[case]
     grads = gradients(CURVES["jumps late"])
-    wanted, _ = oracle(measured(grads, 0.95))
+    expected, _ = oracle(measured(grads, 0.95))
     model, optimizer, _ = begin(rule, 0.95, **options)
-    for g in grads[: min(stop, wanted - 1)]:
+    for g in grads[: min(stop, expected - 1)]:
         one_step(model, optimizer, g)
     other, other_optimizer, other_handle = begin(rule, 0.95, **options)
     other.load_state_dict(model.state_dict())
     other_optimizer.load_state_dict(optimizer.state_dict())
-    for t in range(min(stop, wanted - 1) + 1, wanted + 1):
+    for t in range(min(stop, expected - 1) + 1, expected + 1):
         one_step(other, other_optimizer, grads[t - 1])
-        assert (other_handle.phase == "sparse") == (t == wanted)
+        assert (other_handle.phase == "sparse") == (t == expected)
 
 
 @pytest.mark.parametrize("resumed", [0, 33, -1])
@@ -166,15 +166,15 @@ def test_where_no_step_waits_a_rule_fires_one_step_later(case: str, resumed: int
     measured, rule, options = CASES[case]
     grads = gradients(CURVES["grows, then stays"])
     samples = list(measured(grads, 0.95))
-    wanted = next(
+    expected = next(
         t for t in range(1, 200) if t > T_MAX or (t > T_MIN and t > 1 and samples[t - 2][1])
     )
     model, optimizer, handle = begin(rule, 0.95, **options)
     handle.recipe.switching.waits = False
-    for t, g in enumerate(grads[:wanted], 1):
+    for t, g in enumerate(grads[:expected], 1):
         assert handle.phase == "dense", t
         one_step(model, optimizer, g)
-        if t == resumed % wanted:
+        if t == resumed % expected:
             parts, fresh = (model, optimizer, handle), begin(rule, 0.95, **options)
             fresh[2].recipe.switching.waits = False
             for part, before in zip(fresh, parts, strict=True):
@@ -194,12 +194,12 @@ def test_where_no_step_waits_a_rule_fires_one_step_later(case: str, resumed: int
 def test_what_is_measured_is_logged(case: str, key: str) -> None:
     measured, rule, options = CASES[case]
     grads = gradients(CURVES["grows"])
-    wanted = [measure for measure, _ in measured(grads, 0.9)]
+    expected = [measure for measure, _ in measured(grads, 0.9)]
     model, optimizer, handle = begin(rule, 0.9, **{**options, "t_min": 0.4})
     for t, g in enumerate(grads[:40], 1):
         one_step(model, optimizer, g)
         if t > 11:
-            assert handle.metrics()[key] == pytest.approx(wanted[t - 1])
+            assert handle.metrics()[key] == pytest.approx(expected[t - 1])
 
 
 @pytest.mark.parametrize("options", [{"window": "partial"}, {"threshold": 0.1}])

@@ -55,10 +55,10 @@ def weights(*shape: int) -> Tensor:
 )
 def test_the_mask_by_trying_all_choices(v: int, n: int, m: int, dtype: torch.dtype) -> None:
     text, w = f"{v}:{n}:{m}", weights(16, 3 * m).to(dtype)
-    wanted = by_hand(w, v, n, m)
-    assert torch.equal(nm_mask(w, text), wanted)
-    assert torch.equal(nm_mask(w.T, text, dim=0), wanted.T)
-    assert torch.equal(hard_threshold(w, text), torch.where(wanted, w, 0))
+    expected = by_hand(w, v, n, m)
+    assert torch.equal(nm_mask(w, text), expected)
+    assert torch.equal(nm_mask(w.T, text, dim=0), expected.T)
+    assert torch.equal(hard_threshold(w, text), torch.where(expected, w, 0))
     large = weights(64, 40 * m).to(dtype)  # where kernels would work
     assert torch.equal(nm_mask(large, text), by_hand(large, v, n, m))
     check_nm(hard_threshold(w, text), text)

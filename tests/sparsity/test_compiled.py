@@ -33,13 +33,15 @@ ONCE = [("nmrun", "step"), ("nmrun in one pass", "asp"), ("fused", "s_ste"), ("s
 TOTAL = 8
 
 
-def start(
-    recipe: str, optimizer: str = "nmrun"
-) -> tuple[nn.Sequential, torch.optim.Optimizer, Handle]:
+def start(recipe: str, name: str = "nmrun") -> tuple[nn.Sequential, torch.optim.Optimizer, Handle]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return model, made, nmrun.sparsify(model, made, recipe, "2:4", TOTAL, **RECIPES[recipe])
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **RECIPES[recipe]),
+    )
 
 
 def batch(step: int) -> Tensor:
@@ -55,14 +57,14 @@ def train(
 
 
 def same(
-    actual: tuple[nn.Module, Any, Handle], wanted: tuple[nn.Module, Any, Handle], exact: bool
+    actual: tuple[nn.Module, Any, Handle], expected: tuple[nn.Module, Any, Handle], exact: bool
 ) -> None:
     """Parameters, dense weights and phases."""
-    assert actual[2].phase == wanted[2].phase
-    assert actual[2].recipe.step == wanted[2].recipe.step
+    assert actual[2].phase == expected[2].phase
+    assert actual[2].recipe.step == expected[2].recipe.step
     tensors = [
         [p.detach() for p in model.parameters()] + [w.dense for w in handle.sparse]
-        for model, _, handle in (actual, wanted)
+        for model, _, handle in (actual, expected)
     ]
     # torch's own compiled AdamW is as far from its uncompiled one, in a dense training of this size
     close: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-3, "atol": 1e-5}
@@ -83,28 +85,28 @@ def test_one_graph_serves_all_phases(recipe: str) -> None:
         compiles.append(1)
         return graph.forward
 
-    training, wanted = start(recipe), start(recipe)
+    training, expected = start(recipe), start(recipe)
     compiled = torch.compile(training[0], backend=backend, fullgraph=True)
     for at in range(TOTAL):
         train(compiled, training[1], training[1].step, at)
-        train(wanted[0], wanted[1], wanted[1].step, at)
-        same(training, wanted, exact=True)
+        train(expected[0], expected[1], expected[1].step, at)
+        same(training, expected, exact=True)
     assert training[2].is_sparse
     with torch.no_grad():
         training[0][0].weight.neg_()
-    training[0].load_state_dict(wanted[0].state_dict())
-    assert torch.equal(compiled(batch(0)), wanted[0](batch(0)))
+    training[0].load_state_dict(expected[0].state_dict())
+    assert torch.equal(compiled(batch(0)), expected[0](batch(0)))
     assert len(compiles) == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_backward_graph(recipe: str) -> None:
-    training, wanted = start(recipe), start(recipe)
+    training, expected = start(recipe), start(recipe)
     compiled = torch.compile(training[0], backend="aot_eager", fullgraph=True)
     for at in range(TOTAL):
         train(compiled, training[1], training[1].step, at)
-        train(wanted[0], wanted[1], wanted[1].step, at)
-        same(training, wanted, exact=False)
+        train(expected[0], expected[1], expected[1].step, at)
+        same(training, expected, exact=False)
     assert training[2].is_sparse
     if recipe == "step":
         dense = training[2].sparse[0].dense
@@ -119,12 +121,12 @@ def test_compiled_backward_graph(recipe: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
 def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
-    training, wanted = start(recipe, optimizer), start(recipe, optimizer)
+    training, expected = start(recipe, optimizer), start(recipe, optimizer)
     step = torch.compile(training[1].step, backend="aot_eager")
     for at in range(TOTAL):
         train(training[0], training[1], step, at)
-        train(wanted[0], wanted[1], wanted[1].step, at)
-        same(training, wanted, exact=False)
+        train(expected[0], expected[1], expected[1].step, at)
+        same(training, expected, exact=False)
     assert training[2].recipe.step == TOTAL
     training[2].finalize()
     check_nm(training[0], "2:4")
@@ -136,7 +138,7 @@ def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
     [case if case in ONCE else pytest.param(*case, marks=pytest.mark.minutes) for case in BY_STEP],
 )
 def test_compiled_training_step(optimizer: str, recipe: str) -> None:
-    training, wanted = start(recipe, optimizer), start(recipe, optimizer)
+    training, expected = start(recipe, optimizer), start(recipe, optimizer)
 
     @torch.compile(backend="aot_eager")
     def whole(x: Tensor) -> Tensor:
@@ -148,9 +150,9 @@ def test_compiled_training_step(optimizer: str, recipe: str) -> None:
 
     for at in range(TOTAL):
         loss = whole(batch(at))
-        torch.testing.assert_close(loss, wanted[0](batch(at)).square().mean().detach())
-        train(wanted[0], wanted[1], wanted[1].step, at)
-        same(training, wanted, exact=False)
+        torch.testing.assert_close(loss, expected[0](batch(at)).square().mean().detach())
+        train(expected[0], expected[1], expected[1].step, at)
+        same(training, expected, exact=False)
     assert training[2].recipe.step == TOTAL
     training[2].finalize()
     check_nm(training[0], "2:4")
@@ -160,9 +162,9 @@ def test_compiled_training_step(optimizer: str, recipe: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_by_inductor(optimizer: str) -> None:
     """Code for this machine: model, step, and both at once."""
-    wanted = start("sr_ste", optimizer)
+    expected = start("sr_ste", optimizer)
     for at in range(TOTAL):
-        train(wanted[0], wanted[1], wanted[1].step, at)
+        train(expected[0], expected[1], expected[1].step, at)
     for what in ("model", "step", "whole"):
         torch._dynamo.reset()
         training = start("sr_ste", optimizer)
@@ -171,4 +173,4 @@ def test_by_inductor(optimizer: str) -> None:
         whole = torch.compile(train) if what == "whole" else train
         for at in range(TOTAL):
             whole(forward, training[1], step, at)
-        same(training, wanted, exact=False)
+        same(training, expected, exact=False)

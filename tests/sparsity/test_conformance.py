@@ -89,9 +89,9 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
 def test_compiled_equals_eager(recipe: str) -> None:
     eager, compiled = start(recipe), start(recipe)
     forward = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
-    wanted = train(eager[0], eager[1], eager[0])
+    expected = train(eager[0], eager[1], eager[0])
     actual = train(compiled[0], compiled[1], forward)
-    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 MASKED = {"asp", "ste_periodic", "slope", "mdgf_linear", "mdgf_exponential"}  # at the end

@@ -71,9 +71,9 @@ def test_one_of_m_is_the_assignment_problem(m: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(m, m)
     rows, columns = linear_sum_assignment(weight.abs().numpy(), maximize=True)
-    wanted = torch.zeros(m, m, dtype=torch.bool)
-    wanted[rows, columns] = True
-    assert torch.equal(transposable_mask(weight, f"1:{m}"), wanted)
+    expected = torch.zeros(m, m, dtype=torch.bool)
+    expected[rows, columns] = True
+    assert torch.equal(transposable_mask(weight, f"1:{m}"), expected)
 
 
 def test_blocks_are_where_they_should_be() -> None:
@@ -125,9 +125,9 @@ def groups(m: int) -> Tensor:
 )
 def test_inclusion_probabilities_fill_up_to_n(n: int, m: int) -> None:
     x = groups(m)
-    wanted = torch.tensor([water_filling(g, n) for g in x.tolist()], dtype=torch.float64)
+    expected = torch.tensor([water_filling(g, n) for g in x.tolist()], dtype=torch.float64)
     torch.testing.assert_close(
-        inclusion_probabilities(x, f"{n}:{m}", 1), wanted, rtol=1e-9, atol=1e-12
+        inclusion_probabilities(x, f"{n}:{m}", 1), expected, rtol=1e-9, atol=1e-12
     )
 
 
@@ -149,8 +149,8 @@ def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(
     assert (error <= 5 * (variance / draws).sqrt() + 1e-9 * x.abs()).all()
     frequent = draws * p > 100  # for rarer entries 4000 draws say nothing about the variance
     torch.testing.assert_close(estimates.var(0)[frequent], variance[frequent], rtol=0.5, atol=1e-9)
-    total, wanted = estimates.var(0)[:12].sum(), variance[:12].sum()  # the random groups together
-    assert math.isclose(total, wanted, rel_tol=0.15, abs_tol=1e-9)
+    total, expected = estimates.var(0)[:12].sum(), variance[:12].sum()  # the random groups together
+    assert math.isclose(total, expected, rel_tol=0.15, abs_tol=1e-9)
 
 
 def test_two_of_four_by_hand() -> None:

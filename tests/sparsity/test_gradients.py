@@ -27,19 +27,21 @@ class Operations(TorchDispatchMode):
 
 def weights(count: int, device: str) -> list[Any]:
     torch.manual_seed(0)
-    made = []
+    parameters = []
     for number in range(count):
         grad, dense = (torch.randn(16, 8 * (number + 1), device=device) for _ in range(2))
-        made.append(SimpleNamespace(grad=grad, dense=dense, weight=dense * (dense.abs() > 0.5)))
-    return made
+        parameters.append(
+            SimpleNamespace(grad=grad, dense=dense, weight=dense * (dense.abs() > 0.5))
+        )
+    return parameters
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
 def test_launches_do_not_grow_with_the_weights(count: int) -> None:
     """On the meta device, a GPU's stand-in."""
-    made = weights(count, "meta")
+    parameters = weights(count, "meta")
     with Operations() as mode:
-        edit_gradients(made, [Rule(pruned_gradient_decay=2e-4)] * count)
+        edit_gradients(parameters, [Rule(pruned_gradient_decay=2e-4)] * count)
     assert mode.count == 2
 
 

@@ -47,14 +47,14 @@ def hard_groups(m: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize(("n", "m"), ALL_RATIOS)
 def test_mask_is_the_best_subset(n: int, m: int, dtype: torch.dtype) -> None:
     groups = hard_groups(m, dtype)
-    wanted = torch.tensor([brute_force(group, n) for group in groups.tolist()])
-    assert torch.equal(nm_mask(groups, f"{n}:{m}"), wanted)
-    assert torch.equal(nm_mask(groups.T, f"{n}:{m}", dim=0), wanted.T)
+    expected = torch.tensor([brute_force(group, n) for group in groups.tolist()])
+    assert torch.equal(nm_mask(groups, f"{n}:{m}"), expected)
+    assert torch.equal(nm_mask(groups.T, f"{n}:{m}", dim=0), expected.T)
     side_by_side = groups.reshape(1, -1)
-    assert torch.equal(nm_mask(side_by_side, f"{n}:{m}", dim=-1), wanted.reshape(1, -1))
+    assert torch.equal(nm_mask(side_by_side, f"{n}:{m}", dim=-1), expected.reshape(1, -1))
     projected = hard_threshold(groups, f"{n}:{m}")
     assert projected.dtype == dtype
-    assert torch.equal(projected, torch.where(wanted, groups, 0))
+    assert torch.equal(projected, torch.where(expected, groups, 0))
     assert not projected[projected == 0].signbit().any()  # +0.0 everywhere
 
 

@@ -487,7 +487,7 @@ ODD = ("model.channels=[10,8,9]", "sparsity='2:6'")
 def test_plan() -> None:
     text = "\n".join(
         console.plan_lines(
-            made := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(made)
+            cfg := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(cfg)
         )
     )
     assert re.search(r"sparse +inner.0.weight +8x10x3x3 +2:6, the last group of 4\n", text)
@@ -525,7 +525,7 @@ def test_the_plan_says_what_an_unusual_ratio_means(
     ratio: str, meaning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    made = config(tmp_path, f"sparsity='{ratio}'", "recipe=sr_ste", "trainer.threads=2")
-    lines = console.plan_lines(made, build.build(made))
+    cfg = config(tmp_path, f"sparsity='{ratio}'", "recipe=sr_ste", "trainer.threads=2")
+    lines = console.plan_lines(cfg, build.build(cfg))
     assert any(line.endswith(meaning) for line in lines)
     assert any("trainer.threads=2 on 1 cores" in line for line in lines)

@@ -70,10 +70,10 @@ KINDS: dict[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
-    module, wanted = KINDS[kind]
+    module, expected = KINDS[kind]
     weights = list(candidates(layers(layer=module)))
     assert {c.name: c.dim for c in weights} == {
-        f"layer.{name}": dim for name, dim in wanted.items()
+        f"layer.{name}": dim for name, dim in expected.items()
     }
     for candidate in weights:
         assert (
@@ -175,7 +175,7 @@ def tower() -> nn.ModuleDict:
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
         ({}, ["stem", "layer1", "layer10", "head"]),
         ({"exclude": "layer1"}, ["stem", "layer10", "head"]),
@@ -192,9 +192,9 @@ def tower() -> nn.ModuleDict:
         ({"exclude": ".*", "overrides": {"head": "1:4"}}, ["head"]),
     ],
 )
-def test_expressions_match_whole_names(options: dict[str, Any], wanted: list[str]) -> None:
+def test_expressions_match_whole_names(options: dict[str, Any], expected: list[str]) -> None:
     sparse, dense = select(tower(), Pattern(2, 4), **options)
-    assert [c.module_name for c in sparse] == wanted
+    assert [c.module_name for c in sparse] == expected
     assert {c.name for c in sparse} | {d.name for d in dense} == {
         f"{name}.weight" for name in tower()
     }

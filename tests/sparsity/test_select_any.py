@@ -97,8 +97,8 @@ def test_experts_sum_over_the_dimension_that_is_found(name: str, intermediate: i
         return experts.act_fn(both[: len(both) // 2]) * both[len(both) // 2 :]
 
     with torch.no_grad():
-        wanted = by_hand(experts, x, chosen, shares, gate)
-        torch.testing.assert_close(experts(x, chosen, shares), wanted)
+        expected = by_hand(experts, x, chosen, shares, gate)
+        torch.testing.assert_close(experts(x, chosen, shares), expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -107,9 +107,9 @@ def test_a_gated_pair_is_told_by_its_sizes(hidden: int, inner: int, transposed: 
     stacks = {"wi": (3, 2 * inner, hidden), "wo": (3, hidden, inner)}
     if transposed:
         stacks = {name: (e, b, a) for name, (e, a, b) in stacks.items()}
-    wanted = dict.fromkeys(stacks, (1, 2) if transposed else (2, 1))
-    assert sparse(Holder(**stacks)) == wanted
-    assert sparse(Holder(**dict(reversed(stacks.items())))) == wanted
+    expected = dict.fromkeys(stacks, (1, 2) if transposed else (2, 1))
+    assert sparse(Holder(**stacks)) == expected
+    assert sparse(Holder(**dict(reversed(stacks.items())))) == expected
 
 
 def test_a_stack_is_told_by_the_sizes_that_its_module_names() -> None:

@@ -37,11 +37,11 @@ def heads(
     batch: int, count: int, queries: int, keys: int, width: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """Queries, keys and values that lie as a layer's outputs do: heads side by side in a token."""
-    made = []
+    tensors = []
     for seed, tokens in enumerate((queries, keys, keys)):
         x = normal(batch, tokens, count * width, seed=seed).to(dtype)
-        made.append(x.unflatten(-1, (count, width)).transpose(1, 2))
-    return made
+        tensors.append(x.unflatten(-1, (count, width)).transpose(1, 2))
+    return tensors
 
 
 def softmax_of_scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -53,19 +53,19 @@ def softmax_of_scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -
 
 
 def check(
-    found: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+    result: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     scale: float | None = None, low: bool = False,
 ) -> None:  # fmt: skip
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     weights = softmax_of_scores(q, k, mask, scale)
-    wanted = torch.einsum("bhqk,bhkw->bhqw", weights, v.double())
+    expected = torch.einsum("bhqk,bhkw->bhqw", weights, v.double())
     size = torch.einsum("bhqk,bhkw->bhqw", weights, v.double().abs())
-    assert (found.shape, found.dtype) == (wanted.shape, q.dtype)
+    assert (result.shape, result.dtype) == (expected.shape, q.dtype)
     unit = UNIT[torch.bfloat16] if low else UNIT[q.dtype]
     # what a rounding of each operand moves the scores by, and with them the weights
     moved = 2 * scale * float((q.double().abs() @ k.double().abs().transpose(2, 3)).amax())
     bound = unit * (4 + (moved if low else 0)) + 2**-24 * (32 + 4 * moved)
-    assert bool(((found.double() - wanted).abs() <= bound * size + 1e-30).all())
+    assert bool(((result.double() - expected).abs() <= bound * size + 1e-30).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,11 +116,11 @@ def test_nothing_seen_is_zero_as_torchs_and_nan_stays() -> None:
     q, k, v = heads(1, 2, 9, 20, 16, torch.float32)
     nothing = torch.ones(9, 20, dtype=torch.bool)
     nothing[3] = False
-    found = attention.attention(q, k, v, nothing)
+    result = attention.attention(q, k, v, nothing)
     torch.testing.assert_close(
-        found, torch.nn.functional.scaled_dot_product_attention(q, k, v, nothing)
+        result, torch.nn.functional.scaled_dot_product_attention(q, k, v, nothing)
     )
-    assert not found[:, :, 3].any()
+    assert not result[:, :, 3].any()
     q[0, 1, 4, 2] = math.nan
     assert attention.attention(q, k, v).isnan().any(-1).nonzero().tolist() == [[0, 1, 4]]
 
@@ -142,12 +142,12 @@ def test_gelu(tanh: bool, dtype: torch.dtype) -> None:
     x = torch.linspace(-12, 12, 5001).to(dtype)
     d = x.double()
     if tanh:
-        wanted = d / (1 + (-math.sqrt(8 / math.pi) * (d + 0.044715 * d**3)).exp())
+        expected = d / (1 + (-math.sqrt(8 / math.pi) * (d + 0.044715 * d**3)).exp())
     else:
-        wanted = d * torch.erfc(-d / math.sqrt(2)) / 2
-    found = gelu.gelu(x, tanh).double()
-    held = wanted.abs() > 1e-36  # below, float32 is nearly subnormal
-    off = ((found - wanted).abs() / wanted.abs())[held]
+        expected = d * torch.erfc(-d / math.sqrt(2)) / 2
+    result = gelu.gelu(x, tanh).double()
+    large = expected.abs() > 1e-36  # below, float32 is nearly subnormal
+    off = ((result - expected).abs() / expected.abs())[large]
     # exponents of up to 120 are rounded
     assert float(off.amax()) <= (256 if dtype == torch.float32 else 2.2) * UNIT[dtype]
     assert torch.equal(gelu.gelu(x[:33].view(3, 11), tanh), gelu.gelu(x, tanh)[:33].view(3, 11))

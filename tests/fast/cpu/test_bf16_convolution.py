@@ -41,8 +41,8 @@ CASES = [  # and those of more than one block, or of more images than a panel ha
 
 def uneven(*shape: int) -> Tensor:
     """A weight, rounded, of which any number of entries is zero."""
-    kept = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) < 0.4
-    return normal_bf16(*shape).float() * kept
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    return normal_bf16(*shape).float() * mask
 
 
 def packed(weight: Tensor) -> tuple[Bf16Matrix, Bf16Matrix]:
@@ -53,10 +53,10 @@ def packed(weight: Tensor) -> tuple[Bf16Matrix, Bf16Matrix]:
     return forward, backward
 
 
-def near(found: Tensor, wanted: Tensor, sizes: Tensor, steps: int) -> bool:
+def near(result: Tensor, expected: Tensor, sizes: Tensor, steps: int) -> bool:
     """Within the rounding of float32 in each step of the sum, and of bfloat16 at its end."""
-    bound = 2**-8 * wanted.abs() + 1.01 * (steps + 4) * 2**-24 * sizes
-    return bool(((found.double() - wanted).abs() <= bound).all())
+    bound = 2**-8 * expected.abs() + 1.01 * (steps + 4) * 2**-24 * sizes
+    return bool(((result.double() - expected).abs() <= bound).all())
 
 
 # --- the products -----------------------------------------------------------------------------------
@@ -77,15 +77,15 @@ def test_against_float64(case: tuple, channels_last: bool) -> None:
     exact_x, sizes_x = (t.requires_grad_() for t in (x.double(), x.double().abs()))
     exact = F.conv2d(exact_x, weight.double(), bias.double(), *moves)
     sizes = F.conv2d(sizes_x, weight.double().abs(), bias.double().abs(), *moves)
-    found = convolve(x, forward, bias, window)
-    assert found.shape == exact.shape
-    assert found.dtype == torch.bfloat16
-    assert near(found, exact, sizes, steps)
+    result = convolve(x, forward, bias, window)
+    assert result.shape == exact.shape
+    assert result.dtype == torch.bfloat16
+    assert near(result, exact, sizes, steps)
     dz = normal_bf16(*exact.shape, seed=4)
     exact.backward(dz.double())
     sizes.backward(dz.double().abs())
-    found = convolve_back(dz, backward, window, size)
-    assert near(found, exact_x.grad, sizes_x.grad, steps)
+    result = convolve_back(dz, backward, window, size)
+    assert near(result, exact_x.grad, sizes_x.grad, steps)
 
 
 @pytest.mark.parametrize(("size", "channels"), [((6, 5), 12), ((4, 4), 200), ((1, 2), 700)])
@@ -124,11 +124,11 @@ def test_all_gradients_are_those_of_float64() -> None:
     z = layer(*own)
     assert z.dtype == torch.bfloat16
     dz = normal_bf16(*z.shape, seed=3)
-    found = torch.autograd.grad(z, own, dz)
-    assert {t.dtype for t in found} == {torch.float32}
+    gradients = torch.autograd.grad(z, own, dz)
+    assert {t.dtype for t in gradients} == {torch.float32}
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
-    wanted = torch.autograd.grad(F.conv2d(*exact, (2, 1), (1, 1)), exact, dz.double())
-    for a, b in zip(found, wanted, strict=True):
+    expected = torch.autograd.grad(F.conv2d(*exact, (2, 1), (1, 1)), exact, dz.double())
+    for a, b in zip(gradients, expected, strict=True):
         assert torch.allclose(a.double(), b, rtol=2**-7, atol=2**-7)
 
 
@@ -139,8 +139,8 @@ def test_another_weight_for_the_input_gradient() -> None:
     layer.write(weight, other)
     x, dz = normal_bf16(2, 8, 5, 5).requires_grad_(), normal_bf16(2, 8, 3, 3)
     layer(x, weight, None).backward(dz)
-    wanted = torch.nn.grad.conv2d_input(x.shape, other.double(), dz.double())
-    assert torch.allclose(x.grad.double(), wanted, rtol=2**-7, atol=2**-7)
+    expected = torch.nn.grad.conv2d_input(x.shape, other.double(), dz.double())
+    assert torch.allclose(x.grad.double(), expected, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.slow
@@ -193,12 +193,12 @@ def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: An
     ],
 )
 def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str, Any]) -> None:
-    _, _, wanted = train("off", recipe, pattern, **options)
-    handle, choices, found = train("packed", recipe, pattern, **options)
+    _, _, expected = train("off", recipe, pattern, **options)
+    handle, choices, losses = train("packed", recipe, pattern, **options)
     assert [c.path for c in choices if not c.always_dense] == [BF16] * 3
     assert all(isinstance(w.layer.packed, Bf16ConvolutionProducts) for w in handle.sparse)
-    assert found == pytest.approx(wanted, rel=3e-2)
-    assert found[-1] != found[0]
+    assert losses == pytest.approx(expected, rel=3e-2)
+    assert losses[-1] != losses[0]
 
 
 def test_grouped_ones_are_not_packed() -> None:

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("emulated_bf16", "small_layers")
 SLOW, FAST = Times(0.1, 2.0, 2.0, 2.0), Times(0.1, 1.0, 1.0, 1.0)
 
 
-def near(found: Tensor, wanted: Tensor, share: float) -> None:
-    found, wanted = found.detach().double(), wanted.detach().double()
-    assert float((found - wanted).norm() / wanted.norm()) < share
+def near(result: Tensor, expected: Tensor, share: float) -> None:
+    result, expected = result.detach().double(), expected.detach().double()
+    assert float((result - expected).norm() / expected.norm()) < share
 
 
 # --- the products -----------------------------------------------------------------------------------
@@ -78,16 +78,16 @@ def test_another_weight_for_the_input_gradient(kind: type[Bf16Products]) -> None
 def test_mvue_is_computed_from_the_estimate() -> None:
     p = Pattern(2, 4)
     w, x, dz = hard_threshold(normal(8, 16), p, 1), normal(30, 16), normal(30, 8).bfloat16()
-    found = []
+    gradients = []
     for faster in (False, True):
         packed = Bf16Products((8, 16), torch.bfloat16, p, faster)
         packed.write(w, None)
         weight = w.clone().requires_grad_()
         torch.manual_seed(5)
         packed(x, weight, None, Pattern(1, 4)).backward(dz)
-        found.append(weight.grad)
-    near(*found, 0.01)
-    assert float((found[0] - dz.float().t() @ x).norm()) > 1
+        gradients.append(weight.grad)
+    near(*gradients, 0.01)
+    assert float((gradients[0] - dz.float().t() @ x).norm()) > 1
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-42])
@@ -121,17 +121,17 @@ def test_operators_are_as_torch_wants_them() -> None:
 def test_the_probe_finds_them_right() -> None:
     for mvue in (None, Pattern(2, 4)):
         shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4), mvue)
-        found = probe.measured(shape)
-        assert set(found) == {"dense", "packed", BF16, BF16_FORWARD}
+        times = probe.measured(shape)
+        assert set(times) == {"dense", "packed", BF16, BF16_FORWARD}
         for path in (BF16, BF16_FORWARD):
-            assert not found[path].wrong
-            assert min(found[path].pack, found[path].forward, found[path].weight_gradient) > 0
+            assert not times[path].wrong
+            assert min(times[path].pack, times[path].forward, times[path].weight_gradient) > 0
 
 
 def test_they_are_right_of_a_rounded_weight() -> None:
     """Of half a million results, some near zero are far from those of the weight as it was."""
-    found = probe.measured(probe.LinearShape(512, 512, 1024, torch.bfloat16, Pattern(1, 16)))
-    assert not any(times.wrong for times in found.values())
+    results = probe.measured(probe.LinearShape(512, 512, 1024, torch.bfloat16, Pattern(1, 16)))
+    assert not any(times.wrong for times in results.values())
 
 
 # --- training ---------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 def test_a_run_goes_as_it_does_with_masks_alone(
     recipe: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, found = (
+    expected, losses = (
         train(*run(recipe, name, monkeypatch, **RECIPES[recipe])[:2]) for name in ("dense", path)
     )
-    assert found == pytest.approx(wanted, rel=2e-2)
+    assert losses == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("path", [BF16, BF16_FORWARD])
@@ -210,8 +210,8 @@ def test_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = run("sr_ste", BF16, monkeypatch)
     other, again, _ = run("sr_ste", BF16, monkeypatch)
     whole = torch.compile(other, fullgraph=True, backend="aot_eager")
-    wanted = train(model, optimizer)
-    assert train(other, again, forward=whole) == pytest.approx(wanted, rel=1e-2)
+    expected = train(model, optimizer)
+    assert train(other, again, forward=whole) == pytest.approx(expected, rel=1e-2)
 
 
 def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +226,8 @@ def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.Monkey
 
     for mode, path in (("auto", None), ("force", BF16), ("packed", BF16)):
         assert [c.path for c in accelerate(handle, sample, mode)] == [path] * 3
-    said = "\n".join(acceleration.lines(accelerate(handle, sample, "force")))
-    assert "packed bf16: 0.weight, 36 to 64, 70 tokens, bfloat16 2:4: dense 2.100 ms" in said
+    report = "\n".join(acceleration.lines(accelerate(handle, sample, "force")))
+    assert "packed bf16: 0.weight, 36 to 64, 70 tokens, bfloat16 2:4: dense 2.100 ms" in report
 
 
 def test_a_run_that_goes_on_where_there_are_none_measures_again(
@@ -235,14 +235,14 @@ def test_a_run_that_goes_on_where_there_are_none_measures_again(
 ) -> None:
     model, _, handle = run("ste", BF16, monkeypatch)
     shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4))
-    kept = from_data(as_data({str(shape): {"dense": SLOW, "packed": SLOW, BF16: FAST}}))
+    known = from_data(as_data({str(shape): {"dense": SLOW, "packed": SLOW, BF16: FAST}}))
 
     def sample() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             model(batch(0)[0])
 
     monkeypatch.setattr(probe, "measure", lambda shape: {"dense": SLOW, "packed": FAST})
-    choices = accelerate(handle, sample, known=kept)
+    choices = accelerate(handle, sample, known=known)
     assert choices[0].path == BF16
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
-    assert accelerate(handle, sample, known=kept)[0].path == "packed"
+    assert accelerate(handle, sample, known=known)[0].path == "packed"

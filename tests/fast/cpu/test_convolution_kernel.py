@@ -50,18 +50,18 @@ def test_against_float64(case: tuple, channels_last: bool) -> None:
     window = Window(taps, *moves)
     exact_x = x.double().requires_grad_()
     exact = F.conv2d(exact_x, weight.double(), bias.double(), *moves)
-    found = convolve(x, forward, bias, window)
-    assert found.shape == exact.shape
+    result = convolve(x, forward, bias, window)
+    assert result.shape == exact.shape
     # of sums that cancel, the error is that of their sizes (Higham and Mary 2019: sqrt(n) u)
     sizes_x = x.double().abs().requires_grad_()
     sizes = F.conv2d(sizes_x, weight.double().abs(), bias.double().abs(), *moves)
     rounding = 2.0**-24 * math.sqrt(max(channels, out) * taps[0] * taps[1] + 1)
-    assert ((found - exact).abs() <= rounding * sizes).all()
+    assert ((result - exact).abs() <= rounding * sizes).all()
     dz = torch.randn(exact.shape)
     exact.backward(dz.double())
     sizes.backward(dz.double().abs())
-    found = convolve_back(dz, backward, window, size)
-    assert ((found - exact_x.grad).abs() <= rounding * sizes_x.grad).all()
+    result = convolve_back(dz, backward, window, size)
+    assert ((result - exact_x.grad).abs() <= rounding * sizes_x.grad).all()
 
 
 def test_the_bits_do_not_depend_on_threads_or_on_other_images(

@@ -34,14 +34,14 @@ def sparse(rows: int, columns: int, pattern: str) -> Tensor:
     return operands.sparse(rows, columns, pattern).bfloat16().float()
 
 
-def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Within the rounding of float32 in each step of the sum, and of bfloat16 at its end."""
-    wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     steps = int((weight != 0).sum(1).max()) + 4
     size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.abs())
-    off = (found.double() - wanted).abs()
-    last = 2**-8 if found.dtype == torch.bfloat16 else 2**-24
-    assert bool((off <= last * wanted.abs() + 1.01 * steps * 2**-24 * size).all())
+    off = (result.double() - expected).abs()
+    last = 2**-8 if result.dtype == torch.bfloat16 else 2**-24
+    assert bool((off <= last * expected.abs() + 1.01 * steps * 2**-24 * size).all())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -75,10 +75,10 @@ def test_gradients_of_kept_weights(pattern: str, rows: int, columns: int) -> Non
     weight = sparse(rows, columns, pattern)
     for tokens in (1, 2, 7, 300):
         x, y = normal(tokens, columns, seed=3), normal(tokens, rows, seed=4)
-        found = bf16.sampled(x.bfloat16(), y.bfloat16(), bf16.packed(weight))
-        wanted = (y.double().t() @ x.double()) * (weight != 0)
+        gradient = bf16.sampled(x.bfloat16(), y.bfloat16(), bf16.packed(weight))
+        expected = (y.double().t() @ x.double()) * (weight != 0)
         size = (y.double().abs().t() @ x.double().abs()) * (weight != 0)
-        assert bool(((found - wanted).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
+        assert bool(((gradient - expected).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "16:2:8", "4:1:16"])
@@ -151,14 +151,14 @@ def test_the_definition_of_the_instruction() -> None:
     x[3, 0], x[3, 1], w[3] = 2.0**-62, -(2.0**-63), 2.0**-64  # a difference below
     x[3, 2:] = 0
     for row in range(40):
-        found = bf16.multiply(x[row : row + 1], bf16.packed(w[row : row + 1]))
+        result = bf16.multiply(x[row : row + 1], bf16.packed(w[row : row + 1]))
         numbers = [
             [Fraction(float(v)) if abs(float(v)) >= 2**-126 else Fraction(0) for v in t[row]]
             for t in (x, w)
         ]
-        kept = [i for i, v in enumerate(w[row].tolist()) if v]
-        wanted = defined(*([n[i] for i in kept] for n in numbers))
-        assert float(found) == float(torch.tensor(float(wanted)).bfloat16()), row
+        columns = [i for i, v in enumerate(w[row].tolist()) if v]
+        expected = defined(*([n[i] for i in columns] for n in numbers))
+        assert float(result) == float(torch.tensor(float(expected)).bfloat16()), row
 
 
 def test_the_true_instruction_is_what_is_compiled(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_the_true_instruction_is_what_is_compiled(tmp_path: Path) -> None:
         "-S",
         "nm.c",
     ]
-    found = compiler.find_compiler()
-    assert found is not None
-    subprocess.run([found, *flags], check=True, cwd=tmp_path, timeout=120)
+    cc = compiler.find_compiler()
+    assert cc is not None
+    subprocess.run([cc, *flags], check=True, cwd=tmp_path, timeout=120)
     assert "vdpbf16ps" in (tmp_path / "nm.s").read_text()
 
 
@@ -214,12 +214,12 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
     outside, behind = matrix.index.clone(), matrix.counts.clone()
     outside[-1, 0] = 32
     behind[0, -1, 6:8] = behind[0, -1, 6:8].flip(0)  # slots of a segment that is not there
-    for wrong, said in (
+    for wrong, message in (
         ((parts[0][:-1], *parts[1:]), "where the counts say"),
         ((parts[0].float(), *parts[1:]), "not bfloat16"),
         ((parts[0], outside, parts[2]), "not of its segment"),
         ((*parts[:2], behind), "not of its segment"),
         ((*parts[:2], parts[2][:, :-1]), "are not those of 40 x 200"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Bf16Matrix.of(*wrong, 40, 200)

@@ -50,11 +50,11 @@ def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: An
     ],
 )
 def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str, Any]) -> None:
-    _, _, _, wanted = train("off", recipe, pattern, **options)
-    _, handle, choices, found = train("packed", recipe, pattern, **options)
+    _, _, _, expected = train("off", recipe, pattern, **options)
+    _, handle, choices, losses = train("packed", recipe, pattern, **options)
     assert [c.path for c in choices if not c.always_dense] == ["packed"] * 3
-    assert found == pytest.approx(wanted, rel=1e-3)
-    assert found[-1] != found[0]
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses[-1] != losses[0]
     assert all(isinstance(w.layer.packed, ConvolutionProducts) for w in handle.sparse)
     assert all(int(w.layer.packed.forward_start[-1]) for w in handle.sparse)
 
@@ -66,10 +66,10 @@ def test_all_gradients_are_those_of_finite_differences() -> None:
     packed.write(weight, None)
     x, bias = torch.randn(3, 8, 5, 4, requires_grad=True), torch.randn(6, requires_grad=True)
     dz = torch.randn(packed(x, weight, bias).shape)
-    found = torch.autograd.grad(packed(x, weight, bias), (x, weight, bias), dz)
+    gradients = torch.autograd.grad(packed(x, weight, bias), (x, weight, bias), dz)
     exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     z = F.conv2d(*exact, (2, 1), (1, 1))
-    for a, b in zip(found, torch.autograd.grad(z, exact, dz.double()), strict=True):
+    for a, b in zip(gradients, torch.autograd.grad(z, exact, dz.double()), strict=True):
         assert torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
 
 

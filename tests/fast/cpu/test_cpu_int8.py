@@ -43,8 +43,8 @@ def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, colum
     step = weight.abs().amax(1, True) / 127
     assert bool(((matrix.dense() - weight).abs() <= 0.501 * step + TINY).all())
     for tokens in (1, 2, 3, 7, 8, MOST - 1, MOST, MOST + 1, 70):
-        found = int8.multiply(x[:tokens], matrix, bias)
-        assert torch.equal(found, exactly(x[:tokens], weight, bias))
+        result = int8.multiply(x[:tokens], matrix, bias)
+        assert torch.equal(result, exactly(x[:tokens], weight, bias))
     assert torch.equal(int8.multiply(x, matrix), exactly(x, weight))
     assert int8.multiply(x[:0], matrix).shape == (0, rows)
 
@@ -52,8 +52,8 @@ def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, colum
 def test_rounding_is_that_of_eight_bits() -> None:
     """Normal operands: the error of a sum is about that of one rounding of weight and token."""
     weight, x = sparse(256, 768, "1:4"), normal(64, 768, seed=3)
-    wanted = x.double() @ weight.double().t()
-    share = (int8.multiply(x, packed(weight)) - wanted).norm() / wanted.norm()
+    expected = x.double() @ weight.double().t()
+    share = (int8.multiply(x, packed(weight)) - expected).norm() / expected.norm()
     assert 0.003 < float(share) < 0.015
 
 
@@ -63,9 +63,9 @@ def test_extreme_tokens() -> None:
     wide = normal(100)
     wide[7], wide[93] = 3e38, -3e38
     x = torch.stack([*rows, wide, normal(100).abs(), -normal(100).abs()])
-    found = int8.multiply(x, packed(weight))
-    assert torch.equal(found, exactly(x, weight))
-    assert not found[0].any()
+    result = int8.multiply(x, packed(weight))
+    assert torch.equal(result, exactly(x, weight))
+    assert not result[0].any()
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
@@ -136,13 +136,13 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
     parts = (matrix.values, matrix.index, matrix.counts, matrix.scales)
     outside = matrix.index.clone()
     outside[-1, 0] = 64
-    for wrong, said in (
+    for wrong, message in (
         ((parts[0][:-1], *parts[1:]), "where the counts say"),
         ((parts[0], outside, *parts[2:]), "not of its segment"),
         ((*parts[:2], parts[2][:, :-1], parts[3]), "are not those of 40 x 200"),
         ((*parts[:3], parts[3][:-1]), "scales"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Int8Matrix.of(*wrong, 40, 200)
 
 

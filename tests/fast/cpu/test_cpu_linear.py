@@ -54,15 +54,15 @@ def both(
     recipe: str, pattern: str = "2:4", **options: Any
 ) -> tuple[tuple[nn.Module, Any, Any], tuple[nn.Module, Any, Any]]:
     """The same run by masks and by packed products."""
-    made = []
+    runs = []
     for packed in (False, True):
         model = mlp()
         optimizer = optim.AdamW(model.parameters(), 1e-2)
         handle = sparsify(model, optimizer, recipe, pattern, total_steps=8, **options)
         if packed:
             accelerate(handle, lambda model=model: model(batch(0)[0]), "packed")
-        made.append((model, optimizer, handle))
-    return made[0], made[1]
+        runs.append((model, optimizer, handle))
+    return runs[0], runs[1]
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -107,16 +107,16 @@ def test_mvue_is_computed_from_the_estimate() -> None:
     p = Pattern(2, 4)
     w = hard_threshold(torch.randn(8, 16), p, 1)
     x, dz = torch.randn(30, 16), torch.randn(30, 8)
-    found = []
+    gradients = []
     for faster in (False, True):
         packed = LinearProducts((8, 16), torch.float32, p, faster)
         packed.write(w, None)
         weight = w.clone().requires_grad_()
         torch.manual_seed(5)
         packed(x, weight, None, Pattern(1, 4)).backward(dz)
-        found.append(weight.grad)
-    assert torch.allclose(*found, atol=1e-5)
-    assert not torch.allclose(found[0], dz.t() @ x, atol=1e-2)
+        gradients.append(weight.grad)
+    assert torch.allclose(*gradients, atol=1e-5)
+    assert not torch.allclose(gradients[0], dz.t() @ x, atol=1e-2)
 
 
 def test_a_kept_weight_that_is_zero_gets_its_gradient() -> None:
@@ -130,8 +130,8 @@ def test_a_kept_weight_that_is_zero_gets_its_gradient() -> None:
         packed.write(w, None, masked=True)
         weight = w.clone().requires_grad_()
         packed(x, weight, None).backward(dz)
-        kept = torch.ones_like(w) if zeros else w != 0
-        assert torch.allclose(weight.grad, dz.t() @ x * kept, atol=1e-5)
+        mask = torch.ones_like(w) if zeros else w != 0
+        assert torch.allclose(weight.grad, dz.t() @ x * mask, atol=1e-5)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_any_pattern_with_a_tail(pattern: str) -> None:
 def test_with_other_backward_products(option: dict[str, str]) -> None:
     masks, packed = both("ste", exclude=["4"], **option)
     torch.manual_seed(1)
-    wanted = train(*masks[:2])
+    expected = train(*masks[:2])
     torch.manual_seed(1)
-    assert train(*packed[:2]) == pytest.approx(wanted, rel=1e-3)
+    assert train(*packed[:2]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_under_autocast_to_bfloat16() -> None:
@@ -184,15 +184,15 @@ def test_under_autocast_to_bfloat16() -> None:
 
     choices = accelerate(handle, sample, "packed")
     assert {c.shape.dtype for c in choices} == {torch.bfloat16}
-    wanted = train(*masks[:2], low=True)
-    assert train(model, optimizer, low=True) == pytest.approx(wanted, rel=2e-2)
+    expected = train(*masks[:2], low=True)
+    assert train(model, optimizer, low=True) == pytest.approx(expected, rel=2e-2)
 
 
 def test_compiled_as_one_graph() -> None:
     (plain, optimizer, _), (model, other, _) = both("sr_ste")
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")
-    wanted = train(plain, optimizer)
-    assert train(model, other, forward=whole) == pytest.approx(wanted, rel=1e-3)
+    expected = train(plain, optimizer)
+    assert train(model, other, forward=whole) == pytest.approx(expected, rel=1e-3)
 
 
 def test_recomputed_activations_give_the_same_bits() -> None:
@@ -275,8 +275,8 @@ def test_what_is_slower_or_wrong_is_left_dense(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(probe, "recall", lambda *_: None)
         _model, _handle, choices = choose({"dense": dense, "packed": packed}, monkeypatch)
         assert [c.path for c in choices] == ["packed" if taken else None] * 3, name
-        said = "\n".join(acceleration.lines(choices))
-        assert ("N:M products in 3 of 3" in said) is taken
+        report = "\n".join(acceleration.lines(choices))
+        assert ("N:M products in 3 of 3" in report) is taken
     with pytest.raises(ConfigError, match=r"no layer can be accelerated here .*WRONG"):
         choose({"dense": dense, "packed": Times(wrong="WRONG results")}, monkeypatch, "force")
 
@@ -317,11 +317,11 @@ def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "recall", lambda *_: None)
     fast, slow = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
     _, _, before = choose({"dense": slow, "packed": fast}, monkeypatch)
-    kept = as_data({str(c.shape): c.times for c in before})
+    data = as_data({str(c.shape): c.times for c in before})
     monkeypatch.setattr(probe, "measure", lambda shape: {"dense": fast, "packed": slow})
     model = mlp()
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8)
-    again = accelerate(handle, lambda: model(batch(0)[0]), known=from_data(kept))
+    again = accelerate(handle, lambda: model(batch(0)[0]), known=from_data(data))
     assert [c.path for c in again] == [c.path for c in before] == ["packed"] * 3
     assert [c.path for c in accelerate(handle, lambda: model(batch(0)[0]))] == [None] * 3
 

@@ -48,10 +48,11 @@ def packed(dense: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
     return both
 
 
-def close(found: Tensor, exact: Tensor, terms: int) -> bool:
+def close(result: Tensor, exact: Tensor, terms: int) -> bool:
     """Within a few roundings of float32: sums of random numbers grow by the root of their count."""
     scale = max(float(exact.abs().max()), 1e-30)
-    return float((found - exact).abs().max()) <= 4 * 2**-23 * scale * max(1.0, math.sqrt(terms) / 4)
+    bound = 4 * 2**-23 * scale * max(1.0, math.sqrt(terms) / 4)
+    return float((result - exact).abs().max()) <= bound
 
 
 @pytest.mark.parametrize(("n", "m"), EVERY)

@@ -23,14 +23,14 @@ def tiled(weight: Tensor) -> TiledMatrix:
     return tiles.pack(row, column, weight[row, column], *weight.shape)
 
 
-def near(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def near(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Within the rounding of float32 sums, by the size of what is added up; then of the dtype."""
     exact = x.double() @ weight.double().t()
     scale = x.double().abs() @ weight.double().abs().t()
     if bias is not None:
         exact, scale = exact + bias, scale + bias.abs()
-    own = torch.finfo(found.dtype).eps * exact.abs()
-    assert bool(((found.double() - exact).abs() <= 2**-20 * scale + own).all())
+    own = torch.finfo(result.dtype).eps * exact.abs()
+    assert bool(((result.double() - exact).abs() <= 2**-20 * scale + own).all())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -84,9 +84,9 @@ def test_bfloat16_inputs_and_values(values: torch.dtype, inputs: torch.dtype) ->
     matrix, x, bias = tiled(weight), normal(70, 200).to(inputs), normal(50)
     assert matrix.values.dtype == values
     for tokens in (1, 6, 70):
-        found = tiles.multiply(x[:tokens], matrix, bias)
-        assert found.dtype == inputs
-        near(found, x[:tokens], weight, bias)
+        result = tiles.multiply(x[:tokens], matrix, bias)
+        assert result.dtype == inputs
+        near(result, x[:tokens], weight, bias)
 
 
 def test_what_is_stored() -> None:
@@ -118,11 +118,11 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
     outside = matrix.index.clone()
     outside[-1, 0] = 255
     short = matrix.counts[:, :-1]
-    for wrong, said in (
+    for wrong, message in (
         ((parts[0][:-1], *parts[1:]), "where the counts say"),
         ((parts[0], outside, parts[2]), "not of its segment"),
         ((*parts[:2], short), "are not those of 40 x 200"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             TiledMatrix.of(*wrong, 40, 200)
     assert matrix.values.shape[1] == TILE

@@ -48,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, **times: Times) -> None:
     )
 
 
-def made(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
+def start(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     options = {"exclude": ["4"], "total_steps": 8, **options}
@@ -98,7 +98,7 @@ def test_gradients_and_their_gradients() -> None:
         torch.randn(*size, dtype=torch.float64)
         for size in ((2, 5, 24), (16, 24), (16,), (2, 5, 16))
     )
-    found = []
+    gradients = []
     for of, dtype in ((onednn.linear, torch.float32), (F.linear, torch.float64)):
         leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
         first = torch.autograd.grad(
@@ -108,8 +108,8 @@ def test_gradients_and_their_gradients() -> None:
             create_graph=True,  # type: ignore[operator]
         )
         penalty = sum(part.square().sum() for part in first)
-        found.append([*first, *torch.autograd.grad(penalty, leaves, allow_unused=True)])
-    for ours, right in zip(*found, strict=True):
+        gradients.append([*first, *torch.autograd.grad(penalty, leaves, allow_unused=True)])
+    for ours, right in zip(*gradients, strict=True):
         assert (ours is None) == (right is None)
         if right is not None:
             torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-4)
@@ -118,10 +118,10 @@ def test_gradients_and_their_gradients() -> None:
 def test_the_probe_finds_them_right() -> None:
     for pattern in (None, probe.Pattern(2, 4)):
         shape = probe.LinearShape(64, 36, 70, torch.float32, pattern)
-        found = probe.measured(shape)
-        assert set(found) == set(shape.paths) >= {"dense", "onednn"}
-        assert not found["onednn"].wrong
-        assert found["onednn"].dense > 0
+        times = probe.measured(shape)
+        assert set(times) == set(shape.paths) >= {"dense", "onednn"}
+        assert not times["onednn"].wrong
+        assert times["onednn"].dense > 0
     assert probe.LinearShape(64, 36, 70, torch.bfloat16, None).paths == ("dense",)
 
 
@@ -133,16 +133,16 @@ def test_layers_that_are_dense_train_by_onednn(
     recipe: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
-    plain = train(*made(recipe)[:2])
-    model, optimizer, handle = made(recipe)
+    plain = train(*start(recipe)[:2])
+    model, optimizer, handle = start(recipe)
     choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert [c.path for c in choices] == ["onednn"] * 3
     assert [c.always_dense for c in choices] == ([True] * 3 if recipe == "dense" else [0, 0, 1])
-    said = acceleration.lines(choices)
-    assert "oneDNN's dense products where they are faster than torch's default" in said
+    lines = acceleration.lines(choices)
+    assert "oneDNN's dense products where they are faster than torch's default" in lines
     assert (
         "  onednn: 4.weight, 48 to 10, 70 tokens, float32: dense 6.000 ms, onednn 3.000 ms (2.00x)"
-        in said
+        in lines
     )
     calls.clear()
     assert train(model, optimizer, 1) == pytest.approx(plain[:1], rel=1e-4)
@@ -159,17 +159,17 @@ def test_layers_that_are_dense_train_by_onednn(
 
 def test_training_is_the_same_to_rounding_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
-    wanted = train(*made("sr_ste")[:2])
+    expected = train(*start("sr_ste")[:2])
     for compiled in (False, True):
-        model, optimizer, handle = made("sr_ste")
+        model, optimizer, handle = start("sr_ste")
         accelerate(handle, lambda model=model: model(batch(0)[0]))
         whole = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        assert train(whole, optimizer) == pytest.approx(wanted, rel=1e-3)
+        assert train(whole, optimizer) == pytest.approx(expected, rel=1e-3)
 
 
 def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=Times(0.0, 0.5, 0.5, 9.0))
-    model, optimizer, handle = made("step", switch=0.5, exclude=["0", "4"])
+    model, optimizer, handle = start("step", switch=0.5, exclude=["0", "4"])
     choices = {c.name: c.path for c in accelerate(handle, lambda: model(batch(0)[0]))}
     assert choices == {"0.weight": "onednn", "2.weight": "packed", "4.weight": "onednn"}
     calls.clear()
@@ -188,7 +188,7 @@ def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.Mon
 
 def test_finalize_and_off_take_them_back(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
-    model, optimizer, handle = made("ste")
+    model, optimizer, handle = start("ste")
     accelerate(handle, lambda: model(batch(0)[0]))
     assert "forward" in vars(model[4])
     twin = copy.deepcopy(model)
@@ -212,7 +212,7 @@ def test_only_where_right_and_clearly_faster(
     own: Times, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured(monkeypatch, dense=SLOW, onednn=own, packed=SLOW)
-    model, _, handle = made("ste")
+    model, _, handle = start("ste")
     choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert [c.path for c in choices] == ["onednn" if taken else None] * 3
     monkeypatch.setattr(probe, "SMALLEST", 1 << 24)
@@ -228,8 +228,8 @@ def test_layers_in_bfloat16_and_the_sums_of_double_pruning_stay_torchs(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
-    model, optimizer, handle = made("sr_ste", input_gradient="double_prune")
-    plain = train(*made("sr_ste", input_gradient="double_prune")[:2])
+    model, optimizer, handle = start("sr_ste", input_gradient="double_prune")
+    plain = train(*start("sr_ste", input_gradient="double_prune")[:2])
     accelerate(handle, lambda: model(batch(0)[0]))
     assert train(model, optimizer) == pytest.approx(plain, rel=1e-3)
     calls.clear()
@@ -251,6 +251,6 @@ def test_a_dense_run_says_it_and_a_small_network_keeps_its_bits(
     monkeypatch.setattr(build, "LARGE", 1)
     parts = build.build(config(tmp_path, *words))
     assert {c.path for c in parts.accelerated} == {"onednn"}
-    said = console.plan_lines(config(tmp_path, *words), parts)
-    assert any("onednn: " in line for line in said), said
+    lines = console.plan_lines(config(tmp_path, *words), parts)
+    assert any("onednn: " in line for line in lines), lines
     assert build.build(config(tmp_path, *words, "trainer.acceleration=off")).accelerated == []

@@ -88,17 +88,17 @@ def test_products_and_gradients(tokens: int, bias: bool, stored: str) -> None:
     b = torch.randn(24) if bias else None
     weight = torch.randn(24, 130) if stored == "outputs by inputs" else torch.randn(130, 24).t()
     z, dy = mostly_zero(tokens, 130), torch.randn(24, tokens).t()
-    found, expected = [], []
+    results, expected = [], []
     for of, dtype, into in (
-        (activations.reads, torch.float32, found),
+        (activations.reads, torch.float32, results),
         (functional.linear, torch.float64, expected),
     ):
         leaves = [None if t is None else t.detach().to(dtype) for t in (z, weight, b)]
-        wanted = [t.requires_grad_() for t in leaves if t is not None]
+        inputs = [t.requires_grad_() for t in leaves if t is not None]
         y = of(*leaves)  # type: ignore[operator]
-        into += [y, *torch.autograd.grad(y, wanted, dy.to(dtype))]
+        into += [y, *torch.autograd.grad(y, inputs, dy.to(dtype))]
     expected[1] = expected[1] * (z != 0)
-    for ours, right in zip(found, expected, strict=True):
+    for ours, right in zip(results, expected, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-5)
     dx, dv = activations.feeds_back(z, dy, weight.t())
     right = [z.double() @ weight.double().t(), z.double().t() @ dy.double()]
@@ -123,11 +123,11 @@ def test_operators_as_torch_wants_them() -> None:
 def test_the_probe_finds_them_right(role: str) -> None:
     rows, columns = (24, 64) if role == "reads" else (64, 24)
     shape = ActivationShape(rows, columns, 70, role, Pattern(2, 8, v=16))
-    found = probe.measured(shape, by=activations.measure)
-    assert set(found) == set(shape.paths)
-    assert not found[NAME].wrong
-    assert found[NAME].forward > 0
-    assert found[NAME].input_gradient > 0
+    times = probe.measured(shape, by=activations.measure)
+    assert set(times) == set(shape.paths)
+    assert not times[NAME].wrong
+    assert times[NAME].forward > 0
+    assert times[NAME].input_gradient > 0
 
 
 @pytest.mark.parametrize("product", ["reads", "reads_back", "feeds_back"])
@@ -137,8 +137,8 @@ def test_a_product_that_is_not_right_is_never_taken(
     own = getattr(activations, product)
 
     def wrong(*operands: Any) -> Any:
-        made = own(*operands)
-        return made * 1.05 if isinstance(made, Tensor) else (made[0] * 1.05, made[1])
+        result = own(*operands)
+        return result * 1.05 if isinstance(result, Tensor) else (result[0] * 1.05, result[1])
 
     monkeypatch.setattr(activations, product, wrong)
     _, choices = packing(FeedForward())
@@ -146,8 +146,8 @@ def test_a_product_that_is_not_right_is_never_taken(
     broken = "0.weight" if product == "feeds_back" else "3.weight"
     assert paths.pop(broken) is None
     assert [*paths.values()] == [NAME]
-    (said,) = [choice.reason for choice in choices if choice.name == broken]
-    assert "WRONG results" in said
+    (reason,) = [choice.reason for choice in choices if choice.name == broken]
+    assert "WRONG results" in reason
 
 
 # --- where ----------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def test_weights_are_packed_where_a_pass_needs_them(dense_end: float) -> None:
         optimizer = nmrun.optim.Adam(model.parameters(), lr=0.1, eps=1e-2)
         handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
         activations = nmrun.sparse_activations(model, "2:4", total_steps=4, dense_end=dense_end)
-        made = accelerate(handle, lambda: model.eval()(x), "packed" if mode == "force" else mode)
-        pack_activations(model, activations, lambda: model.eval()(x), made, handle.sparse, mode)
+        choices = accelerate(handle, lambda: model.eval()(x), "packed" if mode == "force" else mode)
+        pack_activations(model, activations, lambda: model.eval()(x), choices, handle.sparse, mode)
         for step in range(4):
             activations.at(step)
             torch.manual_seed(step)
@@ -201,9 +201,9 @@ def test_weights_are_packed_where_a_pass_needs_them(dense_end: float) -> None:
         packed = [w.layer is not None and w.layer.packed is not None for w in handle.sparse]
         return packed, [p.detach().clone() for p in model.parameters()]
 
-    (packed, found), (_, expected) = trained("force"), trained("off")
+    (packed, weights), (_, expected) = trained("force"), trained("off")
     assert packed == [dense_end > 0] * 2
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(weights, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -296,12 +296,12 @@ def test_compiled_as_a_whole_it_computes_the_same(passes: list[str]) -> None:
     compiled = torch.compile(model.train(), fullgraph=True)
     for step in (0, 9, 0):
         activations.at(step)
-        expected, found = model(x), compiled(x)
-        torch.testing.assert_close(found, expected)
-        wanted = list(model.parameters())
+        expected, result = model(x), compiled(x)
+        torch.testing.assert_close(result, expected)
+        parameters = list(model.parameters())
         for ours, right in zip(
-            torch.autograd.grad(found.sum(), wanted),
-            torch.autograd.grad(expected.sum(), wanted),
+            torch.autograd.grad(result.sum(), parameters),
+            torch.autograd.grad(expected.sum(), parameters),
             strict=True,
         ):
             torch.testing.assert_close(ours, right)
@@ -317,8 +317,8 @@ GPT = (
 
 
 def run(folder: Path, *words: str) -> Path:
-    made = config(folder, *GPT, *words)
-    result = runner.run(made, run_folder(made))
+    cfg = config(folder, *GPT, *words)
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
     return Path(result["folder"])
 
@@ -341,11 +341,11 @@ def test_a_run_has_the_losses_of_dense_products_and_its_own_bits_again(
     monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path / "other")
     measured(monkeypatch, SLOW, FAST)
     passes.clear()
-    found = Path(runner.run(stopped, run_folder(stopped))["folder"])
+    resumed = Path(runner.run(stopped, run_folder(stopped))["folder"])
     assert set(passes) == {"feeds", "reads"}
     for name in ("model.safetensors", "best.safetensors"):
-        assert (found / name).read_bytes() == (whole / name).read_bytes()
-    assert rows(found) == rows(whole)
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    assert rows(resumed) == rows(whole)
     ours, theirs = ([r["train/loss"] for r in rows(f) if "train/loss" in r] for f in (whole, dense))
     assert ours == pytest.approx(theirs, rel=1e-3)
     assert len(ours) == 6
@@ -355,17 +355,17 @@ def test_the_plan_says_it_and_small_networks_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured(monkeypatch, FAST)
-    made = config(tmp_path, *GPT, "recipe=dense")
-    assert build.build(made).accelerated == []
+    cfg = config(tmp_path, *GPT, "recipe=dense")
+    assert build.build(cfg).accelerated == []
     monkeypatch.setattr(build, "LARGE", 1)
-    said = console.plan_lines(made, build.build(made))
-    assert any("products with packed activations in the steps that prune" in line for line in said)
+    lines = console.plan_lines(cfg, build.build(cfg))
+    assert any("products with packed activations in the steps that prune" in line for line in lines)
     (line,) = [
-        line for line in said if "packed activations: h.0.mlp.c_fc.weight and 1 more" in line
+        line for line in lines if "packed activations: h.0.mlp.c_fc.weight and 1 more" in line
     ]
     assert "reads" not in line
     assert "feeds 2:4 activations" in line
-    assert not any("N:M products in" in line for line in said)
+    assert not any("N:M products in" in line for line in lines)
 
 
 def test_a_run_without_pruned_activations_keeps_its_products(

@@ -116,15 +116,15 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    made = Library()
-    monkeypatch.setattr(cusparselt, "call", made)
-    monkeypatch.setattr(cusparselt, "library", lambda: made)
+    library = Library()
+    monkeypatch.setattr(cusparselt, "call", library)
+    monkeypatch.setattr(cusparselt, "library", lambda: library)
     monkeypatch.setattr(cusparselt, "_state", cusparselt._State())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7})
     )
-    yield made
+    yield library
     # now, and not when another test counts
     cusparselt._state.plan.cache_clear()
 

@@ -148,11 +148,11 @@ def test_rounding_is_that_of_the_layer_it_replaces() -> None:
             assert z.dtype == torch.bfloat16
             assert torch.equal(z, expected)
             dz = normal(8, 16, seed=1).bfloat16()
-            for actual, wanted in zip(
+            for actual, exact in zip(
                 *(torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected)), strict=True
             ):
-                assert actual.dtype == wanted.dtype == torch.float32
-                torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=2**-7)
+                assert actual.dtype == exact.dtype == torch.float32
+                torch.testing.assert_close(actual, exact, rtol=2**-7, atol=2**-7)
 
 
 def test_recomputed_activations_share_the_packed_weight(monkeypatch: pytest.MonkeyPatch) -> None:
