@@ -119,12 +119,12 @@ def run(
     output_dir: Path | str, case: str, *overrides: str, stop: int | None = None
 ) -> dict[str, Any]:
     """Train in this process, one of several or not; ``stop`` as by a signal after so many steps."""
-    made = config(output_dir, *CASES[case], *overrides)
+    cfg = config(output_dir, *CASES[case], *overrides)
     train = Loop.train
 
     Loop.train = stopping(train, stop)  # type: ignore[method-assign]
     try:
-        return runner.run(made, run_folder(made))
+        return runner.run(cfg, run_folder(cfg))
     finally:
         Loop.train = train  # type: ignore[method-assign]
 
@@ -288,8 +288,8 @@ def main(output_dir: str) -> None:
             result = run(f"{output_dir}/{place}", case, f"trainer.distributed={kind}")
             assert result["status"] == "finished"
     for kind in ("ddp", "fsdp"):
-        made = config(f"{output_dir}/{kind}", *ESTIMATED, f"trainer.distributed={kind}")
-        assert runner.run(made, run_folder(made))["status"] == "finished"
+        cfg = config(f"{output_dir}/{kind}", *ESTIMATED, f"trainer.distributed={kind}")
+        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     check_odd()
     check_resharded(Path(output_dir) / "one")
 

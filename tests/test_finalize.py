@@ -106,14 +106,14 @@ def test_refresh_returns_to_the_optimizer_s_weights() -> None:
     """As the message says."""
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))
-    wanted = [w.parameter.detach().clone() for w in handle.sparse]
+    expected = [w.parameter.detach().clone() for w in handle.sparse]
     with torch.no_grad():
         model[0].weight.add_(1.0)
     with pytest.raises(RunError, match=r"handle\.refresh\(\)"):
         handle.finalize()
     handle.refresh()
     handle.finalize()
-    assert torch.equal(model[0].weight, wanted[0])
+    assert torch.equal(model[0].weight, expected[0])
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
@@ -144,8 +144,8 @@ def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
         dense = [w.dense.clone() for w in handle.sparse]
         if step >= 6:
             with handle.dense_weights():
-                for weight, wanted in zip(handle.sparse, dense, strict=True):
-                    assert torch.equal(weight.parameter, wanted)
+                for weight, expected in zip(handle.sparse, dense, strict=True):
+                    assert torch.equal(weight.parameter, expected)
                 average.update_parameters(model)
             sums = dense if sums is None else [a + b for a, b in zip(sums, dense, strict=True)]
             count += 1
@@ -171,9 +171,9 @@ def test_an_average_taken_in_a_dense_phase_is_pruned_by_magnitude() -> None:
     average = AveragedModel(model)
     train(model, optimizer, [0])
     average.update_parameters(model)
-    wanted = hard_threshold(average.module[0].weight.detach(), "2:4")
+    expected = hard_threshold(average.module[0].weight.detach(), "2:4")
     handle.finalize(average)
-    assert torch.equal(average.module[0].weight, wanted)
+    assert torch.equal(average.module[0].weight, expected)
     assert handle.phase == "dense"
 
 

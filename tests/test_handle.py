@@ -286,9 +286,9 @@ def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) ->
             loss.backward()
             return loss
 
-        wanted = model(batch(step)).square().mean().item()
+        expected = model(batch(step)).square().mean().item()
         loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-        assert loss.item() == wanted
+        assert loss.item() == expected
     optimizer.zero_grad()
     assert called == list(range(TOTAL))
     assert everything(*closed) == everything(*plain)

@@ -119,10 +119,10 @@ def test_bits_of_torch_until_frozen(ours: type, stock: type, options: dict[str, 
             train(optimizer, params, iter([grads]))
             schedule.step()
         results.append((params, optimizer.state_dict()))
-    (params, state), (wanted, wanted_state) = results
-    assert all(map(torch.equal, params, wanted))
-    assert state["param_groups"] == wanted_state["param_groups"]  # same defaults, too
-    for key, entry in wanted_state["state"].items():
+    (params, state), (expected, expected_state) = results
+    assert all(map(torch.equal, params, expected))
+    assert state["param_groups"] == expected_state["param_groups"]  # same defaults, too
+    for key, entry in expected_state["state"].items():
         assert state["state"][key].keys() == entry.keys()
         assert all(torch.equal(state["state"][key][name], entry[name]) for name in entry)
 
@@ -138,7 +138,7 @@ def test_scalar_adam_after_freezing(
 ) -> None:
     params = parameters(torch.float64)
     optimizer = kind(params, lr=0.02, **options)
-    wanted = []
+    expected = []
     history = list(gradients(T0 + 7, torch.float64))
     train(optimizer, params, iter(history[:T0]))
     optimizer.freeze_second_moment(params, eps_mode, bias_correction)
@@ -160,10 +160,10 @@ def test_scalar_adam_after_freezing(
                     scalar.freeze(eps_mode, bias_correction)
                     scalar.lr = 0.01
                 scalar.step(grads[i].flatten()[j].item())
-            wanted.append(scalar.w)
+            expected.append(scalar.w)
     result = torch.cat([p.detach().flatten() for p in params])
     torch.testing.assert_close(
-        result, torch.tensor(wanted, dtype=torch.float64), rtol=1e-11, atol=1e-12
+        result, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-12
     )
 
 

@@ -94,11 +94,11 @@ def test_a_write_past_the_version_is_noticed_after_a_while(
     model, optimizer, handle = start("sr_ste")
     noticed = []
     for step in range(9):
-        wanted = torch.randn(8, 16)
+        expected = torch.randn(8, 16)
         if replaced:
-            model[0].weight.data = wanted.clone()
+            model[0].weight.data = expected.clone()
         else:
-            model[0].weight.data.copy_(wanted)
+            model[0].weight.data.copy_(expected)
         model(batch(step)).square().mean().backward()
         dense = handle.sparse[0].dense.clone()
         if step == 5:
@@ -108,7 +108,7 @@ def test_a_write_past_the_version_is_noticed_after_a_while(
         optimizer.step()
         optimizer.zero_grad()
         noticed += [step for _ in events(handle)]
-        from_written = (handle.sparse[0].dense - wanted).abs().max() < 0.1
+        from_written = (handle.sparse[0].dense - expected).abs().max() < 0.1
         from_before = (handle.sparse[0].dense - dense).abs().max() < 0.1
         assert (bool(from_written), bool(from_before)) == (step in noticed, step not in noticed)
     assert noticed == [3, 4]

@@ -158,12 +158,12 @@ def test_a_handle_that_was_further_goes_back(recipe: str, at: int) -> None:
     """Loading an early state into a handle in a later phase, and the other way round."""
     early = start(recipe)
     train(*early[:2], range(at))
-    states, wanted = stored(*early[:2]), everything(*early)
+    states, expected = stored(*early[:2]), everything(*early)
     other = start(recipe, seed=5)
     train(*other[:2], range(TOTAL - at))
     other[0].load_state_dict(states[0])
     other[1].load_state_dict(states[1])
-    assert everything(*other) == wanted
+    assert everything(*other) == expected
     train(*early[:2], range(at, TOTAL))
     train(*other[:2], range(at, TOTAL))
     assert everything(*other) == everything(*early)

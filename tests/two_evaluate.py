@@ -249,7 +249,7 @@ def broken_text() -> str:
 
 def run(place: Path, *overrides: str) -> dict[str, Any]:
     """A run's result, and how many images this rank has decoded for it."""
-    made, decoded = config(place, *overrides), []
+    cfg, decoded = config(place, *overrides), []
     read = ImageFiles.__getitem__
 
     def watched(files: ImageFiles, key: tuple[int, int]) -> Any:
@@ -258,7 +258,7 @@ def run(place: Path, *overrides: str) -> dict[str, Any]:
 
     ImageFiles.__getitem__ = watched  # type: ignore[method-assign]
     try:
-        result = runner.run(made, run_folder(made))
+        result = runner.run(cfg, run_folder(cfg))
     finally:
         ImageFiles.__getitem__ = read  # type: ignore[method-assign]
     summary = {key: result.get(key) for key in ("status", "error", "metrics", "folder")}

@@ -26,7 +26,7 @@ def main(distributed: str, output_dir: str, last: int) -> None:
         last: the step after which both processes are killed; 0: none.
     """
     overrides = ("recipe=step", "recipe.switch=0.4", "trainer.epochs=1", "trainer.limit_batches=12")
-    made = config(output_dir, *overrides, f"trainer.distributed={distributed}")
+    cfg = config(output_dir, *overrides, f"trainer.distributed={distributed}")
     step, asked = TrainingSteps.train_step, 0
 
     def stepped(loop: TrainingSteps, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def main(distributed: str, output_dir: str, last: int) -> None:
 
     TrainingSteps.train_step = stepped  # type: ignore[method-assign]
     checkpoint.CheckpointClock.due = due  # type: ignore[method-assign]
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
 
 

@@ -29,8 +29,8 @@ ACCELERATED = (
 
 def run(output_dir: str, recipe: str, *overrides: str) -> str:
     """Train in this process, one of several or not; returns the run's folder."""
-    made = config(output_dir, f"recipe={recipe}", *OPTIONS, *SWITCH.get(recipe, ()), *overrides)
-    result = runner.run(made, run_folder(made))
+    cfg = config(output_dir, f"recipe={recipe}", *OPTIONS, *SWITCH.get(recipe, ()), *overrides)
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
     return result["folder"]
 

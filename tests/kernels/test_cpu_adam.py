@@ -32,13 +32,13 @@ EXACT = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 TOTAL = 12
 
 
-def assert_same(actual: Tensor, wanted: Tensor) -> None:
+def assert_same(actual: Tensor, expected: Tensor) -> None:
     if EXACT:
         assert torch.equal(
-            actual.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
+            actual.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
         )
     else:
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 # multiples of a vector's 16 numbers: torch computes what is left over in double precision
@@ -176,10 +176,10 @@ def test_a_run_in_one_pass_is_one_with_hooks(
     steps.clear()
     monkeypatch.setattr(one_pass, "supports", lambda operands, fused: False)
     other = begin(recipe, options)
-    wanted = train(*other, range(TOTAL))
+    expected = train(*other, range(TOTAL))
     assert not steps
     if EXACT:
-        assert seen == wanted
+        assert seen == expected
     for w, v in zip(mine[2].sparse, other[2].sparse, strict=True):
         assert_same(w.weight, v.weight)
     for p, q in zip(mine[0].parameters(), other[0].parameters(), strict=True):
@@ -191,8 +191,8 @@ def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step() -
     for step in range(3):
         train(model, optimizer, handle, range(step, step + 1))
         for w in handle.sparse[1:]:
-            wanted = w.dense * nmrun.sparsity.transposable_mask(w.dense, "2:4")
-            assert torch.equal(w.parameter, wanted)
+            expected = w.dense * nmrun.sparsity.transposable_mask(w.dense, "2:4")
+            assert torch.equal(w.parameter, expected)
 
 
 @pytest.mark.parametrize(

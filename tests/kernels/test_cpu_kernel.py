@@ -204,8 +204,8 @@ def test_rows_in_another_order(
     weight = weight.to(memory_format=torch.channels_last) if last else weight
     order, out = torch.randperm(shape[0]), torch.full_like(weight, 7.0)
     assert cpu.project_rows(weight, out, Pattern.parse(ratio), order)
-    wanted = hard(weight[order].contiguous(), ratio, 0)[order.argsort()]
-    assert torch.equal(bits(out.contiguous()), bits(wanted.contiguous()))
+    expected = hard(weight[order].contiguous(), ratio, 0)[order.argsort()]
+    assert torch.equal(bits(out.contiguous()), bits(expected.contiguous()))
     assert not cpu.project_rows(weight, out, Pattern(1, 5), order)  # groups that are not whole
     assert not cpu.project_rows(weight, out, Pattern.parse(ratio), torch.arange(shape[0] + 5))
     assert not cpu.project_rows(weight.double(), out.double(), Pattern.parse(ratio), order)
@@ -216,11 +216,11 @@ def test_rows_in_another_order(
 FUNCTIONS = ("nm_mask", "hard_threshold", "soft_threshold")
 
 
-def same(actual: Tensor, wanted: Tensor) -> bool:
+def same(actual: Tensor, expected: Tensor) -> bool:
     return (
-        torch.equal(actual, wanted)
+        torch.equal(actual, expected)
         if actual.dtype == torch.bool
-        else torch.equal(bits(actual), bits(wanted))
+        else torch.equal(bits(actual), bits(expected))
     )
 
 
@@ -245,12 +245,12 @@ def test_public_functions_go_through_the_kernel(
 ) -> None:
     weight, pattern = stored(nasty((12, 28))), Pattern.parse(ratio)
     pattern = pattern.over(weight.shape[dim]) if pad else pattern
-    wanted = getattr(reference, function)(weight, pattern, dim % 2)
+    expected = getattr(reference, function)(weight, pattern, dim % 2)
     monkeypatch.setattr(reference, function, None)
     result = getattr(sparsity, function)(weight, ratio, dim, pad)
     assert result.shape == weight.shape
     assert not result.requires_grad
-    assert same(result, wanted)
+    assert same(result, expected)
 
 
 @needs_compiler
@@ -258,11 +258,11 @@ def test_public_functions_go_through_the_kernel(
 @pytest.mark.parametrize("shape", [(4, 8, 3, 3), (3, 8, 5), (2, 8, 2, 2, 3)])
 def test_public_functions_in_any_order_of_memory(shape: tuple[int, ...], function: str) -> None:
     weight = nasty(shape)
-    wanted = getattr(reference, function)(weight, Pattern(2, 4), 1)
+    expected = getattr(reference, function)(weight, Pattern(2, 4), 1)
     for order in itertools.permutations(range(len(shape))):
         back = sorted(range(len(shape)), key=order.__getitem__)
         stored = weight.permute(order).contiguous().permute(back)
-        assert same(getattr(sparsity, function)(stored, "2:4", 1), wanted)
+        assert same(getattr(sparsity, function)(stored, "2:4", 1), expected)
 
 
 @needs_compiler
@@ -360,7 +360,7 @@ def test_without_a_working_compiler_the_result_is_the_same(
     trouble: str, recipe: type[STE] | type[SSTE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = nasty((16, 64)).nan_to_num(nan=torch.nan, posinf=3.0)
-    wanted = _project(recipe, weight.T.contiguous().T)  # this layout goes to the reference
+    expected = _project(recipe, weight.T.contiguous().T)  # this layout goes to the reference
     script = {
         "crashing compiler": "kill -9 $$",
         "not a library": 'for last; do :; done; echo no > "${@: -2:1}"',
@@ -373,7 +373,7 @@ def test_without_a_working_compiler_the_result_is_the_same(
     )
     cpu.load.cache_clear()
     assert cpu.load(Pattern(2, 4)) is None
-    assert torch.equal(bits(_project(recipe, weight)), bits(wanted))
+    assert torch.equal(bits(_project(recipe, weight)), bits(expected))
     mask = sparsity.nm_mask(weight, "2:4")
     assert torch.equal(mask, reference.nm_mask(weight, Pattern(2, 4), 1))
 

@@ -89,9 +89,9 @@ def test_each_expert_by_the_tokens_that_it_gets(kind: str, method: str, few: boo
                 ours_of, theirs_of = ours_of.T, theirs_of.T
             weight = theirs_of.detach()
             gram = seen.T @ seen if len(seen) else torch.eye(weight.shape[1])
-            wanted = rule.prune(weight, gram, pattern)
-            torch.testing.assert_close(ours_of.detach(), wanted, rtol=1e-4, atol=1e-6)
-            assert torch.equal(ours_of == 0, wanted == 0)
+            expected = rule.prune(weight, gram, pattern)
+            torch.testing.assert_close(ours_of.detach(), expected, rtol=1e-4, atol=1e-6)
+            assert torch.equal(ours_of == 0, expected == 0)
         unreached += not len(x)
     assert bool(unreached) == few
 

@@ -189,8 +189,8 @@ def test_average_precision_by_hand() -> None:
 def test_a_run_and_one_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*SHAPES, "trainer.batch_size=4", "trainer.epochs=2", "trainer.accumulate=2")
     words = (*words, "recipe=sr_ste", "optimizer=sgd", "trainer.limit_evaluation=4")
-    made = config(tmp_path / "whole", *words)
-    result = runner.run(made, run_folder(made))
+    cfg = config(tmp_path / "whole", *words)
+    result = runner.run(cfg, run_folder(cfg))
     names = {f"{kind}_ap{at}" for kind in ("box", "mask") for at in ("", "50", "75")}
     assert {f"test/{name}" for name in names} <= set(result["metrics"]["final"])
     assert result["metric"] == "box_ap"
@@ -201,6 +201,6 @@ def test_a_run_and_one_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(Loop, "train", stopping(Loop.train, 3))
         assert runner.run(again, run_folder(again))["status"] == "interrupted"
     assert runner.run(again, run_folder(again))["status"] == "finished"
-    folders = [run_folder(one) for one in (made, again)]
+    folders = [run_folder(one) for one in (cfg, again)]
     assert rows(folders[0]) == rows(folders[1])
     assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()

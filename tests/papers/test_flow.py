@@ -139,10 +139,10 @@ def test_the_end_point_error_by_hand_and_of_shares(tmp_path: Path) -> None:
 
 def test_a_run(tmp_path: Path) -> None:
     words = (*MOTION, "trainer.batch_size=2", "trainer.epochs=1", "trainer.limit_batches=2")
-    made = config(
+    cfg = config(
         tmp_path, *words, "recipe=sr_ste", "trainer.accumulate=2", "trainer.limit_evaluation=2"
     )
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
     assert {"test/end_point_error", "eval/loss"} <= set(result["metrics"]["final"])
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])

@@ -275,9 +275,9 @@ def test_the_best_span_by_brute_force() -> None:
             for j in range(i, min(50, i + LONGEST))
             if of_text[row, i] and of_text[row, j]
         }
-        wanted = max(every, key=every.__getitem__)
-        assert (int(start[row]), int(end[row])) == wanted
-        assert float(best[row]) == pytest.approx(every[wanted])
+        expected = max(every, key=every.__getitem__)
+        assert (int(start[row]), int(end[row])) == expected
+        assert float(best[row]) == pytest.approx(every[expected])
     assert best[4] == -torch.inf
 
 
@@ -370,14 +370,14 @@ def test_generated_questions_have_their_answers() -> None:
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
-    made = config(
+    cfg = config(
         tmp_path,
         *("dataset=generated_questions", "dataset.size=300", "model=gpt_reader"),
         *("model.layers=1", "model.heads=2", "model.width=16", "model.context=64"),
         *("recipe=s_ste", "sparsity=2:4", "optimizer=adamw", "trainer.epochs=1"),
         *("trainer.batch_size=32", 'model.include=["h[.][0-9]+[.]mlp[.].*"]'),
     )
-    built = tasks.build(made, torch.device("cpu"))
+    built = tasks.build(cfg, torch.device("cpu"))
     assert built.inputs == {"vocabulary": 256, "max_length": 64}
-    metrics = runner.run(made, run_folder(made))["metrics"]["final"]
+    metrics = runner.run(cfg, run_folder(cfg))["metrics"]["final"]
     assert {"test/f1", "test/exact_match", "test/f1_answered", "eval/f1"} <= set(metrics)

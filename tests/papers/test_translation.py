@@ -130,7 +130,7 @@ def test_importing_fairseq_changes_neither_hydra_nor_logging(
 def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens() -> None:
     task = translation(max_tokens=64)
     source, target = task.splits["train"]
-    wanted = sorted(
+    expected = sorted(
         (tuple(sentence(source, row)), tuple(sentence(target, row))) for row in range(300)
     )
     orders, together = [], []
@@ -142,7 +142,7 @@ def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens() -> N
             assert max(tokens.numel(), previous.numel()) <= 64
             assert task.size((tokens, previous, following)) == len(following)
         pairs = [pair for batch in batches for pair in decoded(batch)]
-        assert sorted(pairs) == wanted
+        assert sorted(pairs) == expected
         orders.append(pairs)
         together.append({frozenset(decoded(batch)) for batch in batches})
     assert orders[0] != orders[1]
@@ -244,11 +244,11 @@ def test_the_model_computes_what_fairseqs_own_does() -> None:
     assert (source == 1).any()
     assert (previous == 1).any()
     for mode in (True, False):
-        mine, wanted = (
+        mine, expected = (
             ours.train(mode)(source, None, previous, where)[0],
             theirs.train(mode)(source, None, previous)[0],
         )
-        torch.testing.assert_close(mine, wanted.flatten(0, 1)[where], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, expected.flatten(0, 1)[where], rtol=1e-4, atol=1e-5)
     # no value is ever looked at
     logits = ours.to("meta")(*(tensor.to("meta") for tensor in (source, source, previous)))[0]
     assert logits.shape == (*previous.shape, len(task.target))
@@ -346,7 +346,7 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
     model, references = rigged(table, vocabulary), {"val": ["b c", "b c"]}
     assert best(0.0) == ["a"]
     assert best(1.0) == ["b", "c"]
-    for beam, penalty, wanted in ((5, 0.0, ["a"]), (1, 1.0, ["a"]), (3, 1.0, ["b", "c"])):
+    for beam, penalty, expected in ((5, 0.0, ["a"]), (1, 1.0, ["a"]), (3, 1.0, ["b", "c"])):
         task = Translation(
             splits,
             vocabulary,
@@ -359,7 +359,7 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
             length_penalty=penalty,
         )
         source = task.micro_batches(0, 0, 1)[0][0]
-        assert list(task._translations(task._generator(model), source)) == [wanted] * len(source)
+        assert list(task._translations(task._generator(model), source)) == [expected] * len(source)
     metrics = task.evaluate(model, "val")
     steps = [(end, a), (a, b), (b, end), (end, c), (c, end)]
     wanted_loss = -sum(math.log(table[step]) for step in steps) / 5
@@ -550,8 +550,8 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
     written(tmp_path / "multi30k", [*GERMAN, "", "nur hier"], [*ENGLISH, "only here", " "])
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
-    wanted = ("dataset=multi30k", "dataset.vocabulary=48", "dataset.max_tokens=256")
-    task = built(tmp_path, *wanted)
+    words = ("dataset=multi30k", "dataset.vocabulary=48", "dataset.max_tokens=256")
+    task = built(tmp_path, *words)
     assert task.references["val"] == [*ENGLISH, "only here", " "]  # the raw text, as it is
     # training pairs with an empty side are left out
     for side, lines in (
@@ -565,13 +565,13 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
         ] == lines
     assert task.source == task.target
     monkeypatch.setattr("nmrun.papers.translation.data.prepare", None)
-    assert len(built(tmp_path, *wanted).splits["train"][0]) == 4
+    assert len(built(tmp_path, *words).splits["train"][0]) == 4
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(
         ConfigError,
         match=r"multi30k/train.de: there is no such file, nor with .gz .*github.com/multi30k/dataset",
     ):
-        built(tmp_path, *wanted)
+        built(tmp_path, *words)
 
 
 def test_prepare_writes_a_whole_folder_or_nothing(
@@ -637,8 +637,8 @@ def test_a_resumed_run_ends_with_the_same_bits(
     )
     results = []
     for name in ("alone", "cut"):
-        made = config(tmp_path / name, *options)
-        folder = run_folder(made)
+        cfg = config(tmp_path / name, *options)
+        folder = run_folder(cfg)
         if name == "cut":
             step, calls = TrainingSteps.train_step, itertools.count(1)
 
@@ -651,8 +651,8 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
             with monkeypatch.context() as patch:
                 patch.setattr(TrainingSteps, "train_step", dying)
-                assert runner.run(made, folder)["status"] == "interrupted"
-        result = runner.run(made, folder)
+                assert runner.run(cfg, folder)["status"] == "interrupted"
+        result = runner.run(cfg, folder)
         assert result["status"] == "finished", result
         assert "tok:13a" in result["notes"]["bleu"]
         results.append(

@@ -687,15 +687,15 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
     )
 
     def outcome(folder: Path) -> tuple[Any, ...]:
-        made = config(folder, *overrides)
-        result = runner.run(made, run_folder(made))
+        cfg = config(folder, *overrides)
+        result = runner.run(cfg, run_folder(cfg))
         assert result["status"] == "finished", result
         assert any(
             "input channels permuted of inner.0.weight" in event for event in result["events"]
         )
         return (
-            (run_folder(made) / "model.safetensors").read_bytes(),
-            rows(run_folder(made)),
+            (run_folder(cfg) / "model.safetensors").read_bytes(),
+            rows(run_folder(cfg)),
             result["metrics"],
             result["events"],
         )

@@ -122,6 +122,6 @@ def test_compiled_as_one_graph() -> None:
         if isinstance(module, DotProductAttention):
             module.in_float32 = True
     again = copy.deepcopy(model)
-    wanted = trained(model)
+    expected = trained(model)
     whole = torch.compile(again, fullgraph=True, backend="aot_eager")
-    assert trained(again, whole) == pytest.approx(wanted, rel=1e-2)
+    assert trained(again, whole) == pytest.approx(expected, rel=1e-2)

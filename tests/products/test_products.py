@@ -108,13 +108,13 @@ def test_convolutions(
     )
     torch.testing.assert_close(z, at_w)
     dz = normal(*z.shape, seed=4)
-    got, wanted = (
+    got, expected = (
         torch.autograd.grad(z, leaves, dz),
         torch.autograd.grad(at_w, leaves, dz, retain_graph=True),
     )
-    torch.testing.assert_close(got[1:], wanted[1:])
+    torch.testing.assert_close(got[1:], expected[1:])
     torch.testing.assert_close(got[0], torch.autograd.grad(at_v, x, dz)[0])
-    assert not torch.allclose(got[0], wanted[0])
+    assert not torch.allclose(got[0], expected[0])
 
 
 @pytest.mark.slow
@@ -551,9 +551,9 @@ def test_weights_stored_the_other_way_round() -> None:
     torch.manual_seed(2)
     z.backward(dz)
     estimate = nmrun.sparsity.mvue(dz.reshape(8, 5), "2:4", 0, torch.Generator().manual_seed(2))
-    wanted = rounded(x.detach().reshape(8, 8), E5M2).T @ rounded(estimate, E5M2)
+    expected = rounded(x.detach().reshape(8, 8), E5M2).T @ rounded(estimate, E5M2)
     torch.testing.assert_close(
-        handle.sparse[0].parameter.grad.double(), wanted, rtol=1e-5, atol=1e-5
+        handle.sparse[0].parameter.grad.double(), expected, rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(
         x.grad.double(), rounded(dz, E5M2) @ rounded(used, E5M2).T, rtol=1e-5, atol=1e-5

@@ -39,13 +39,13 @@ def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int |
     logits = torch.tensor([0.3, -0.5, 1.1, 9.0], dtype=torch.float64)
     model, draws = Table(logits.expand(4, 4)), 4000
     tokens = continued(model, [0], draws, 5, 3, temperature, top_k, seed=3)
-    wanted = (logits[:3] / temperature).exp()
+    expected = (logits[:3] / temperature).exp()
     if top_k:
-        wanted[1] = 0.0
-    wanted /= wanted.sum()
+        expected[1] = 0.0
+    expected /= expected.sum()
     shares = np.bincount(tokens, minlength=3) / draws
-    deviation = (wanted * (1 - wanted) / draws).sqrt()
-    assert (abs(shares - wanted.numpy()) <= 4 * deviation.numpy()).all()
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    assert (abs(shares - expected.numpy()) <= 4 * deviation.numpy()).all()
     assert model.seen == 5
     assert tokens[:200] == continued(model, [0], 200, 5, 3, temperature, top_k, seed=3)
     assert tokens[:200] != continued(model, [0], 200, 5, 3, temperature, top_k, seed=4)

@@ -511,9 +511,9 @@ def test_runtimes_compute_what_torch_does(name: str, module: str) -> None:
     assert missing == {}
     assert list(calls) == [(precision, name) for precision in precisions]
     with torch.no_grad():
-        wanted = model(x)
+        expected = model(x)
         for (precision, _), call in calls.items():
-            off = float((call(x) - wanted).norm() / wanted.norm())
+            off = float((call(x) - expected).norm() / expected.norm())
             assert off < {"float32": 1e-5, "int8": 0.03}[precision]
 
 

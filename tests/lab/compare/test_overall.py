@@ -120,8 +120,8 @@ def test_every_cell_counts_alike() -> None:
     small = {"2:4": IMAGES["2:4"]}
     rows = of(words(), images(small))
     a, b = together(WORDS, "asp", -1), together(small, "asp", 1)
-    wanted = (2 * statistics.fmean(a) + statistics.fmean(b)) / 3
-    assert rows["asp"].mean.value == pytest.approx(wanted)
+    expected = (2 * statistics.fmean(a) + statistics.fmean(b)) / 3
+    assert rows["asp"].mean.value == pytest.approx(expected)
 
 
 def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
@@ -138,8 +138,8 @@ def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
         for recipes in five.values()
     )  # fmt: skip
     failing = value * overall.inverse((4, 4, 4)) / overall.inverse((3, 4, 4))
-    for values, wanted in ((failed, failing), (calm, value)):
-        assert of(words(values))["ste"].mean.value == pytest.approx(wanted)
+    for values, expected in ((failed, failing), (calm, value)):
+        assert of(words(values))["ste"].mean.value == pytest.approx(expected)
 
 
 def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
@@ -153,8 +153,8 @@ def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
         ratio: {**recipes, "asp": [*recipes["asp"][:3], math.nan]}
         for ratio, recipes in whole.items()
     }
-    failing, wanted = of(words(failed))["asp"], of(words(absent))["asp"]
-    assert failing.mean.value == pytest.approx(wanted.mean.value)
+    failing, expected = of(words(failed))["asp"], of(words(absent))["asp"]
+    assert failing.mean.value == pytest.approx(expected.mean.value)
     assert (failing.failed, failing.runs) == (2, 8)
     text = formats.render(
         Comparison([words(failed)], overall.against([words(failed)], "sr_ste")), "markdown"
@@ -223,8 +223,8 @@ def test_equal_differences_are_a_step_apart_at_least() -> None:
     """Seeds that differ by the same number of images show that the spread is below one."""
     tied = {"2:4": {"ste": [0.91, 0.92, 0.93], "sr_ste": [0.90, 0.91, 0.92]}}
     one = of(images(tied))["ste"].mean
-    wanted = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
-    assert one.p == pytest.approx(wanted)
+    expected = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
+    assert one.p == pytest.approx(expected)
     # runs that do not vary are one step apart, and over two ratios half a step can be told from none
     still = {
         "ste": [0.91, 0.91, 0.91],

@@ -225,15 +225,15 @@ def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
     optimizer = nmrun.optim.Adam(layer.parameters())
     handle = nmrun.sparsify(layer, optimizer, "step", "2:4", TOTAL)
     optimizer.step()  # without a gradient
-    wanted = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
+    expected = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
     assert handle.phase == "dense"
-    assert torch.equal(Replicated(layer, optimizer, handle).final_state_dict()["weight"], wanted)
+    assert torch.equal(Replicated(layer, optimizer, handle).final_state_dict()["weight"], expected)
     with pytest.raises(
         RunError, match=r"training ended in a dense phase of step, after step 1 of total_steps=8"
     ):
         handle.finalize()
     handle.finalize(layer)
-    assert torch.equal(layer.weight, wanted)
+    assert torch.equal(layer.weight, expected)
 
 
 def test_a_model_that_is_one_layer_and_one_that_is_attention() -> None:

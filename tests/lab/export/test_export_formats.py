@@ -522,16 +522,16 @@ def test_transformers_loads_a_gpt_of_ours(options: tuple[str, ...], tmp_path: Pa
 
 def a_gpt(place: Path, *options: str) -> tuple[nn.Module, Path]:
     """A GPT whose norms and biases are not those of the start, and a run that ended with it."""
-    made = config(
+    cfg = config(
         place,
         *("model=gpt_tiny", "model.layers=1", "model.width=16", "model.heads=2"),
         *("dataset=stdlib_text", "dataset.context=24", *options),
     )
-    model = models.build(made.model.mapping(), {"vocabulary": 256, "context": 24})
+    model = models.build(cfg.model.mapping(), {"vocabulary": 256, "context": 24})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model, run_of(place / "run", model, made.plain, exclude=["lm_head"])
+    return model, run_of(place / "run", model, cfg.plain, exclude=["lm_head"])
 
 
 @pytest.mark.parametrize("form", ["hf", "onnx"])
@@ -557,11 +557,11 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
         pytest.importorskip("onnxruntime"),
     )
     pytest.importorskip("onnxscript")
-    made = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
-    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
+    cfg = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
+    model = models.build(cfg.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
     with torch.no_grad():
         model.heads.head.weight.normal_()  # zero at the start
-    run = run_of(tmp_path / "run", model, made.plain, exclude=["conv_proj"])
+    run = run_of(tmp_path / "run", model, cfg.plain, exclude=["conv_proj"])
     to = tmp_path / "to"
     assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0, capsys.readouterr().err
     images = torch.randn(5, 1, 8, 8)
@@ -587,13 +587,13 @@ def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) 
     pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    made = config(
+    cfg = config(
         tmp_path,
         *("recipe=ste", "model=mlp", "model.hidden=[32,32]", "optimizer.lr=0.01"),
         *("trainer.epochs=2", "trainer.limit_batches=null"),
     )
-    result, to = runner.run(made, run_folder(made)), tmp_path / "to"
-    assert cli.main([str(run_folder(made)), "--to", str(to), "--format", "onnx"]) == 0
+    result, to = runner.run(cfg, run_folder(cfg)), tmp_path / "to"
+    assert cli.main([str(run_folder(cfg)), "--to", str(to), "--format", "onnx"]) == 0
 
     session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
     told = {
@@ -684,9 +684,9 @@ def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
 def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
     runtime = pytest.importorskip("onnxruntime")
-    made = config(tmp_path, f"model={name}")
-    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
-    run = run_of(tmp_path / "run", model, made.plain, exclude=["stem", "head"])
+    cfg = config(tmp_path, f"model={name}")
+    model = models.build(cfg.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
+    run = run_of(tmp_path / "run", model, cfg.plain, exclude=["stem", "head"])
     to, images = tmp_path / "to", torch.randn(5, 1, 8, 8)
     assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
     session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -697,8 +697,8 @@ def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
 
 def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
-    made = config(tmp_path, "model=text_encoder", "dataset=generated_text")
-    model = models.build(made.model.mapping(), tasks.build(made, torch.device("cpu")).inputs)
-    run = run_of(tmp_path / "run", model, made.plain)
+    cfg = config(tmp_path, "model=text_encoder", "dataset=generated_text")
+    model = models.build(cfg.model.mapping(), tasks.build(cfg, torch.device("cpu")).inputs)
+    run = run_of(tmp_path / "run", model, cfg.plain)
     line = refused(run, tmp_path / "to", capsys, "--format", "onnx")
     assert "--format onnx takes models for images and GPT; model=text_encoder is made from" in line

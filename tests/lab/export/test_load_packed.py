@@ -300,8 +300,8 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
     model, x = nmrun.load_packed(file, encoder()), torch.randn(3, 7, 18)
     assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 7
     with torch.no_grad():
-        outputs, wanted = model(x), dense(x)
-    assert float((outputs - wanted).norm() / wanted.norm()) < 0.03
+        outputs, expected = model(x), dense(x)
+    assert float((outputs - expected).norm() / expected.norm()) < 0.03
     for layer, message in (("int4", "none of int8, dense int8"), ("dense int8", "")):
         header["layers"][0]["layer"] = layer
         text = json.dumps(header)
@@ -313,7 +313,7 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
     loaded = nmrun.load_packed(file, encoder())
     assert sum(isinstance(m, DenseInt8Linear) for m in loaded.modules()) == 1
     with torch.no_grad():
-        assert float((loaded(x) - wanted).norm() / wanted.norm()) < 0.03
+        assert float((loaded(x) - expected).norm() / expected.norm()) < 0.03
     del tensors[f"{lines[0].name}.scales"]
     header["sha256"].pop(f"{lines[0].name}.scales")
     text = json.dumps(header)

@@ -76,18 +76,18 @@ def test_more_positions_or_tokens_than_the_network_has() -> None:
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of S-STE on text: its weights are 2:4."""
-    made = runs.config(
+    cfg = runs.config(
         tmp_path_factory.mktemp("pretrained"),
         *("dataset=stdlib_text", "model=gpt_tiny", "recipe=s_ste", "optimizer=adamw", MLP),
     )
-    runner.run(made, run_folder(made))
-    return run_folder(made)
+    runner.run(cfg, run_folder(cfg))
+    return run_folder(cfg)
 
 
 def network(folder: Path, *words: str) -> nn.Module:
-    made = runs.config(folder, *words)
-    torch.manual_seed(made.seed)
-    return weights.network(made, tasks.build(made, torch.device("cpu")))
+    cfg = runs.config(folder, *words)
+    torch.manual_seed(cfg.seed)
+    return weights.network(cfg, tasks.build(cfg, torch.device("cpu")))
 
 
 @pytest.mark.slow
@@ -119,9 +119,9 @@ def test_a_fine_tuned_run_keeps_its_head(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
-    made = runs.config(tmp_path, *TEXTS, "recipe=dense", f"init={pretrained}")
-    folder = run_folder(made)
-    result = runner.run(made, folder)
+    cfg = runs.config(tmp_path, *TEXTS, "recipe=dense", f"init={pretrained}")
+    folder = run_folder(cfg)
+    result = runner.run(cfg, folder)
     assert {"test/accuracy", "test/loss"} <= set(result["metrics"]["final"])
     again = network(tmp_path, *TEXTS, f"init={folder}").state_dict()
     theirs = load_file(folder / "model.safetensors")

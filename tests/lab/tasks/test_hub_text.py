@@ -44,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
 
 def build(tmp_path: Path, *words: str) -> LanguageModelling:
     given = ("dataset=hub_text", "model=gpt_tiny", "dataset.context=16", "trainer.batch_size=4")
-    made = runs.config(tmp_path, *given, *words)
-    task = tasks.build(made, torch.device("cpu"))
+    cfg = runs.config(tmp_path, *given, *words)
+    task = tasks.build(cfg, torch.device("cpu"))
     assert isinstance(task, LanguageModelling)
     return task
 

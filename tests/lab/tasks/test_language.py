@@ -114,8 +114,8 @@ def test_label_smoothing_is_for_training_alone():
     assert plain.evaluate(model, "val") == smooth.evaluate(model, "val")
     (batch,) = plain.micro_batches(0, 0, 1)
     logs = model.logits[batch[0]].log_softmax(-1)
-    wanted = -(0.9 * logs.gather(2, batch[1][:, :, None]).mean() + 0.1 * logs.mean())
-    torch.testing.assert_close(smooth.loss(model, batch), wanted)
+    expected = -(0.9 * logs.gather(2, batch[1][:, :, None]).mean() + 0.1 * logs.mean())
+    torch.testing.assert_close(smooth.loss(model, batch), expected)
 
 
 def test_the_compiled_loss_is_the_same(monkeypatch):
@@ -532,8 +532,8 @@ def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
     write(tmp_path / "train.bin", np.arange(2000) % 7)
     write(tmp_path / "val.bin", np.arange(300) % 7)
     text = (f"dataset.folder={tmp_path}", "dataset.vocabulary=8")
-    made = runs.config(tmp_path / "out", "dataset=token_bin", *text, *TEXT[:-1], "recipe=ste")
-    result = runner.run(made, run_folder(made))
+    cfg = runs.config(tmp_path / "out", "dataset=token_bin", *text, *TEXT[:-1], "recipe=ste")
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
     names = {"eval/loss", "eval/perplexity", "eval/bits_per_token"}
     assert set(result["metrics"]["final"]) == names

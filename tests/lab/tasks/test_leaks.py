@@ -291,10 +291,10 @@ def test_more_sentences_than_there_are() -> None:
 
 def test_runs_of_the_leaking_sentences_are_other_runs(tmp_path: Path) -> None:
     """Their configs had no version: neither the id nor the table takes them for the same."""
-    made = config(tmp_path, "dataset=copy_reverse", "model=fairseq_transformer")
-    assert made.plain["dataset"]["version"] == 2
-    old = {key: value for key, value in made.plain["dataset"].items() if key != "version"}
-    former = type(made)({**made.plain, "dataset": old}, made.pattern)
-    assert identity(former) != identity(made)
+    cfg = config(tmp_path, "dataset=copy_reverse", "model=fairseq_transformer")
+    assert cfg.plain["dataset"]["version"] == 2
+    old = {key: value for key, value in cfg.plain["dataset"].items() if key != "version"}
+    former = type(cfg)({**cfg.plain, "dataset": old}, cfg.pattern)
+    assert identity(former) != identity(cfg)
     with pytest.raises(ConfigError, match=r"dataset\.version=1"):
         config(tmp_path, "dataset=copy_reverse", "dataset.version=1", "model=fairseq_transformer")

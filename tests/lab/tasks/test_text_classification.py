@@ -310,15 +310,15 @@ def test_the_small_encoder_learns(tmp_path: Path):
         "recipe=sr_ste",
         "optimizer.lr=3e-3",
     )
-    made = config(
+    cfg = config(
         tmp_path, *overrides, "trainer.limit_batches=75", "trainer.epochs=2", "trainer.eval_every=2"
     )
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     assert result["metrics"]["final"]["test/accuracy"] > 0.65
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
 
 
 def test_a_model_for_images_is_refused(tmp_path: Path):
-    made = config(tmp_path, "dataset=generated_text", "model=mlp")
+    cfg = config(tmp_path, "dataset=generated_text", "model=mlp")
     with pytest.raises(ConfigError, match="mlp is made from shape and classes"):
-        runner.run(made, run_folder(made))
+        runner.run(cfg, run_folder(cfg))

@@ -38,11 +38,11 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
     monkeypatch.setattr(TrainingSteps, "train_step", watched)
-    made = config(
+    cfg = config(
         tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
     )
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    final = load_file(run_folder(made) / "model.safetensors")
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    final = load_file(run_folder(cfg) / "model.safetensors")
     assert len(seen) == EPOCHS
     assert final.keys() == seen[0].keys()
     for name, tensor in final.items():
@@ -56,11 +56,11 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
 def test_an_interrupted_run_has_the_same_mean(tmp_path: Path) -> None:
     weights = []
     for name, cut in (("alone", 0), ("cut", 11)):  # in the last epoch, when one was added already
-        made = config(tmp_path / name, "recipe=step", "recipe.switch=0.5", "trainer.average=2")
+        cfg = config(tmp_path / name, "recipe=step", "recipe.switch=0.5", "trainer.average=2")
         if cut:
-            cut_off(made, cut - 1)
-        assert runner.run(made, run_folder(made))["status"] == "finished"
-        weights.append((run_folder(made) / "model.safetensors").read_bytes())
+            cut_off(cfg, cut - 1)
+        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+        weights.append((run_folder(cfg) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 

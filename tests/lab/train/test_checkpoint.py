@@ -53,7 +53,7 @@ def test_the_checkpoint_before_the_last_is_kept(
 def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = config(tmp_path, "recipe=ste")
+    cfg = config(tmp_path, "recipe=ste")
     synced, checked = dict[int, int](), []
     fsync, replace = os.fsync, os.replace
 
@@ -63,13 +63,13 @@ def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(
 
     def checking(source: Any, to: Any) -> None:
         if Path(to).name == "checkpoint.pt":
-            rows = (run_folder(made) / "metrics.jsonl").stat()
+            rows = (run_folder(cfg) / "metrics.jsonl").stat()
             checked.append(synced.get(rows.st_ino) == rows.st_size > 0)
         replace(source, to)
 
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(os, "replace", checking)
-    assert runner.run(made, run_folder(made))["status"] == "finished"
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     assert checked == [True] * 4
 
 

@@ -137,11 +137,11 @@ def copied(source: Path, to: Path) -> tuple[Config, Path]:
     return made(to), run_folder(made(to))
 
 
-def again(made: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def again(cfg: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """The status of the same command, and all that it says."""
     capsys.readouterr()
     try:
-        status = runner.run(made, folder)["status"]
+        status = runner.run(cfg, folder)["status"]
     except (ConfigError, RunError) as error:
         status = f"refused: {error}"
     return status, "".join([status, *capsys.readouterr()])
@@ -158,10 +158,10 @@ def test_of_an_interrupted_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made, folder = copied(interrupted, tmp_path)
+    cfg, folder = copied(interrupted, tmp_path)
     for name in names.split():
         damage(folder / name, kind)
-    status, output = again(made, folder, capsys)
+    status, output = again(cfg, folder, capsys)
     right = status == "finished" and outcome(folder) == outcome(run_folder_of(whole))
     assert right or names.split()[0] in output
     # a checkpoint costs steps at most; what lies in a folder of its name is not removed
@@ -183,7 +183,7 @@ def test_of_a_finished_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made, folder = copied(whole, tmp_path)
+    cfg, folder = copied(whole, tmp_path)
     size = (folder / name).stat().st_size
     damage(folder / name, kind)
     for words in (("table", "out", "--verify"), ("export", str(folder), "--to", "exported")):
@@ -194,7 +194,7 @@ def test_of_a_finished_run(
         assert name in err or (name == RESULT and "run" in err)
     assert sorted(os.listdir()) == ["out"]
     seen = name == RESULT or not (folder / name).is_file() or (folder / name).stat().st_size != size
-    status, output = again(made, folder, capsys)
+    status, output = again(cfg, folder, capsys)
     if seen and status == "finished":
         assert outcome(folder) == outcome(run_folder_of(whole))
         assert verb("table", "out", "--verify") == 0

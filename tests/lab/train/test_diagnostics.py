@@ -185,13 +185,13 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
             "trainer.accumulate=2",
             f"trainer.diagnose_every={every}",
         ]
-        made = config(tmp_path / every, f"recipe={recipe}", *options, *SWITCH.get(recipe, []))
-        assert runner.run(made, run_folder(made))["status"] == "finished"
-        state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+        cfg = config(tmp_path / every, f"recipe={recipe}", *options, *SWITCH.get(recipe, []))
+        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+        state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
         assert state is not None
         logged = [
             {k: v for k, v in row.items() if not k.startswith("diagnose/")}
-            for row in rows(run_folder(made))
+            for row in rows(run_folder(cfg))
         ]
         logged = [row for row in logged if set(row) > {"step", "epoch"}]
         ends.append(
@@ -199,10 +199,10 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
                 state["model"],
                 state["random"][0]["torch"],
                 logged,
-                (run_folder(made) / "model.safetensors").read_bytes(),
+                (run_folder(cfg) / "model.safetensors").read_bytes(),
             )
         )
-        looked = [row for row in rows(run_folder(made)) if "diagnose/loss_change" in row]
+        looked = [row for row in rows(run_folder(cfg)) if "diagnose/loss_change" in row]
         assert len(looked) == (0 if every == "null" else 12)
         assert any(row["diagnose/loss_change"] for row in looked) == (every != "null")
     assert ends[0][0].keys() == ends[1][0].keys()
@@ -215,10 +215,10 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
     """Batch normalisation uses the running statistics of after the step in both losses; dropout is
     off.
     """
-    made = config(
+    cfg = config(
         tmp_path, "recipe=sr_ste", "model.exclude=[stem,head.*]", "trainer.diagnose_every=1"
     )
-    loop = Loop(made, build.build(made), Console(None))
+    loop = Loop(cfg, build.build(cfg), Console(None))
     diagnostics = loop.diagnostics
     assert diagnostics is not None
     loop.steps.train_step(0, 0, measure_flips=False)
@@ -240,15 +240,15 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
 
 def test_a_resumed_run_goes_on_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["recipe=sr_ste", "trainer.diagnose_every=2", "optimizer.lr=0.02"]
-    alone, made = config(tmp_path / "alone", *options), config(tmp_path / "cut", *options)
+    alone, cfg = config(tmp_path / "alone", *options), config(tmp_path / "cut", *options)
     runner.run(alone, run_folder(alone))
     train = Loop.train
     monkeypatch.setattr(Loop, "train", stopping(train, 5))
-    assert runner.run(made, run_folder(made))["status"] == "interrupted"
+    assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
     monkeypatch.undo()
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    assert rows(run_folder(made)) == rows(run_folder(alone))
-    assert rows(run_folder(made))[-1]["diagnose/flipped_again"] > 0
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    assert rows(run_folder(cfg)) == rows(run_folder(alone))
+    assert rows(run_folder(cfg))[-1]["diagnose/flipped_again"] > 0
 
 
 def test_the_key(tmp_path: Path) -> None:

@@ -185,8 +185,8 @@ def test_no_split_is_evaluated_twice_with_the_same_weights(
 
     seen: list[tuple[str, int]] = []
     evaluate = Classification.evaluate
-    made = config(tmp_path, "recipe=ste", f"trainer.average={average}")
-    folder = run_folder(made)
+    cfg = config(tmp_path, "recipe=ste", f"trainer.average={average}")
+    folder = run_folder(cfg)
 
     def counted(task: Any, model: Any, split: str) -> dict[str, float]:
         bits = hash(tuple(p.detach().double().sum().item() for p in model.parameters()))
@@ -197,7 +197,7 @@ def test_no_split_is_evaluated_twice_with_the_same_weights(
         return evaluate(task, model, split)
 
     monkeypatch.setattr(Classification, "evaluate", counted)
-    outcome = runner.run(made, folder)
+    outcome = runner.run(cfg, folder)
     assert outcome["status"] == "finished"
     assert len(set(seen)) == len(seen)
     assert [split for split, _ in seen[:4]] == ["val"] * 4

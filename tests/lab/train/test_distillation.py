@@ -52,8 +52,8 @@ def test_the_gradient_is_hintons() -> None:
     torch.manual_seed(1)
     logits, taught = torch.randn(4, requires_grad=True), torch.randn(4)
     divergence(logits[None], taught[None], 3.0).backward()
-    wanted = 3.0 * ((logits.detach() / 3).softmax(0) - (taught / 3).softmax(0))
-    torch.testing.assert_close(logits.grad, wanted)
+    expected = 3.0 * ((logits.detach() / 3).softmax(0) - (taught / 3).softmax(0))
+    torch.testing.assert_close(logits.grad, expected)
 
 
 class Points(Categorical):
@@ -95,9 +95,9 @@ def test_the_sum_of_both_and_who_learns() -> None:
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished dense run."""
-    made = config(tmp_path_factory.mktemp("teacher"), "recipe=dense")
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    return run_folder(made)
+    cfg = config(tmp_path_factory.mktemp("teacher"), "recipe=dense")
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    return run_folder(cfg)
 
 
 def taught(out: Path, teacher: Path, *overrides: str) -> Config:
@@ -108,8 +108,8 @@ def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
     """Its weights, frozen; another start than the student's; evaluated without dropout."""
     from safetensors.torch import load_file
 
-    made = taught(tmp_path, teacher, "seed=1")
-    parts = build.build(made)
+    cfg = taught(tmp_path, teacher, "seed=1")
+    parts = build.build(cfg)
     assert isinstance(parts.loss, Distilled)
     state = parts.loss.teacher.state_dict()
     for name, tensor in load_file(teacher / "model.safetensors").items():
@@ -120,21 +120,21 @@ def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
 
 def test_start_is_the_model_as_it_begins(tmp_path: Path) -> None:
     """Dense, and untouched by what the optimizer does."""
-    made = config(tmp_path, "recipe=sr_ste", "trainer.distill=start")
+    cfg = config(tmp_path, "recipe=sr_ste", "trainer.distill=start")
     plain = build.build(config(tmp_path, "recipe=dense"))
-    parts = build.build(made)
+    parts = build.build(cfg)
     assert isinstance(parts.loss, Distilled)
-    run_loop(made, parts)
+    run_loop(cfg, parts)
     teacher = parts.loss.teacher.state_dict()
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(teacher[name], tensor)
     assert not torch.equal(parts.model.state_dict()["stem.weight"], teacher["stem.weight"])
 
 
-def run_loop(made: Config, parts: build.Parts) -> None:
+def run_loop(cfg: Config, parts: build.Parts) -> None:
     from nmrun.lab.train.steps import TrainingSteps
 
-    steps = TrainingSteps(made, parts)
+    steps = TrainingSteps(cfg, parts)
     parts.model.train()
     for step in range(3):
         steps.train_step(0, step, measure_flips=False)
@@ -144,11 +144,11 @@ def test_accumulation_gives_the_same_loss(tmp_path: Path, teacher: Path) -> None
     """The term is a mean over items, like the loss beside it."""
     losses = []
     for accumulate in (1, 2):
-        made = taught(tmp_path, teacher, f"trainer.accumulate={accumulate}")
-        parts = build.build(made)
+        cfg = taught(tmp_path, teacher, f"trainer.accumulate={accumulate}")
+        parts = build.build(cfg)
         from nmrun.lab.train.steps import TrainingSteps
 
-        steps = TrainingSteps(made, parts)
+        steps = TrainingSteps(cfg, parts)
         steps.train_step(0, 0, measure_flips=False)
         losses.append(float(steps.losses[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -190,9 +190,9 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
 
 def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
     """A dense forward pass for every item that is trained on; inference has no teacher."""
-    plain, made = config(tmp_path / "a", "recipe=sr_ste"), taught(tmp_path / "b", teacher)
+    plain, cfg = config(tmp_path / "a", "recipe=sr_ste"), taught(tmp_path / "b", teacher)
     flops = []
-    for each in (plain, made):
+    for each in (plain, cfg):
         assert runner.run(each, run_folder(each))["status"] == "finished"
         flops.append(json.loads((run_folder(each) / "result.json").read_text())["flops"])
     forward = build.build(plain).cost.forward
@@ -207,8 +207,8 @@ def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path: Path, teach
     budget = ("trainer.budget=flops:dense",)
     plain = build.build(config(tmp_path, "recipe=sr_ste", *budget))
     with_teacher = build.build(taught(tmp_path, teacher, *budget))
-    wanted = plain.cost.dense / with_teacher.cost.training(with_teacher.handle.recipe)
-    assert with_teacher.total_steps == round(12 * wanted)
+    expected = plain.cost.dense / with_teacher.cost.training(with_teacher.handle.recipe)
+    assert with_teacher.total_steps == round(12 * expected)
     assert with_teacher.total_steps < plain.total_steps
 
 
@@ -219,9 +219,9 @@ def test_a_language_model_learns_from_one(tmp_path: Path) -> None:
     )
     dense = config(tmp_path, "recipe=dense", *language)
     assert runner.run(dense, run_folder(dense))["status"] == "finished"
-    made = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *language)
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    losses = [row["train/loss"] for row in rows(run_folder(made)) if "train/loss" in row]
+    cfg = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *language)
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    losses = [row["train/loss"] for row in rows(run_folder(cfg)) if "train/loss" in row]
     assert losses[-1] < losses[0]
 
 
@@ -243,12 +243,12 @@ def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
     from nmrun.lab.train.distillation import loss_of
 
     model = nn.Linear(2, 2)
-    made = taught(tmp_path, teacher)
+    cfg = taught(tmp_path, teacher)
     scores = Points()
     scores.inputs = {"classes": 1}
     for task in (Sums(), scores):
         with pytest.raises(ConfigError, match="compares distributions over classes or tokens"):
-            loss_of(made, task, model)
+            loss_of(cfg, task, model)
     for overrides, message in (
         (("model.channels=[8,8,12]",), "is another network than this run's"),
         (("trainer.distributed=fsdp",), "keeps a whole teacher in every process"),
@@ -263,11 +263,11 @@ def test_other_classes(tmp_path: Path, teacher: Path) -> None:
     from nmrun.lab.models.images import SmallConvNetwork
     from nmrun.lab.train.distillation import loss_of
 
-    made = taught(tmp_path, teacher)
+    cfg = taught(tmp_path, teacher)
     points = Points()
     points.inputs = {"classes": 7}
     with pytest.raises(ConfigError, match=r"head.bias is \(10,\) there and \(7,\) here"):
-        loss_of(made, points, SmallConvNetwork((1, 8, 8), 7, [8, 8, 8]))
+        loss_of(cfg, points, SmallConvNetwork((1, 8, 8), 7, [8, 8, 8]))
 
 
 def test_a_teacher_s_place_is_no_part_of_the_id(
@@ -293,8 +293,8 @@ def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
 
 def test_told_before_torch_is_there(tmp_path: Path, teacher: Path) -> None:
     def messages(*overrides: str) -> list[str]:
-        made = config(tmp_path, "recipe=sr_ste", *overrides)
-        return [line for line in rules.refusals(made.plain) if "distill" in line]
+        cfg = config(tmp_path, "recipe=sr_ste", *overrides)
+        return [line for line in rules.refusals(cfg.plain) if "distill" in line]
 
     assert messages(f"trainer.distill='{teacher}'") == []
     assert messages("trainer.distill=nowhere") == [

@@ -80,14 +80,14 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
         "trainer.epochs=100",
         f"output_dir={tmp_path}",
     ]
-    made = config(tmp_path, "recipe=step", "recipe.switch=0.5", "trainer.epochs=100")
+    cfg = config(tmp_path, "recipe=step", "recipe.switch=0.5", "trainer.epochs=100")
     process = subprocess.Popen(
         [*TORCHRUN, "-m", "nmrun", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    metrics = run_folder(made) / "metrics.jsonl"
+    metrics = run_folder(cfg) / "metrics.jsonl"
     while process.poll() is None and (
         not metrics.exists() or metrics.read_bytes().count(b"\n") < 20
     ):
@@ -95,9 +95,9 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     assert output.count("interrupted at step") == 1
-    result = json.loads((run_folder(made) / "result.json").read_text())
+    result = json.loads((run_folder(cfg) / "result.json").read_text())
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
-    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state is not None
     assert f"interrupted at step {state['loop']['step']} of 300" in output
     assert len(state["random"]) == 2

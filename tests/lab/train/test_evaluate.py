@@ -39,8 +39,8 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Pat
         of_dense = parts.task.evaluate(twin, "val")
     assert of_sparse["loss"] != of_dense["loss"]
     row = loop.evaluation.row(1, Signals())
-    wanted = of_dense if mode == "dense" else of_sparse
-    assert {key: row[f"eval/{key}"] for key in wanted} == pytest.approx(wanted)
+    expected = of_dense if mode == "dense" else of_sparse
+    assert {key: row[f"eval/{key}"] for key in expected} == pytest.approx(expected)
     beside = {key.removeprefix("eval/dense/"): v for key, v in row.items() if "dense/" in key}
     assert beside == pytest.approx(of_dense if mode == "both" else {})
     assert bool(loop.evaluation.best) == (

@@ -92,7 +92,7 @@ def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
 def test_a_disk_that_is_full_from_some_step_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, original, full = config(tmp_path), TrainingSteps.train_step, []
+    cfg, original, full = config(tmp_path), TrainingSteps.train_step, []
 
     def step(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
@@ -113,14 +113,14 @@ def test_a_disk_that_is_full_from_some_step_on(
         patch.setattr(TrainingSteps, "train_step", step)
         patch.setattr(os, "fsync", fsync)
         patch.setattr(Path, "open", appending)
-        result = runner.run(made, run_folder(made))
+        result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
     assert "No space left on device" in capsys.readouterr().err
-    assert not list(run_folder(made).glob("*.partial"))
-    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert not list(run_folder(cfg).glob("*.partial"))
+    state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state is not None
     assert state["loop"]["step"] == 6
-    assert runner.run(made, run_folder(made))["status"] == "finished"
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -183,8 +183,8 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_without_memory_a_run_fails_and_says_what_to_try(
     small_memory: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path)
-    result = runner.run(made, run_folder(made))
+    cfg = config(tmp_path)
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
     assert result["error"] == (
         "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). Try trainer.accumulate=2 or trainer.on_oom=halve"
@@ -194,8 +194,8 @@ def test_without_memory_a_run_fails_and_says_what_to_try(
 def test_micro_batches_are_halved_until_they_fit(
     small_memory: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path, "trainer.on_oom=halve")
-    result = runner.run(made, run_folder(made))
+    cfg = config(tmp_path, "trainer.on_oom=halve")
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
     output = capsys.readouterr().out
     assert (
@@ -208,7 +208,7 @@ def test_micro_batches_are_halved_until_they_fit(
     assert small_memory[9:] == [8] * 4 * 6
     steps = [
         json.loads(line)["step"]
-        for line in (run_folder(made) / "metrics.jsonl").read_text().splitlines()
+        for line in (run_folder(cfg) / "metrics.jsonl").read_text().splitlines()
     ]
     assert steps == sorted(steps)
 
@@ -228,8 +228,8 @@ def test_the_pass_before_training_is_halved_too(
 
     looks = ("trainer.acceleration=force",) if not products.KERNELS.obstacle() else ()
     monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
-    made = config(tmp_path, *looks)
-    assert runner.run(made, run_folder(made))["status"] == "finished"
+    cfg = config(tmp_path, *looks)
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     monkeypatch.setattr(Classification, "loss", limited)
     failing = config(tmp_path, *looks, "force=true")
     assert runner.run(failing, run_folder(failing))["error"] == (
@@ -238,8 +238,8 @@ def test_the_pass_before_training_is_halved_too(
     )
     assert tried == [32]
     tried.clear(), capsys.readouterr()
-    made = config(tmp_path, *looks, "trainer.on_oom=halve", "force=true")
-    assert runner.run(made, run_folder(made))["status"] == "finished"
+    cfg = config(tmp_path, *looks, "trainer.on_oom=halve", "force=true")
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     output = capsys.readouterr().out
     assert "  before training: out of memory (CUDA out of memory. Tried" in output
     assert "on with trainer.accumulate=4" in output
@@ -255,7 +255,7 @@ def test_a_batch_of_one_image_cannot_be_halved(
         raise MemoryError("no memory")
 
     monkeypatch.setattr(TrainingSteps, "train_step", never)
-    made = config(tmp_path, "trainer.on_oom=halve")
-    result = runner.run(made, run_folder(made))
+    cfg = config(tmp_path, "trainer.on_oom=halve")
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
     assert "accumulate=32" in capsys.readouterr().out

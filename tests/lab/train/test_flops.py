@@ -439,9 +439,9 @@ def used(folder: Path) -> dict[str, int]:
 
 
 def finished(*arguments: Any) -> dict[str, int]:
-    made = config(*arguments)
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    return used(run_folder(made))
+    cfg = config(*arguments)
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    return used(run_folder(cfg))
 
 
 def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
@@ -489,13 +489,13 @@ def test_a_resumed_run_counts_all_its_steps(
 ) -> None:
     options = ["recipe=step", "recipe.switch=0.6"]
     alone = finished(tmp_path / "alone", *options)
-    made, train = config(tmp_path / "cut", *options), Loop.train
+    cfg, train = config(tmp_path / "cut", *options), Loop.train
     monkeypatch.setattr(Loop, "train", stopping(train, 5))
-    assert runner.run(made, run_folder(made))["status"] == "interrupted"
-    assert used(run_folder(made))["training_dense"] == alone["training_dense"] * 5 / 12
+    assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
+    assert used(run_folder(cfg))["training_dense"] == alone["training_dense"] * 5 / 12
     monkeypatch.undo()
-    runner.run(made, run_folder(made))
-    assert used(run_folder(made)) == alone
+    runner.run(cfg, run_folder(cfg))
+    assert used(run_folder(cfg)) == alone
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -553,8 +553,8 @@ def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=asp", "trainer.budget=flops:dense", "schedule=linear")
-    loop = Loop(made, build.build(made), Console(None))
+    cfg = config(tmp_path, "recipe=asp", "trainer.budget=flops:dense", "schedule=linear")
+    loop = Loop(cfg, build.build(cfg), Console(None))
     assert loop.steps.total_steps > 12
     assert loop.handle.recipe.dense_steps == round(loop.steps.total_steps / 2)
     assert loop.steps.lr_factor(loop.steps.total_steps) == 0.0

@@ -154,9 +154,9 @@ def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
 def test_what_shards_cannot_do_is_refused(
     overrides: tuple[str, ...], complaint: str, tmp_path: Path
 ) -> None:
-    made = config(tmp_path, *overrides, "trainer.distributed=fsdp")
+    cfg = config(tmp_path, *overrides, "trainer.distributed=fsdp")
     with pytest.raises(ConfigError) as refused:
-        build(made)
+        build(cfg)
     assert complaint in str(refused.value)
     assert "\n" not in str(refused.value)
     assert str(refused.value).endswith("use trainer.distributed=ddp")

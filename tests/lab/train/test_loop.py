@@ -39,17 +39,17 @@ class Rows:
     def sync(self) -> None: ...
 
 
-def trained(made: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list[dict[str, Any]]]:
+def trained(cfg: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list[dict[str, Any]]]:
     """A loop that has gone through its run; ``prepare(loop)`` may change it beforehand."""
-    loop, tracker = Loop(made, build.build(made), Console(None, brief=True)), Rows()
+    loop, tracker = Loop(cfg, build.build(cfg), Console(None, brief=True)), Rows()
     if prepare is not None:
         prepare(loop)
     loop.train(folder, tracker, Signals())  # type: ignore[arg-type]
     return loop, tracker.rows
 
 
-def with_trainer(made: Config, **values: Any) -> Config:
-    return Config({**made.plain, "trainer": {**made.plain["trainer"], **values}}, made.pattern)
+def with_trainer(cfg: Config, **values: Any) -> Config:
+    return Config({**cfg.plain, "trainer": {**cfg.plain["trainer"], **values}}, cfg.pattern)
 
 
 def weights(loop: Loop) -> dict[str, Tensor]:
@@ -73,8 +73,8 @@ def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path:
         # eps = 1e-3 keeps Adam from blowing up the rounding of gradients that are almost zero
         options = ["optimizer.eps=1e-3", f"recipe={recipe}", "trainer.clip=0.5", "trainer.epochs=2"]
         options += {"sr_ste": ["recipe.decay=0.1"], "step": ["recipe.switch=0.5"]}.get(recipe, [])
-        made = with_trainer(config(tmp_path, *options), batch_size=30, accumulate=parts)
-        results.append(weights(trained(made, tmp_path)[0]))
+        cfg = with_trainer(config(tmp_path, *options), batch_size=30, accumulate=parts)
+        results.append(weights(trained(cfg, tmp_path)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
 
 
@@ -96,8 +96,8 @@ def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
         "trainer.epochs=1",
         "trainer.limit_batches=1",
     ]
-    made = config(tmp_path, *options)
-    parts = build.build(made)
+    cfg = config(tmp_path, *options)
+    parts = build.build(cfg)
     with parts.handle.dense_weights():
         before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
     sparse = {weight.name for weight in parts.handle.sparse}
@@ -112,7 +112,7 @@ def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
         expected[name] = before[name] - lr * p.grad * clip / norm
         if name in sparse:
             expected[name] -= lr * decay * before[name] * ~nm_mask(before[name], "2:4")
-    loop, _ = trained(made, tmp_path)
+    loop, _ = trained(cfg, tmp_path)
     torch.testing.assert_close(weights(loop), expected, rtol=1e-4, atol=1e-6)
     assert len(sparse) == 2
     for weight in loop.handle.sparse:
@@ -186,9 +186,9 @@ def test_the_result_does_not_depend_on_the_loss_scale(optimizer: str, tmp_path: 
     ]
     options += [f"optimizer={optimizer}"]
     options += ["optimizer.eps=1e-3"] if optimizer == "adam" else []
-    made = config(tmp_path, *options)
-    start = weights(Loop(made, build.build(made), Console(None)))
-    one, two = (weights(trained(made, tmp_path, with_scale(s))[0]) for s in (2.0**6, 2.0**10))
+    cfg = config(tmp_path, *options)
+    start = weights(Loop(cfg, build.build(cfg), Console(None)))
+    one, two = (weights(trained(cfg, tmp_path, with_scale(s))[0]) for s in (2.0**6, 2.0**10))
     apart = math.sqrt(sum(float((one[name] - two[name]).square().sum()) for name in start))
     moved = math.sqrt(sum(float((one[name] - start[name]).square().sum()) for name in start))
     assert apart < 0.05 * moved
@@ -205,8 +205,8 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
         "schedule=linear",
         "trainer.log_every=1",
     ]
-    made = config(tmp_path, *options)
-    start = weights(Loop(made, build.build(made), Console(None)))
+    cfg = config(tmp_path, *options)
+    start = weights(Loop(cfg, build.build(cfg), Console(None)))
     seen: list[tuple[int, int, bool]] = []
 
     def prepare(loop: Loop) -> None:
@@ -220,7 +220,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
 
         loop.steps.train_step = watched  # type: ignore[method-assign]
 
-    loop, logged = trained(with_trainer(made, epochs=12), tmp_path, prepare)
+    loop, logged = trained(with_trainer(cfg, epochs=12), tmp_path, prepare)
     updates = [number for number, _, _ in seen]
     before_each = [0, *updates[:-1]]
     assert updates[:3] == [0, 0, 0]
@@ -310,16 +310,16 @@ def test_evaluations_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(falling)}
     )
-    made = config(tmp_path, "recipe=ste", "trainer.eval_every=5steps")
-    result = runner.run(made, run_folder(made))
-    evaluated = [row for row in rows(run_folder(made)) if "eval/accuracy" in row]
+    cfg = config(tmp_path, "recipe=ste", "trainer.eval_every=5steps")
+    result = runner.run(cfg, run_folder(cfg))
+    evaluated = [row for row in rows(run_folder(cfg)) if "eval/accuracy" in row]
     assert [(row["step"], row["epoch"]) for row in evaluated] == [(5, 2), (10, 4), (12, 4)]
     best = result["metrics"]["best"]
     assert (best["step"], best["epoch"], best["candidates"]) == (5, 2, 3)
     assert best["eval/accuracy"] == 0.9
     short = config(tmp_path, "recipe=ste", "trainer.steps=5")
     runner.run(short, run_folder(short))
-    files = (run_folder(made) / "best.safetensors", run_folder(short) / "model.safetensors")
+    files = (run_folder(cfg) / "best.safetensors", run_folder(short) / "model.safetensors")
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -398,9 +398,9 @@ def test_checkpoints_load_without_pickle_and_come_when_asked(
 # --- early failure --------------------------------------------------------------------------------
 
 
-def failure(made: Config, folder: Path, prepare: Any = None) -> str:
+def failure(cfg: Config, folder: Path, prepare: Any = None) -> str:
     with pytest.raises(RunError) as caught:
-        trained(made, folder, prepare)
+        trained(cfg, folder, prepare)
     return str(caught.value)
 
 
@@ -467,14 +467,14 @@ def test_a_gradient_that_no_loss_scale_helps(
             return self.head((self.inner(x.flatten(1)) * 0).abs().sqrt())
 
     monkeypatch.setattr(models, "build", lambda *_: Root())
-    made = config(
+    cfg = config(
         tmp_path,
         "recipe=ste",
         "model.exclude=[head]",
         "trainer.precision=fp16",
         "trainer.epochs=40",
     )
-    message = failure(made, tmp_path)
+    message = failure(cfg, tmp_path)
     assert "however small the loss scale" in message
     assert "the gradient of inner" in message
     assert "trainer.precision=bf16 or fp32" in message
@@ -482,8 +482,8 @@ def test_a_gradient_that_no_loss_scale_helps(
 
 def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
     """On a GPU losses are looked at only when a row is due."""
-    made = config(tmp_path)
-    loop = Loop(made, build.build(made), Console(None))
+    cfg = config(tmp_path)
+    loop = Loop(cfg, build.build(cfg), Console(None))
     loop.steps.logged_step, loop.steps.step = 4, 8
     loop.steps.losses = [torch.tensor(x) for x in (1.0, 0.9, math.nan, math.nan)]
     with pytest.raises(RunError, match=r"^step 7: the loss is nan"):
@@ -497,13 +497,13 @@ def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
 def test_with_channels_last_the_same_training_up_to_rounding(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=2", "optimizer.eps=1e-3")
-    assert made.model.name == "small_conv"
+    cfg = config(tmp_path, f"recipe={recipe}", "trainer.epochs=2", "optimizer.eps=1e-3")
+    assert cfg.model.name == "small_conv"
     ends, formats = [], []
     for least in (build.LARGE, 1):
         monkeypatch.setattr(build, "LARGE", least)
         monkeypatch.setattr(build, "fuse", lambda *_: None)  # which has a rounding of its own
-        loop, _ = trained(made, tmp_path)
+        loop, _ = trained(cfg, tmp_path)
         convolutions = [
             module.weight for module in loop.model.modules() if isinstance(module, nn.Conv2d)
         ]
@@ -539,14 +539,14 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
     )
     moved = []
     for head_lr in ("null", "0.02"):
-        made = config(
+        cfg = config(
             tmp_path,
             *words,
             f"optimizer.head_lr={head_lr}",
             "recipe=sr_ste",
             "trainer.limit_batches=1",
         )
-        loop = Loop(made, build.build(made), Console(None))
+        loop = Loop(cfg, build.build(cfg), Console(None))
         before = weights(loop)
         loop.steps.train_step(0, 0, measure_flips=False)
         moved.append({name: weight - before[name] for name, weight in weights(loop).items()})
@@ -557,8 +557,8 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
 
 
 def test_a_network_without_a_head(tmp_path: Path) -> None:
-    made = config(tmp_path, "model=resnet20", "optimizer.head_lr=0.1")
+    cfg = config(tmp_path, "model=resnet20", "optimizer.head_lr=0.1")
     with pytest.raises(
         ConfigError, match=r"optimizer\.head_lr=0\.1: this model has no layer named head"
     ):
-        build.build(made)
+        build.build(cfg)

@@ -71,15 +71,15 @@ def test_a_run_that_goes_on_keeps_its_precision(
     flags = {"fp32": (), "bf16": ("avx512_bf16",)}
     results = []
     for interrupted in (False, True):
-        made = config(tmp_path / str(interrupted), "recipe=sr_ste")
+        cfg = config(tmp_path / str(interrupted), "recipe=sr_ste")
         played(monkeypatch, *flags[precision])
         if interrupted:
-            cut_off(made, 8)
+            cut_off(cfg, 8)
             played(monkeypatch, *flags["fp32" if precision == "bf16" else "bf16"])
-        assert runner.run(made, run_folder(made))["status"] == "finished"
-        result = json.loads((run_folder(made) / "result.json").read_text())
+        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+        result = json.loads((run_folder(cfg) / "result.json").read_text())
         assert result["environment"]["precision"] == precision
-        results.append((result["metrics"], (run_folder(made) / "model.safetensors").read_bytes()))
+        results.append((result["metrics"], (run_folder(cfg) / "model.safetensors").read_bytes()))
     assert results[0] == results[1]
 
 

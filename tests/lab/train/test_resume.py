@@ -60,11 +60,11 @@ def make(folder: Path, recipe: str, *overrides: str) -> Config:
     )
 
 
-def outcome(made: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str, Any], list[str]]:
+def outcome(cfg: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str, Any], list[str]]:
     """Run to the end; all that must not depend on interruptions."""
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
-    folder = run_folder(made)
+    folder = run_folder(cfg)
     weights = (
         (folder / "model.safetensors").read_bytes(),
         (folder / "best.safetensors").read_bytes(),
@@ -92,9 +92,9 @@ def cuts() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("recipe", "step"), list(cuts()))
 def test_killed_after_a_step(recipe: str, step: int, tmp_path: Path) -> None:
-    made = make(tmp_path, recipe)
-    kill(made, TrainingSteps, "train_step", step)
-    assert outcome(made) == left_alone(tmp_path, recipe)
+    cfg = make(tmp_path, recipe)
+    kill(cfg, TrainingSteps, "train_step", step)
+    assert outcome(cfg) == left_alone(tmp_path, recipe)
 
 
 def test_killed_where_rows_are_further_apart(
@@ -104,9 +104,9 @@ def test_killed_where_rows_are_further_apart(
     monkeypatch.setattr(steps, "MOST_ROWS", 4)
     alone = outcome(make(tmp_path / "alone", "step"))
     assert [row["step"] for row in alone[2] if "train/loss" in row] == [4, 8, 12]
-    made = make(tmp_path, "step")
-    kill(made, TrainingSteps, "train_step", 7)
-    assert outcome(made) == alone
+    cfg = make(tmp_path, "step")
+    kill(cfg, TrainingSteps, "train_step", 7)
+    assert outcome(cfg) == alone
 
 
 @pytest.mark.parametrize("recipe", KINDS)
@@ -117,11 +117,11 @@ def test_checkpoints_within_an_epoch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One after each step loses no step to a kill, and changes no bit."""
-    alone, made = left_alone(tmp_path, recipe), make(tmp_path, recipe)
+    alone, cfg = left_alone(tmp_path, recipe), make(tmp_path, recipe)
     monkeypatch.setattr(checkpoint.CheckpointClock, "due", lambda _: True)
-    kill(made, TrainingSteps, "train_step", 6)
-    kill(made, TrainingSteps, "train_step", 6)
-    assert outcome(made) == alone
+    kill(cfg, TrainingSteps, "train_step", 6)
+    kill(cfg, TrainingSteps, "train_step", 6)
+    assert outcome(cfg) == alone
     output = capsys.readouterr().out
     assert "goes on at step 5 of 12" in output
     assert "goes on at step 10 of 12" in output
@@ -136,18 +136,18 @@ def test_killed_with_evaluations_and_a_length_in_steps(
 ) -> None:
     """11 steps, evaluations after 5, 10 and 11."""
     by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
-    alone, made = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
+    alone, cfg = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
     assert [row["step"] for row in alone[2] if "eval/loss" in row] == [5, 10, 11]
-    kill(made, owner, name, call)
-    assert outcome(made) == alone
+    kill(cfg, owner, name, call)
+    assert outcome(cfg) == alone
 
 
 @pytest.mark.parametrize("recipe", ["asp", "step"])
 def test_killed_again_and_again(recipe: str, tmp_path: Path) -> None:
-    made = make(tmp_path, recipe)
+    cfg = make(tmp_path, recipe)
     for _ in range(3):
-        kill(made, TrainingSteps, "train_step", 4)  # three steps forward, one back
-    assert outcome(made) == left_alone(tmp_path, recipe)
+        kill(cfg, TrainingSteps, "train_step", 4)  # three steps forward, one back
+    assert outcome(cfg) == left_alone(tmp_path, recipe)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +163,17 @@ def test_killed_again_and_again(recipe: str, tmp_path: Path) -> None:
 def test_killed_at_an_awkward_moment(
     owner: Any, name: str, call: int, before: bool, tmp_path: Path
 ) -> None:
-    made = make(tmp_path, "step")
-    kill(made, owner, name, call, before)
-    assert outcome(made) == left_alone(tmp_path, "step")
+    cfg = make(tmp_path, "step")
+    kill(cfg, owner, name, call, before)
+    assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
 def test_killed_while_writing_a_row(tmp_path: Path) -> None:
-    made = make(tmp_path, "ste")
-    kill(made, TrainingSteps, "train_step", 8)
-    metrics = run_folder(made) / "metrics.jsonl"
+    cfg = make(tmp_path, "ste")
+    kill(cfg, TrainingSteps, "train_step", 8)
+    metrics = run_folder(cfg) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
-    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 @pytest.mark.parametrize("step", [5, 8])
@@ -181,14 +181,14 @@ def test_killed_while_writing_a_row(tmp_path: Path) -> None:
 def test_a_signal_saves_between_epochs_too(
     number: signal.Signals, step: int, tmp_path: Path
 ) -> None:
-    made = make(tmp_path, "step")
+    cfg = make(tmp_path, "step")
     with signal_after(step, number):
-        result = runner.run(made, run_folder(made))
+        result = runner.run(cfg, run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", number)
-    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state is not None
     assert state["loop"]["step"] == step
-    assert outcome(made) == left_alone(tmp_path, "step")
+    assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_signal_stops_evaluations_and_the_last_files(
     owner: Any, name: str, call: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was trained is saved, the row of the step that was evaluated is not lost."""
-    made, original, calls = make(tmp_path, "step"), getattr(owner, name), 0
+    cfg, original, calls = make(tmp_path, "step"), getattr(owner, name), 0
 
     def signalled(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -218,15 +218,15 @@ def test_a_signal_stops_evaluations_and_the_last_files(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, signalled)
-        result = runner.run(made, run_folder(made))
+        result = runner.run(cfg, run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
-    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state is not None
     assert state["loop"]["step"] == step
     with monkeypatch.context() as patch:
         calls = -1000
         patch.setattr(owner, name, signalled)
-        assert outcome(made) == drawing_alone(tmp_path, patch, owner, name)
+        assert outcome(cfg) == drawing_alone(tmp_path, patch, owner, name)
 
 
 def drawing_alone(tmp_path: Path, patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
@@ -246,23 +246,23 @@ def test_a_signal_comes_while_an_error_is_on_its_way(
         threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
 
-    made = make(tmp_path, "ste")
+    cfg = make(tmp_path, "ste")
     with monkeypatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", broken)
-        result = runner.run(made, run_folder(made))
+        result = runner.run(cfg, run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     assert "error" not in result
-    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 def test_a_launcher_s_handler_is_called_when_all_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """submitit's, for instance, which puts the job into the queue again and exits; others return."""
-    made, original, saved = make(tmp_path, "step"), TrainingSteps.train_step, []
+    cfg, original, saved = make(tmp_path, "step"), TrainingSteps.train_step, []
 
     def handler(number: int, frame: Any) -> None:
-        state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+        state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
         saved.append((number, state and state["loop"]["step"]))
         if number == signal.SIGUSR2:
             sys.exit(-1)
@@ -276,20 +276,20 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     try:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(TrainingSteps, "train_step", signalled)
-            runner.run(made, run_folder(made))
+            runner.run(cfg, run_folder(cfg))
     finally:
         for number, before in former.items():
             signal.signal(number, before)
     assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
-    assert outcome(made) == left_alone(tmp_path, "step")
+    assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
 def test_a_signal_that_is_sent_twice_is_one(tmp_path: Path) -> None:
     """timeout(1) sends it to the process and to its group."""
-    made = make(tmp_path, "ste")
+    cfg = make(tmp_path, "ste")
     with signal_after(5, signal.SIGTERM, signal.SIGTERM):
-        assert runner.run(made, run_folder(made))["signal"] == signal.SIGTERM
-    assert outcome(made) == left_alone(tmp_path, "ste")
+        assert runner.run(cfg, run_folder(cfg))["signal"] == signal.SIGTERM
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 def test_a_process_that_a_run_has_forked_ends_as_ever(
@@ -311,10 +311,10 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
             os.kill(child, signal.SIGTERM)
             codes.append(os.waitpid(child, 0)[1])
 
-    made, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
+    cfg, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
     with monkeypatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", forking)
-        assert outcome(made) == alone
+        assert outcome(cfg) == alone
     assert codes == [signal.SIGTERM]
 
 
@@ -337,9 +337,9 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = make(tmp_path, "ste")
-    kill(made, TrainingSteps, "train_step", 8)  # the checkpoint is of step 6
-    metrics = run_folder(made) / "metrics.jsonl"
+    cfg = make(tmp_path, "ste")
+    kill(cfg, TrainingSteps, "train_step", 8)  # the checkpoint is of step 6
+    metrics = run_folder(cfg) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
     number, content = damage
@@ -351,21 +351,21 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
         lines[number : number + 1] = [content]
     metrics.write_bytes(b"\n".join(lines) + b"\n")
     capsys.readouterr()
-    result = runner.run(made, run_folder(made))
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
     told = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
     assert told == ([message] if message else [])
     alone = left_alone(tmp_path, "ste")
     assert result["events"] == [*told, *alone[4]]
-    logged = rows(run_folder(made))
+    logged = rows(run_folder(cfg))
     assert len(logged) == len(alone[2]) - ("lost" in message)
     assert result["metrics"] == alone[3]
 
 
 def test_loss_scaling_goes_on_where_it_was(tmp_path: Path) -> None:
-    made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
-    kill(made, TrainingSteps, "train_step", 8)
-    assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
+    cfg = make(tmp_path, "sr_ste", "trainer.precision=fp16")
+    kill(cfg, TrainingSteps, "train_step", 8)
+    assert outcome(cfg) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
 
 
 def test_random_state_of_all_generators(tmp_path: Path) -> None:
@@ -384,8 +384,8 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
 
 
 def test_resume_false_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = make(tmp_path, "ste")
-    kill(made, TrainingSteps, "train_step", 8)
+    cfg = make(tmp_path, "ste")
+    kill(cfg, TrainingSteps, "train_step", 8)
     capsys.readouterr()
     assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
     assert "goes on at" not in capsys.readouterr().out
@@ -395,13 +395,13 @@ def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its rows beside it nothing but its id shows that it is another seed's."""
-    made, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
-    for each in (made, other):
+    cfg, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
+    for each in (cfg, other):
         kill(each, TrainingSteps, "train_step", 8)
     for name in ("checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"):
-        shutil.copy(run_folder(other) / name, run_folder(made) / name)
-    result = runner.run(made, run_folder(made))
-    ids = [folder.name.partition("-")[2] for folder in map(run_folder, (made, other))]
+        shutil.copy(run_folder(other) / name, run_folder(cfg) / name)
+    result = runner.run(cfg, run_folder(cfg))
+    ids = [folder.name.partition("-")[2] for folder in map(run_folder, (cfg, other))]
     assert result["status"] == "failed"
     assert all(part in result["error"] for part in (*ids, "force=true"))
     assert "Traceback" not in capsys.readouterr().err
@@ -411,14 +411,14 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make(tmp_path, "ste")
-    kill(made, TrainingSteps, "train_step", 8)
-    path = run_folder(made) / "checkpoint.pt"
+    cfg = make(tmp_path, "ste")
+    kill(cfg, TrainingSteps, "train_step", 8)
+    path = run_folder(cfg) / "checkpoint.pt"
     state = checkpoint.load(path)
     assert state is not None
-    assert state.pop("id") == run_folder(made).name.partition("-")[2]
+    assert state.pop("id") == run_folder(cfg).name.partition("-")[2]
     checkpoint.save(path, state)
-    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
     assert "goes on at step 6 of 12" in capsys.readouterr().out
 
 
@@ -429,20 +429,20 @@ def test_a_run_that_begins_anew_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where it was killed before its first checkpoint, and nobody has asked for it."""
-    made, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
-    kill(made, TrainingSteps, "train_step", 2)
+    cfg, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
+    kill(cfg, TrainingSteps, "train_step", 2)
     assert told not in capsys.readouterr().out
-    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
     assert capsys.readouterr().out.count(told) == (not words)
 
 
 def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path: Path) -> None:
     for call in (2, 8):  # it begins anew, it is resumed
-        made = make(tmp_path, "ste", f"seed={call}")
-        kill(made, TrainingSteps, "train_step", call)
-        (run_folder(made) / ".tmpa1B2c3").write_bytes(bytes(100))
-        outcome(made)
-        assert not list(run_folder(made).glob(".tmp*"))
+        cfg = make(tmp_path, "ste", f"seed={call}")
+        kill(cfg, TrainingSteps, "train_step", call)
+        (run_folder(cfg) / ".tmpa1B2c3").write_bytes(bytes(100))
+        outcome(cfg)
+        assert not list(run_folder(cfg).glob(".tmp*"))
 
 
 @pytest.mark.slow
@@ -457,26 +457,26 @@ def test_an_epoch_of_a_language_model_is_not_lost(
         *("trainer.limit_batches=600", "trainer.limit_evaluation=20"),
         "trainer.checkpoint_every=0.01s",
     )
-    made = config(tmp_path, *overrides)
+    cfg = config(tmp_path, *overrides)
     words = [word for word in TINY if "channels" not in word and "epoch" not in word]
     words = [word for word in words if "limit" not in word] + list(overrides)
     finished = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
     result = runner.run(finished, run_folder(finished))
     assert result["status"] == "finished", result
     process = preloaded.started((*words, f"output_dir={tmp_path}"), tmp_path)
-    while process.is_alive() and not (run_folder(made) / "checkpoint.pt").exists():
+    while process.is_alive() and not (run_folder(cfg) / "checkpoint.pt").exists():
         time.sleep(0.002)
     process.kill()
     process.join()
-    assert not (run_folder(made) / "result.json").exists()
+    assert not (run_folder(cfg) / "result.json").exists()
     again = nmrun_cli(*words, f"output_dir={tmp_path}")
     assert again.returncode == 0
     assert "  goes on at step " in again.stdout
     for name in ("model.safetensors", "best.safetensors"):
-        one, other = (run_folder(each) / name for each in (made, finished))
+        one, other = (run_folder(each) / name for each in (cfg, finished))
         assert one.read_bytes() == other.read_bytes()
-    assert rows(run_folder(made)) == rows(run_folder(finished))
-    ended = json.loads((run_folder(made) / "result.json").read_text())
+    assert rows(run_folder(cfg)) == rows(run_folder(finished))
+    ended = json.loads((run_folder(cfg) / "result.json").read_text())
     assert 0 < ended["checkpoint_seconds"] < ended["seconds"]
     assert ended["metrics"] == result["metrics"]
 
@@ -490,10 +490,10 @@ def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_
     overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=30", "trainer.limit_batches=5")
     alone = config(tmp_path / "alone", *overrides)
     expected = outcome(alone)
-    made = config(tmp_path, *overrides)
+    cfg = config(tmp_path, *overrides)
     words = (*TINY, *overrides, f"output_dir={tmp_path}")
     chance = random.Random(0)
-    metrics = run_folder(made) / "metrics.jsonl"
+    metrics = run_folder(cfg) / "metrics.jsonl"
     reached = 0
     for _ in range(2):
         process = preloaded.started(words, tmp_path)
@@ -504,9 +504,9 @@ def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_
             time.sleep(0.002)
         process.kill()
         process.join()
-    assert not (run_folder(made) / "result.json").exists()
+    assert not (run_folder(cfg) / "result.json").exists()
     assert nmrun_cli(*words).returncode == 0
-    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
-    assert (run_folder(made) / "model.safetensors").read_bytes() == expected[0]
-    assert (run_folder(made) / "best.safetensors").read_bytes() == expected[1]
-    assert rows(run_folder(made)) == expected[2]
+    assert json.loads((run_folder(cfg) / "result.json").read_text())["status"] == "finished"
+    assert (run_folder(cfg) / "model.safetensors").read_bytes() == expected[0]
+    assert (run_folder(cfg) / "best.safetensors").read_bytes() == expected[1]
+    assert rows(run_folder(cfg)) == expected[2]

@@ -98,8 +98,11 @@ def test_a_rate_for_the_head_goes_with_either(decay: str, tmp_path: Path) -> Non
     assert len(rates) == sum(len(g["params"]) for g in by.param_groups)
     for name, p in network.named_parameters():
         matrix = name.endswith("weight") and p.dim() > 1
-        wanted = (0.3 if name.startswith("head") else 0.1, 0.5 if matrix or decay == "all" else 0.0)
-        assert rates[id(p)] == wanted, name
+        expected = (
+            0.3 if name.startswith("head") else 0.1,
+            0.5 if matrix or decay == "all" else 0.0,
+        )
+        assert rates[id(p)] == expected, name
 
 
 @pytest.mark.parametrize("final", [0.0, 0.1])
@@ -108,12 +111,12 @@ def test_schedules(warmup: int, final: float) -> None:
     total = 20
     for step in range(total + 5):
         done = min(1.0, (step - warmup) / (total - warmup))
-        wanted = {
+        expected = {
             "constant": 1.0,
             "linear": final + (1 - final) * (1 - done),
             "cosine": final + (1 - final) * (1 + math.cos(math.pi * done)) / 2,
         }
-        for name, factor in wanted.items():
+        for name, factor in expected.items():
             rising = (step + 1) / warmup if step < warmup else factor
             assert schedule_factor(name, warmup, total, final)(step) == pytest.approx(
                 rising, abs=1e-12
@@ -133,15 +136,15 @@ def test_schedule_names_and_short_runs() -> None:
 def test_cycles_are_the_schedule_again_and_again(cycles: int, total: int) -> None:
     options = {"name": "cosine", "warmup": 0.2, "final": 0.1, "cycles": cycles}
     factor = scheduled(options, 1.0, total)
-    wanted = []
+    expected = []
     for cycle in range(cycles):
         steps = round((cycle + 1) * total / cycles) - round(cycle * total / cycles)
         warmup = round(0.2 * steps)
         for step in range(steps):
             done = (step - warmup) / (steps - warmup)
             cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
-            wanted.append((step + 1) / warmup if step < warmup else cosine)
-    assert [factor(step) for step in range(total)] == pytest.approx(wanted)
+            expected.append((step + 1) / warmup if step < warmup else cosine)
+    assert [factor(step) for step in range(total)] == pytest.approx(expected)
     assert factor(total + 5) == pytest.approx(0.1)
     # with two cycles, the step at which ASP prunes is the first of the second
     assert cycles != 2 or factor(round(0.5 * total)) == factor(0)

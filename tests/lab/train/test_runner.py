@@ -48,8 +48,8 @@ FILES = {
 }
 
 
-def run(made: Config, sweep: str | None = None) -> dict[str, Any]:
-    return runner.run(made, run_folder(made), sweep)
+def run(cfg: Config, sweep: str | None = None) -> dict[str, Any]:
+    return runner.run(cfg, run_folder(cfg), sweep)
 
 
 # --- a finished run -------------------------------------------------------------------------------
@@ -59,19 +59,19 @@ def run(made: Config, sweep: str | None = None) -> dict[str, Any]:
 def test_the_folder_of_a_finished_run(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
-    folder = run_folder(made)
-    returned = run(made)
+    cfg = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
+    folder = run_folder(cfg)
+    returned = run(cfg)
     shown = capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == FILES
     result = json.loads((folder / "result.json").read_text())
     assert returned == {**result, "folder": str(folder)}
     assert (result["status"], result["id"], result["config"]) == (
         "finished",
-        identity(made),
-        made.plain,
+        identity(cfg),
+        cfg.plain,
     )
-    assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == made.plain
+    assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == cfg.plain
     names = {"eval/accuracy", "eval/loss", "test/accuracy", "test/loss"}
     assert set(result["metrics"]["final"]) == names
     assert set(result["metrics"]["best"]) == {*names, "epoch", "step", "candidates"}
@@ -101,18 +101,18 @@ def test_the_folder_of_a_finished_run(
         for reason in (() if recipe == "dense" else ("excluded", "2 x inner.*.weight"))
     )
     assert str(folder) in shown
-    assert (folder / "run.log").read_text() == f"{title(made)}\n{shown}"
+    assert (folder / "run.log").read_text() == f"{title(cfg)}\n{shown}"
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "step"])
 def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Path) -> None:
     """Rebuilt by hand: a plain model, the saved weights, the test images."""
-    made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
-    metrics = run(made)["metrics"]
+    cfg = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
+    metrics = run(cfg)["metrics"]
     images, labels = load_digits()["test"]
     for file, told in (("model", metrics["final"]), ("best", metrics["best"])):
         model = SmallConvNetwork((1, 8, 8), 10, [8, 8, 8])
-        model.load_state_dict(load_file(run_folder(made) / f"{file}.safetensors"))
+        model.load_state_dict(load_file(run_folder(cfg) / f"{file}.safetensors"))
         with torch.no_grad():
             logits = model(images)
         assert told["test/accuracy"] == pytest.approx(
@@ -124,11 +124,11 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Pa
 
 
 def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=ste")
-    folder = run_folder(made)
-    first = run(made)
+    cfg = config(tmp_path, "recipe=ste")
+    folder = run_folder(cfg)
+    first = run(cfg)
     before = (folder / "model.safetensors").stat()
-    assert run(made) == {**first, "status": "skipped"}
+    assert run(cfg) == {**first, "status": "skipped"}
     assert (folder / "model.safetensors").stat() == before
     again = run(config(tmp_path, "recipe=ste", "force=true"))
     assert again["metrics"] == first["metrics"]
@@ -139,18 +139,18 @@ def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> N
 def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path) -> None:
     weights = []
     for place, seed in (("a", 0), ("b", 0), ("c", 1)):
-        made = config(tmp_path / place, f"seed={seed}")
-        run(made)
-        weights.append((run_folder(made) / "model.safetensors").read_bytes())
+        cfg = config(tmp_path / place, f"seed={seed}")
+        run(cfg)
+        weights.append((run_folder(cfg) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
 
 
 def test_in_a_sweep_the_screen_has_less_and_the_log_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path, "recipe=ste")
-    run(made, "some-sweep")
-    shown, log = capsys.readouterr().out, (run_folder(made) / "run.log").read_text()
+    cfg = config(tmp_path, "recipe=ste")
+    run(cfg, "some-sweep")
+    shown, log = capsys.readouterr().out, (run_folder(cfg) / "run.log").read_text()
     assert "excluded" not in shown
     assert "excluded" in log
     assert set(shown.splitlines()) < set(log.splitlines())
@@ -159,8 +159,8 @@ def test_in_a_sweep_the_screen_has_less_and_the_log_all(
 def test_a_dry_run_tells_the_plan_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
-    assert run(made)["status"] == "planned"
+    cfg = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
+    assert run(cfg)["status"] == "planned"
     assert not (tmp_path / "out").exists()
     shown = capsys.readouterr().out
     assert "  sparse  inner.1.weight  64x64x3x3  2:8\n" in shown
@@ -181,26 +181,26 @@ def test_a_failure_is_told_in_a_line_and_kept_in_full(
         raise ZeroDivisionError("first line\nsecond line")
 
     monkeypatch.setattr(Classification, "evaluate", broken)
-    made = config(tmp_path, "recipe=ste")
-    result = run(made)
+    cfg = config(tmp_path, "recipe=ste")
+    result = run(cfg)
     captured = capsys.readouterr()
     assert (result["status"], result["error"]) == ("failed", "ZeroDivisionError: first line")
-    assert json.loads((run_folder(made) / "result.json").read_text())["error"] == result["error"]
-    assert "Traceback" in (run_folder(made) / "run.log").read_text()
+    assert json.loads((run_folder(cfg) / "result.json").read_text())["error"] == result["error"]
+    assert "Traceback" in (run_folder(cfg) / "run.log").read_text()
     assert "Traceback" not in captured.out + captured.err
     assert "nmrun: failed: ZeroDivisionError: first line" in captured.err
     monkeypatch.undo()
-    assert run(made)["status"] == "finished"
+    assert run(cfg)["status"] == "finished"
 
 
 def test_a_run_whose_last_step_diverges_fails(tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=dense", "optimizer.lr=1e30", "trainer.limit_batches=1",
+    cfg = config(tmp_path, "recipe=dense", "optimizer.lr=1e30", "trainer.limit_batches=1",
                   "trainer.epochs=1")  # fmt: skip
-    result = run(made)
+    result = run(cfg)
     assert result["status"] == "failed"
     assert result["error"].startswith("step 1: eval/loss is ")
     assert "Try a lower optimizer.lr (it was 1e+30)" in result["error"]
-    assert not (run_folder(made) / "model.safetensors").exists()
+    assert not (run_folder(cfg) / "model.safetensors").exists()
 
 
 def test_a_weight_that_is_not_finite_is_never_saved(
@@ -216,13 +216,13 @@ def test_a_weight_that_is_not_finite_is_never_saved(
 
     monkeypatch.setattr(TrainingSteps, "train_step", last)
     monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
-    made = config(tmp_path, "recipe=dense")
-    result = run(made)
+    cfg = config(tmp_path, "recipe=dense")
+    result = run(cfg)
     assert result["status"] == "failed"
     assert result["error"].startswith(
         "step 12: the last update broke the weights; the first non-finite value is parameter head.bias."
     )
-    assert not (run_folder(made) / "model.safetensors").exists()
+    assert not (run_folder(cfg) / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -258,12 +258,12 @@ def test_nan_is_never_the_best_nor_the_last(
 def test_a_finished_run_whose_file_is_gone_is_made_whole(
     name: str, shorter: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path, "recipe=ste")
-    folder, first = run_folder(made), run(made)
+    cfg = config(tmp_path, "recipe=ste")
+    folder, first = run_folder(cfg), run(cfg)
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[:-1]) if shorter else (folder / name).unlink()
     capsys.readouterr()
-    again = run(made)
+    again = run(cfg)
     output = capsys.readouterr().out
     size = f"changed: it has {len(data) - 1} bytes and had {len(data)}"
     assert f"finished before, but {name}: it {f'was {size}' if shorter else 'is missing'}" in output
@@ -277,12 +277,12 @@ def test_a_finished_run_whose_file_is_gone_is_made_whole(
 def test_a_result_that_was_changed_is_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path, "recipe=ste")
-    path, first = run_folder(made) / "result.json", run(made)
+    cfg = config(tmp_path, "recipe=ste")
+    path, first = run_folder(cfg) / "result.json", run(cfg)
     accuracy = f'"test/accuracy": {first["metrics"]["final"]["test/accuracy"]}'
     assert accuracy in path.read_text()
     path.write_text(path.read_text().replace(accuracy, '"test/accuracy": 0.99'))
-    again = run(made)
+    again = run(cfg)
     assert "result.json: it was changed" in capsys.readouterr().out
     assert (again["status"], again["metrics"]) == ("finished", first["metrics"])
 
@@ -290,11 +290,11 @@ def test_a_result_that_was_changed_is_made_again(
 def test_rows_of_a_finished_run_cannot_be_made_again_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path, "recipe=ste")
-    folder, first = run_folder(made), run(made)
+    cfg = config(tmp_path, "recipe=ste")
+    folder, first = run_folder(cfg), run(cfg)
     before = (folder / "result.json").read_bytes()
     (folder / "metrics.jsonl").unlink()
-    again = run(made)
+    again = run(cfg)
     line = "metrics.jsonl of this finished run: it is missing; force=true makes all anew"
     assert (again["status"], again["error"]) == ("failed", line)
     assert capsys.readouterr().err == f"nmrun: {line}: {folder}\n"
@@ -305,15 +305,15 @@ def test_rows_of_a_finished_run_cannot_be_made_again_alone(
 
 
 def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=ste")
-    run(made)
-    folder = run_folder(made)
+    cfg = config(tmp_path, "recipe=ste")
+    run(cfg)
+    folder = run_folder(cfg)
     result = json.loads((folder / "result.json").read_text())
     del result["files"], result["sha256"]
     (folder / "result.json").write_text(json.dumps(result))
-    assert run(made)["status"] == "skipped"
+    assert run(cfg)["status"] == "skipped"
     (folder / "model.safetensors").unlink()
-    assert run(made)["status"] == "finished"
+    assert run(cfg)["status"] == "finished"
 
 
 def test_a_forced_run_that_was_cut_off_goes_on(
@@ -321,14 +321,14 @@ def test_a_forced_run_that_was_cut_off_goes_on(
 ) -> None:
     plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
 
-    def went_on(made: Config) -> bool:
+    def went_on(cfg: Config) -> bool:
         capsys.readouterr()
-        run(made)
+        run(cfg)
         return "goes on at step 8" in capsys.readouterr().out
 
-    def cut(made: Config) -> bool:
+    def cut(cfg: Config) -> bool:
         with signal_after(8, signal.SIGTERM):
-            return went_on(made)
+            return went_on(cfg)
 
     assert not cut(plain)
     assert not cut(forced)  # what was begun without it is done anew
@@ -353,24 +353,24 @@ def test_a_forced_run_that_was_cut_off_goes_on(
 def test_what_only_the_built_model_shows_is_still_a_configuration_error(
     overrides: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    made = config(tmp_path / "out", "recipe=ste")
+    cfg = config(tmp_path / "out", "recipe=ste")
     for override in overrides:
         key, _, value = override.partition("=")
         OmegaConf.update(
-            plain := OmegaConf.create(made.plain), key, OmegaConf.create(f"x: {value}").x
+            plain := OmegaConf.create(cfg.plain), key, OmegaConf.create(f"x: {value}").x
         )
-        made = Config(OmegaConf.to_container(plain), made.pattern)  # type: ignore[arg-type]
+        cfg = Config(OmegaConf.to_container(plain), cfg.pattern)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        run(made)
+        run(cfg)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    made = config(tmp_path / "file2")
-    made.plain["output_dir"] = str(tmp_path / "file")
+    cfg = config(tmp_path / "file2")
+    cfg.plain["output_dir"] = str(tmp_path / "file")
     with pytest.raises(ConfigError, match="output_dir="):
-        run(made)
+        run(cfg)
 
 
 def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,17 +419,17 @@ def test_a_signal_that_comes_too_late_still_stops_the_sweep(
         return original(*arguments)
 
     monkeypatch.setattr("nmrun.lab.runs.run_folder.sealed", late)
-    made = config(tmp_path, "recipe=ste")
-    result = run(made)
+    cfg = config(tmp_path, "recipe=ste")
+    result = run(cfg)
     assert (result["status"], result["signal"]) == ("interrupted", 15)
-    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
+    assert json.loads((run_folder(cfg) / "result.json").read_text())["status"] == "finished"
 
 
 def test_two_processes_do_not_share_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path)
-    folder = run_folder(made)
+    cfg = config(tmp_path)
+    folder = run_folder(cfg)
     folder.mkdir(parents=True)
     file = str(folder / NAME)
     holder = f"import fcntl, os, sys; fcntl.flock(os.open({file!r}, os.O_CREAT), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
@@ -438,12 +438,12 @@ def test_two_processes_do_not_share_a_folder(
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        assert run(made)["status"] == "running"
+        assert run(cfg)["status"] == "running"
         assert capsys.readouterr().err.count("\n") == 1
         assert [path.name for path in folder.iterdir()] == [NAME]
         with contextlib.suppress(ValueError):
             other.communicate()
-    assert run(made)["status"] == "finished"
+    assert run(cfg)["status"] == "finished"
 
 
 def test_a_checkpoint_of_another_model_is_not_forced_in(
@@ -452,14 +452,14 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(
     def interrupted(*_: Any) -> None:
         raise RunError("stopped after training")
 
-    made = config(tmp_path)
+    cfg = config(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(results, "save_weights", interrupted)
-        run(made)
+        run(cfg)
     monkeypatch.setattr(
         models, "build", lambda config, inputs: SmallConvNetwork(**inputs, channels=[4, 4, 4, 4])
     )
-    result = run(made)
+    result = run(cfg)
     assert result["status"] == "failed"
     assert "force=true starts over" in result["error"]
 
@@ -472,16 +472,16 @@ def test_a_checkpoint_of_an_older_version_is_told_in_a_line(
     def interrupted(*_: Any) -> None:
         raise RunError("stopped after training")
 
-    made = config(tmp_path, "recipe=ste")
+    cfg = config(tmp_path, "recipe=ste")
     with monkeypatch.context() as patch:
         patch.setattr(results, "save_weights", interrupted)
-        run(made)
-    path = run_folder(made) / "checkpoint.pt"
+        run(cfg)
+    path = run_folder(cfg) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
     weight = state["model"].pop("inner.0.weight")
     state["model"]["inner.0.parametrizations.weight.original"] = weight
     torch.save(state, path)
-    result = run(made)
+    result = run(cfg)
     assert result["status"] == "failed"
     assert result["error"].startswith("checkpoint.pt is of an older nmrun")
     assert result["error"].endswith("; force=true starts over")
@@ -492,13 +492,13 @@ def test_a_run_that_ends_before_its_weights_are_sparse_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ASP, "after_step", lambda *_: None)  # never prunes
-    made = config(tmp_path, "recipe=asp")
-    result = run(made)
+    cfg = config(tmp_path, "recipe=asp")
+    result = run(cfg)
     assert result["status"] == "failed"
     assert result["error"].startswith(
         "training ended in a dense phase of asp, after step 12 of total_steps=12"
     )
-    assert not (run_folder(made) / "model.safetensors").exists()
+    assert not (run_folder(cfg) / "model.safetensors").exists()
 
 
 # --- data, models, cost ---------------------------------------------------------------------------

@@ -269,11 +269,11 @@ def trained(tmp_path_factory):
         "optimizer=adamw",
         "optimizer.lr=3e-5",
     )
-    made = config(
+    cfg = config(
         tmp_path_factory.mktemp("runs"), "recipe=dense", *words, "schedule=cosine", "seed=3"
     )
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    return run_folder(made)
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    return run_folder(cfg)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +317,9 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
 def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
     """12 ms dense; 10, 8 and 7 with 4:16, 2:16 and 1:16."""
     played(monkeypatch)
-    made = config(tmp_path, "recipe=dense", *WIDE, "trainer.batch_size=64")
-    assert runner.run(made, run_folder(made))["status"] == "finished"
-    words = [str(run_folder(made)), "--cost", "time", "--budget"]
+    cfg = config(tmp_path, "recipe=dense", *WIDE, "trainer.batch_size=64")
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    words = [str(run_folder(cfg)), "--cost", "time", "--budget"]
     capsys.readouterr()
     assert main([*words, "0.8"]) == 0
     head, inner, small, used, command = map(str.split, capsys.readouterr().out.splitlines())

@@ -241,7 +241,7 @@ def test_ranks_take_turns_and_pass_as_often(count: int) -> None:
 
 def check(task: Task, model: nn.Module, split: str = "test") -> None:
     """However many ranks there are, they find what one finds, in as many passes each."""
-    wanted = task.evaluate(model.eval(), split)
+    expected = task.evaluate(model.eval(), split)
     for world in (2, 3, 11):
         seen, tallies, counts = two_evaluate.passes(model), [], set()
         for rank in range(world):
@@ -251,10 +251,10 @@ def check(task: Task, model: nn.Module, split: str = "test") -> None:
         metrics = task.metrics_of(split, tallies)
         assert len(counts) == 1
         assert metrics == {
-            key: pytest.approx(value, rel=1e-12, abs=0) for key, value in wanted.items()
+            key: pytest.approx(value, rel=1e-12, abs=0) for key, value in expected.items()
         }
         exact = {"accuracy", "f1", "matthews", "spearman", "pearson"} & {*metrics}
-        assert {key: metrics[key] for key in exact} == {key: wanted[key] for key in exact}
+        assert {key: metrics[key] for key in exact} == {key: expected[key] for key in exact}
 
 
 @pytest.mark.parametrize("case", two_evaluate.CASES)
@@ -342,9 +342,11 @@ def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
     model = two_evaluate.Normed((3, 8, 8), 2)
     model.load_state_dict(load_file(Path(run["folder"]) / "model.safetensors"))
     for split, prefix in (("val", "eval"), ("test", "test")):
-        wanted = task.evaluate(model.eval(), split)
-        assert run["metrics"]["final"][f"{prefix}/accuracy"] == wanted["accuracy"]
-        assert run["metrics"]["final"][f"{prefix}/loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        expected = task.evaluate(model.eval(), split)
+        assert run["metrics"]["final"][f"{prefix}/accuracy"] == expected["accuracy"]
+        assert run["metrics"]["final"][f"{prefix}/loss"] == pytest.approx(
+            expected["loss"], rel=1e-6
+        )
 
 
 @pytest.mark.slow

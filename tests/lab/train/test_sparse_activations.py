@@ -30,27 +30,27 @@ def make(folder: Path, *overrides: str) -> Config:
     return config(folder, *GPT, "recipe=dense", *overrides)
 
 
-def train(made: Config) -> tuple[Path, dict[str, Any]]:
-    result = runner.run(made, run_folder(made))
+def train(cfg: Config) -> tuple[Path, dict[str, Any]]:
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
     return Path(result["folder"]), result
 
 
 def test_the_steps_of_a_run(tmp_path: Path) -> None:
     """Sparse from step 4 to step 9; what is best is one of the dense end; weights as by hand."""
-    made = make(
+    cfg = make(
         tmp_path,
         "trainer.activations=1:8",
         "trainer.activations_dense_start=0.25",
         "trainer.activations_dense_end=0.25",
     )
-    parts = build.build(made)
+    parts = build.build(cfg)
     assert [parts.activations.sparse_at(step) for step in range(12)] == [
         *[False] * 3,
         *[True] * 6,
         *[False] * 3,
     ]
-    folder, result = train(made)
+    folder, result = train(cfg)
     evaluated = [row for row in rows(folder) if "eval/loss" in row]
     assert all(0.2 < row["eval/activation_zeros"] < 0.9 for row in evaluated)
     assert all(0.2 < row["eval/activation_kept"] < 0.95 for row in evaluated)
@@ -124,10 +124,10 @@ def test_a_vision_transformer_and_texts(tmp_path: Path) -> None:
         ("dataset=digits", "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16"),
         ("dataset=generated_text", "model=text_encoder", "model.width=16"),
     ):
-        made = config(
+        cfg = config(
             tmp_path, *words, "model.activation=relu2", "trainer.activations=2:4", "recipe=ste"
         )
-        _, result = train(made)
+        _, result = train(cfg)
         assert 0 < result["metrics"]["final"]["eval/activation_kept"] < 1
 
 
@@ -163,8 +163,8 @@ def test_a_run_without_is_the_run_that_it_was(tmp_path: Path) -> None:
 def test_mistakes_that_show_before_torch(
     words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    made = make(tmp_path, "trainer.activations=2:4", *words)
-    (line,) = rules.refusals(made.plain)
+    cfg = make(tmp_path, "trainer.activations=2:4", *words)
+    (line,) = rules.refusals(cfg.plain)
     assert message in line
     assert "\n" not in line
 
@@ -182,17 +182,17 @@ def test_mistakes_that_show_before_torch(
 def test_mistakes_that_the_model_shows(
     words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    made = make(tmp_path, *words)
+    cfg = make(tmp_path, *words)
     with pytest.raises(ConfigError, match=message):
-        runner.run(made, run_folder(made))
-    assert not run_folder(made).exists()
+        runner.run(cfg, run_folder(cfg))
+    assert not run_folder(cfg).exists()
 
 
 def test_the_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = make(
+    cfg = make(
         tmp_path, "trainer.activations=2:4", "trainer.activations_dense_end=0.25", "dry=true"
     )
-    runner.run(made, run_folder(made))
+    runner.run(cfg, run_folder(cfg))
     assert "activations 2:4 of 2 squared ReLUs, steps 1 to 9" in capsys.readouterr().out
 
 

@@ -91,17 +91,17 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is there to answer"))
-    made = config(tmp_path, "track=wandb", "recipe=step", "seed=3")
-    result = runner.run(made, run_folder(made), "some-sweep")
+    cfg = config(tmp_path, "track=wandb", "recipe=step", "seed=3")
+    result = runner.run(cfg, run_folder(cfg), "some-sweep")
     assert result["status"] == "finished"
-    (run,) = offline_runs(run_folder(made))
-    assert identity(made).encode() in run
+    (run,) = offline_runs(run_folder(cfg))
+    assert identity(cfg).encode() in run
     assert b"some-sweep" in run
     assert b'"label_smoothing":0' in run
-    for key in set().union(*rows(run_folder(made))):
+    for key in set().union(*rows(run_folder(cfg))):
         assert key.encode() in run, key
     assert f"{result['metrics']['final']['test/accuracy']:.6f}"[:6].encode() in run
-    assert not [p for p in run_folder(made).rglob("*") if ":" in p.name or " " in p.name]
+    assert not [p for p in run_folder(cfg).rglob("*") if ":" in p.name or " " in p.name]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_a_missing_wandb_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    made = config(tmp_path, "track=wandb", "recipe=ste")
-    assert runner.run(made, run_folder(made))["status"] == "finished"
+    cfg = config(tmp_path, "track=wandb", "recipe=ste")
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     assert capsys.readouterr().out.count("W&B is off for this run") == 1
-    assert len(rows(run_folder(made))) == 8  # steps 2, 3, 4, 6, 8, 9, 10, 12
+    assert len(rows(run_folder(cfg))) == 8  # steps 2, 3, 4, 6, 8, 9, 10, 12
 
 
 def test_a_wandb_that_breaks_on_the_way_costs_a_line(
@@ -298,8 +298,8 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         finish=lambda exit_code: None,
     )
     monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given) or run)
-    made = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")
-    done = runner.run(made, run_folder(made), "some-sweep")
+    cfg = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")
+    done = runner.run(cfg, run_folder(cfg), "some-sweep")
     assert asked["name"] == "ste 2:4 digits small_conv s0"
     assert asked["tags"] == ["ste", "digits", "small_conv", "2:4", "mine"]
     assert asked["group"] == "some-sweep"

@@ -90,8 +90,8 @@ def reference_rate(
 @pytest.mark.parametrize("decay", [None, 0.0, 6e-2])
 def test_the_rate_is_that_of_a_plain_loop(tmp_path, decay, epochs, interval, steps):
     words = (*MODEL, f"trainer.epochs={epochs}")
-    made = config(tmp_path, *AUTO, words[-1], f"recipe.interval={interval}")
-    rate = trials._probe(made, decay or 0.0, dense=decay is None).flip_rate
+    cfg = config(tmp_path, *AUTO, words[-1], f"recipe.interval={interval}")
+    rate = trials._probe(cfg, decay or 0.0, dense=decay is None).flip_rate
     assert rate > 0.01
     assert rate == pytest.approx(
         reference_rate(config(tmp_path, "recipe=dense", *words), decay, interval, steps), rel=1e-9
@@ -114,7 +114,7 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
     mus = {decay: 0.8 * 2.0 ** (slope * (centre - i)) for i, decay in enumerate(GRID)}
     tried = []
 
-    def probe(made: schema.Config, decay: float, dense: bool, steps: int | None) -> Probe:
+    def probe(cfg: schema.Config, decay: float, dense: bool, steps: int | None) -> Probe:
         tried.append(decay)
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
@@ -205,8 +205,8 @@ def test_the_flops_of_a_probe_are_those_of_its_steps(tmp_path):
     """All dense, the 12 FLOPs of a weight and item but for the first layer's input gradient; at 2:4
     a third of those of sparse layers, two products of three, are halved.
     """
-    made = config(tmp_path, *AUTO, "recipe.interval=5")
-    dense, sparse = (trials._probe(made, 0.0, dense=each).flops for each in (True, False))
+    cfg = config(tmp_path, *AUTO, "recipe.interval=5")
+    dense, sparse = (trials._probe(cfg, 0.0, dense=each).flops for each in (True, False))
     items = 10 * 32  # two intervals of batches
     first, inner, head = 64 * 16, 2 * 16 * 16, 16 * 10
     assert dense == dict.fromkeys(
@@ -287,18 +287,18 @@ def test_the_steps_that_fill_the_budget(
 
 
 def test_schedule_and_phases_end_with_the_budget(clock: Clock, tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=asp", BUDGET, "schedule=linear", "trainer.eval_every=1")
-    result = runner.run(made, run_folder(made))
+    cfg = config(tmp_path, "recipe=asp", BUDGET, "schedule=linear", "trainer.eval_every=1")
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
     steps = result["steps"]
     assert any(f"{steps} steps of" in event for event in result["events"])
-    last = [json.loads(line) for line in (run_folder(made) / "metrics.jsonl").open()][-1]
+    last = [json.loads(line) for line in (run_folder(cfg) / "metrics.jsonl").open()][-1]
     assert last["step"] == steps
-    assert last["lr"] == pytest.approx(made.optimizer.lr / steps)  # of the step before the last: 0
+    assert last["lr"] == pytest.approx(cfg.optimizer.lr / steps)  # of the step before the last: 0
     spent = result["training_seconds"]
     assert spent == pytest.approx(2.0, rel=0.05)
     assert result["seconds"] > spent + EVALUATION + FIRST
-    loop = Loop(made, build(made, steps), Console(None))
+    loop = Loop(cfg, build(cfg, steps), Console(None))
     assert loop.handle.recipe.dense_steps == round(steps / 2)
     assert sum(result["flops"].values()) > 0
 
@@ -371,12 +371,12 @@ def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(
 
 
 def test_less_than_an_epoch_is_refused_in_one_line(clock: Clock, tmp_path: Path) -> None:
-    made = config(tmp_path, "recipe=ste", "trainer.budget=seconds:0.03")
+    cfg = config(tmp_path, "recipe=ste", "trainer.budget=seconds:0.03")
     with pytest.raises(
         ConfigError,
         match=r"^trainer.budget=seconds:0.03: that is 0.33 epochs; it takes one epoch or more$",
     ):
-        trials.steps_of_budget(made)
+        trials.steps_of_budget(cfg)
 
 
 def test_what_decides_the_speed_decides_the_run(tmp_path: Path) -> None:

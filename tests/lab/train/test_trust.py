@@ -24,8 +24,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run at 2:4, and beside it one with another seed."""
     root = tmp_path_factory.mktemp("finished")
     for seed in (0, 1):
-        made = config(root / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, f"seed={seed}")
-        assert runner.run(made, run_folder(made))["status"] == "finished"
+        cfg = config(root / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, f"seed={seed}")
+        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     return root
 
 
@@ -102,11 +102,11 @@ def test_runs_without_hashes_are_taken_with_a_line(
 def test_a_skip_says_that_there_are_no_hashes(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = config(tmp_path / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, "seed=0")
-    assert jobs.one(made)["status"] == "skipped"
+    cfg = config(tmp_path / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, "seed=0")
+    assert jobs.one(cfg)["status"] == "skipped"
     assert OF_EARLIER not in capsys.readouterr().out
     unsealed(run)
-    assert jobs.one(made)["status"] == "skipped"
+    assert jobs.one(cfg)["status"] == "skipped"
     assert OF_EARLIER in capsys.readouterr().out
 
 
@@ -119,18 +119,18 @@ def test_another_runs_files_in_this_folder(
     (other,) = root.glob("*/*/*/*/s1-*")
     if of == "another seed":
         shutil.copytree(other, run, dirs_exist_ok=True)
-        made = config(root, *words, "seed=0")
+        cfg = config(root, *words, "seed=0")
     elif of == "another recipe":
         words[0] = "recipe=ste"
-        made = config(root, *words, "seed=0")
-        shutil.copytree(run, run_folder(made))
+        cfg = config(root, *words, "seed=0")
+        shutil.copytree(run, run_folder(cfg))
     else:
-        made = config(root, *words, "seed=0")
+        cfg = config(root, *words, "seed=0")
         result = sealed(unsealed(run) | {"id": "0123456789"}, run)
         (run / "result.json").write_text(json.dumps(result))
-    folder = run_folder(made)
+    folder = run_folder(cfg)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    ended = runner.run(made, folder)
+    ended = runner.run(cfg, folder)
     assert ended["status"] == "failed"
     assert "result.json: it is of another run, whose id is" in ended["error"]
     assert capsys.readouterr().err.count("\n") == 1

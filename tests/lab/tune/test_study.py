@@ -98,9 +98,9 @@ def test_the_best_two_are_repeated_and_the_better_mean_wins(tmp_path):
     runs = Runs(tmp_path)
     for lr, value in ((0.001, 3.0), (0.02, 1.0), (0.01, 2.0)):
         runs.tried(rate(lr), value, seconds=10.0)
-    wanted = [(rate(lr), seed) for lr in (0.02, 0.01) for seed in (1001, 1002)]
-    assert runs.study().to_repeat(3) == wanted
-    for (params, seed), value in zip(wanted, (1.0, 7.0, 2.0, 2.5), strict=True):
+    expected = [(rate(lr), seed) for lr in (0.02, 0.01) for seed in (1001, 1002)]
+    assert runs.study().to_repeat(3) == expected
+    for (params, seed), value in zip(expected, (1.0, 7.0, 2.0, 2.5), strict=True):
         assert (params, seed) in runs.study().to_repeat(3)
         runs.run(params, value, seed)
     assert runs.study().to_repeat(3) == []

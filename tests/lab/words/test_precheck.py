@@ -66,10 +66,10 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
         [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
         for job in product(*axes.values())
     ]
-    wanted = [composed(*[word.replace("2:4", "'2:4'") for word in job]) for job in jobs]
+    expected = [composed(*[word.replace("2:4", "'2:4'") for word in job]) for job in jobs]
     assert (findings.problems, findings.jobs) == ([], len(jobs))
     assert sorted(json.dumps(one, sort_keys=True) for one in seen) == sorted(
-        json.dumps(one, sort_keys=True) for one in wanted
+        json.dumps(one, sort_keys=True) for one in expected
     )
 
 

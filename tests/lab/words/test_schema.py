@@ -236,26 +236,26 @@ def test_all_problems_at_once() -> None:
         **{"optimizer.lr": "abc", "optimizer.lrr": 1, "model.name": "smal_conv", "sparsity.m": 1},
     )
     del plain["trainer"]["epochs"], plain["schedule"], plain["dry"]
-    wanted = [
+    expected = [
         "sede: no such key; did you mean seed?",
         "dry: missing",
         "model.name=smal_conv: no such model; did you mean small_conv?",
     ]
-    wanted += [
+    expected += [
         "optimizer.lrr: no such key; did you mean optimizer.lr?",
         "schedule: missing",
         "trainer.epochs: missing",
     ]
-    wanted += [
+    expected += [
         "seed=-1: it takes a whole number, 0 or more",
         "optimizer.lr=abc: it takes a number above 0",
         "sparsity=2:1: ",
     ]
     with pytest.raises(ConfigError) as raised:
         schema.check(OmegaConf.create(plain))
-    assert len(raised.value.problems) == len(wanted)
+    assert len(raised.value.problems) == len(expected)
     assert all(
-        any(problem.startswith(start) for problem in raised.value.problems) for start in wanted
+        any(problem.startswith(start) for problem in raised.value.problems) for start in expected
     )
     assert str(raised.value).splitlines() == raised.value.problems
 
@@ -397,14 +397,14 @@ def test_equal_values_get_one_form() -> None:
         "recipe.decay": 0,
         "seed": 3,
     }
-    wanted = {
+    expected = {
         "optimizer.lr": 1.0,
         "optimizer.betas": [0.0, 0.5],
         "model.exclude": ["stem"],
         "trainer.mvue": "2:4",
         "trainer.clip": 2.0,
     }
-    wanted |= {
+    expected |= {
         "trainer.budget": "flops:1000000000.0",
         "sparsity.overrides": {"inner.1": "1:8"},
         "recipe.decay": 0.0,
@@ -412,8 +412,8 @@ def test_equal_values_get_one_form() -> None:
     }
     config = schema.check(OmegaConf.create(changed("", **given)))
     assert {
-        key: repr(value) for key, value in schema.flatten(config.plain).items() if key in wanted
-    } == {key: repr(value) for key, value in wanted.items()}
+        key: repr(value) for key, value in schema.flatten(config.plain).items() if key in expected
+    } == {key: repr(value) for key, value in expected.items()}
     assert (str(config.pattern), config.is_dense, config.optimizer.lr, config.seed) == (
         "2:4",
         False,

@@ -178,11 +178,11 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
     ]
     assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
-    wanted = {
+    expected = {
         f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}"
         for i, ratio in enumerate(("2:4", "1:4", "1:8"))
     }
-    assert {result["environment"]["command"] for result in results} == wanted
+    assert {result["environment"]["command"] for result in results} == expected
 
 
 # --- keys that go together ------------------------------------------------------------------------
@@ -249,11 +249,11 @@ def test_two_zips_ranges_lists_and_texts(launches) -> None:
         ("step", "adam"),
         ("sr_ste", "sgd"),
     ]
-    wanted = [
+    expected = [
         {"seed": seed, "model.exclude": names, "recipe": recipe, "optimizer": optimizer}
         for (seed, names), (recipe, optimizer) in itertools.product(seeds, pairs)
     ]
-    assert sorted(map(_sortable, jobs)) == sorted(map(_sortable, wanted))
+    assert sorted(map(_sortable, jobs)) == sorted(map(_sortable, expected))
 
 
 def _sortable(job: dict[str, Any]) -> str:
