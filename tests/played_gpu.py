@@ -96,7 +96,7 @@ class Machine:
 
 def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
-    made = Machine()
+    machine = Machine()
     setattr(
         semi_structured,
         "PATHS",
@@ -105,9 +105,9 @@ def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     setattr(torch, "_cslt_compress", cslt_compress)
     setattr(cusparselt, "multiply", cusparselt_multiply)
     setattr(cusparselt, "algorithms", lambda packed, x, out=None: 1)
-    setattr(semi_structured, "milliseconds", made.milliseconds)
+    setattr(semi_structured, "milliseconds", machine.milliseconds)
     setattr(probe, "_machine", lambda device: "Test GPU")
     setattr(measurement, "cache_folder", lambda: cache)
     setattr(probe, "obstacle", lambda device: "")
     setattr(acceleration, "_side", lambda device: probe)
-    return made
+    return machine

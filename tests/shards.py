@@ -167,20 +167,20 @@ def check_odd() -> None:
         assert torch.equal(full(tensor), alone.state_dict()[name]), name
     assert torch.equal(model.hidden, alone.hidden)
     batches = torch.randn(5, 8, 8)
-    made = []
+    runs = []
     for each in (alone, model):
         optimizer = nmrun.optim.Adam([p for p in each.parameters() if p.requires_grad], lr=0.05)
         handle = nmrun.sparsify(
             each, optimizer, "sr_ste", "2:4", decay=0.1, exclude="first|layers.0"
         )
-        made.append((each, optimizer, handle))
-    sharded, whole = fsdp.Sharded(*made[1]), Replicated(*made[0])
-    assert [w.name for w in made[1][2].sparse] == ["layers.1.weight"]
-    assert made[1][2].sparse[0].dense.shape == (8, 3)
-    for each, *_ in made:
+        runs.append((each, optimizer, handle))
+    sharded, whole = fsdp.Sharded(*runs[1]), Replicated(*runs[0])
+    assert [w.name for w in runs[1][2].sparse] == ["layers.1.weight"]
+    assert runs[1][2].sparse[0].dense.shape == (8, 3)
+    for each, *_ in runs:
         each.norm.eval()  # statistics of a whole batch are those of no half
     for batch in batches:
-        for each, optimizer, _ in made:
+        for each, optimizer, _ in runs:
             part = batch if each is alone else batch[4 * ranks.rank() :][:4]
             each(part).square().mean().backward()
             optimizer.step()
@@ -206,7 +206,7 @@ def check_odd() -> None:
     state["model"]["norm.running_mean"] = torch.ones(8)
     sharded.load_state_dict(state)
     assert model.norm.running_mean.tolist() == [1.0] * 8
-    for weight, other in zip(made[1][2].sparse, made[0][2].sparse, strict=True):
+    for weight, other in zip(runs[1][2].sparse, runs[0][2].sparse, strict=True):
         assert torch.equal(weight.whole(weight.dense), other.dense)
     model.norm.running_mean += ranks.rank()
     ranks.share_statistics(model)

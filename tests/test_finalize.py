@@ -29,31 +29,31 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.sparsity import hard_threshold
 
 
-def never_stepped(made: Start) -> None:
-    train(made[0], torch.optim.SGD(made[0].parameters(), 0.1), range(3))
+def never_stepped(training: Start) -> None:
+    train(training[0], torch.optim.SGD(training[0].parameters(), 0.1), range(3))
 
 
-def dense_phase(made: Start) -> None:
-    train(*made[:2], range(3))
+def dense_phase(training: Start) -> None:
+    train(*training[:2], range(3))
 
 
-def other_optimizer(made: Start) -> None:
-    train(*made[:2], range(3))
-    train(made[0], torch.optim.SGD(made[0].parameters(), 0.1), range(3))
+def other_optimizer(training: Start) -> None:
+    train(*training[:2], range(3))
+    train(training[0], torch.optim.SGD(training[0].parameters(), 0.1), range(3))
 
 
-def replaced(made: Start) -> None:
-    train(*made[:2], range(3))
-    made[0][2].weight = nn.Parameter(made[0][2].weight.detach().clone())
+def replaced(training: Start) -> None:
+    train(*training[:2], range(3))
+    training[0][2].weight = nn.Parameter(training[0][2].weight.detach().clone())
 
 
-def assigned(made: Start) -> None:
-    train(*made[:2], range(3))
-    made[0].load_state_dict(net(5).state_dict(), assign=True)
+def assigned(training: Start) -> None:
+    train(*training[:2], range(3))
+    training[0].load_state_dict(net(5).state_dict(), assign=True)
 
 
 REASONS: list[tuple[str, Callable[[Start], None], str]] = [
-    ("sr_ste", lambda made: None, "the optimizer that was given to sparsify never stepped"),
+    ("sr_ste", lambda training: None, "the optimizer that was given to sparsify never stepped"),
     ("sr_ste", never_stepped, "the optimizer that was given to sparsify never stepped"),
     (
         "step",
@@ -78,28 +78,28 @@ REASONS: list[tuple[str, Callable[[Start], None], str]] = [
 def test_the_reason_is_told_and_nothing_changed(
     recipe: str, happens: Callable[[Start], None], message: str
 ) -> None:
-    made = start(recipe)
-    happens(made)
-    before = everything(*made)
-    parameters = list(made[0].parameters())
+    training = start(recipe)
+    happens(training)
+    before = everything(*training)
+    parameters = list(training[0].parameters())
     with pytest.raises(RunError, match=message) as raised:
-        made[2].finalize()
+        training[2].finalize()
     assert "\n" not in str(raised.value)
-    assert everything(*made) == before
-    assert all(a is b for a, b in zip(parameters, made[0].parameters(), strict=True))
-    assert made[2].sparse
+    assert everything(*training) == before
+    assert all(a is b for a, b in zip(parameters, training[0].parameters(), strict=True))
+    assert training[2].sparse
 
 
 @pytest.mark.parametrize("recipe", ["step", "asp", "lbc", "mdgf_linear"])
 def test_who_was_refused_can_train_on(recipe: str) -> None:
-    made, plain = start(recipe), start(recipe)
+    training, plain = start(recipe), start(recipe)
     train(*plain[:2], range(TOTAL))
-    train(*made[:2], range(3))
+    train(*training[:2], range(3))
     with pytest.raises(RunError):
-        made[2].finalize()
-    train(*made[:2], range(3, TOTAL))
-    assert everything(*made) == everything(*plain)
-    made[2].finalize()
+        training[2].finalize()
+    train(*training[:2], range(3, TOTAL))
+    assert everything(*training) == everything(*plain)
+    training[2].finalize()
 
 
 def test_refresh_returns_to_the_optimizer_s_weights() -> None:
@@ -179,14 +179,14 @@ def test_an_average_taken_in_a_dense_phase_is_pruned_by_magnitude() -> None:
 
 def averaged(recipe: str) -> tuple[Start, nn.Module, list[nn.Parameter]]:
     """A trained network and an average of its dense weights, as a module and as a list."""
-    made = start(recipe)
-    train(*made[:2], range(TOTAL))
-    with made[2].dense_weights():
-        average = copy.deepcopy(made[0])
+    training = start(recipe)
+    train(*training[:2], range(TOTAL))
+    with training[2].dense_weights():
+        average = copy.deepcopy(training[0])
     with torch.no_grad():
         for p in average.parameters():
             p.add_(torch.randn_like(p), alpha=0.01)
-    return made, average, [nn.Parameter(p.detach().clone()) for p in average.parameters()]
+    return training, average, [nn.Parameter(p.detach().clone()) for p in average.parameters()]
 
 
 class Shadows:
@@ -199,17 +199,17 @@ class Shadows:
 @pytest.mark.parametrize("recipe", SPARSE)
 def test_the_order_of_average_and_end_does_not_matter(recipe: str) -> None:
     """Also for a list of parameters, and where an average is N:M for a while only."""
-    made, before, shadows = averaged(recipe)
+    training, before, shadows = averaged(recipe)
     after, looked = copy.deepcopy(before), copy.deepcopy(before)
-    dense, state = everything(looked, made[1])["model"], everything(*made)
-    with made[2].projected(looked):
+    dense, state = everything(looked, training[1])["model"], everything(*training)
+    with training[2].projected(looked):
         seen = copy.deepcopy(looked)
-    assert everything(looked, made[1])["model"] == dense
-    made[2].finalize(before)
-    assert everything(*made) == state
-    made[2].finalize()
-    made[2].finalize(after)
-    made[2].finalize(Shadows(shadows).shadow_params)
+    assert everything(looked, training[1])["model"] == dense
+    training[2].finalize(before)
+    assert everything(*training) == state
+    training[2].finalize()
+    training[2].finalize(after)
+    training[2].finalize(Shadows(shadows).shadow_params)
     for model in (before, after, seen):
         nmrun.sparsity.check_nm(model, "2:4", exclude="4")
         assert bits(model.state_dict()) == bits(before.state_dict())
@@ -220,13 +220,13 @@ def test_the_order_of_average_and_end_does_not_matter(recipe: str) -> None:
 
 
 def test_the_average_is_dense_again_after_an_error_inside() -> None:
-    made, average, shadows = averaged("sr_ste")
+    training, average, shadows = averaged("sr_ste")
     before = bits(shadows)
-    with pytest.raises(ZeroDivisionError), made[2].projected(shadows):
+    with pytest.raises(ZeroDivisionError), training[2].projected(shadows):
         nmrun.sparsity.check_nm(shadows[0].detach(), "2:4")
         1 / 0  # noqa: B018
     assert bits(shadows) == before
-    with pytest.raises(ZeroDivisionError), made[2].projected(average):
+    with pytest.raises(ZeroDivisionError), training[2].projected(average):
         1 / 0  # noqa: B018
     assert bits(list(average.parameters())) == before
 
@@ -245,7 +245,7 @@ def test_a_list_may_have_the_trained_parameters_alone() -> None:
 
 
 def test_what_is_no_average_is_told() -> None:
-    made, _, shadows = averaged("sr_ste")
+    training, _, shadows = averaged("sr_ste")
     for wrong, message in (
         (Shadows(shadows), "Shadows is neither a copy of the model nor a list"),
         (
@@ -255,7 +255,7 @@ def test_what_is_no_average_is_told() -> None:
         (nn.Linear(3, 3), r"this model has no parameter 0\.weight"),
     ):
         with pytest.raises(ConfigError, match=message) as e:
-            made[2].finalize(wrong)  # type: ignore[arg-type]
+            training[2].finalize(wrong)  # type: ignore[arg-type]
         assert "\n" not in str(e.value)
 
 

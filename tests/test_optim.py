@@ -361,12 +361,12 @@ def test_bits_of_torch_without_its_compiler(
     the profiler."""
 
     def course(kind: type, params: list[nn.Parameter]) -> list[Any]:
-        made, seen = kind(params, **options), list[Any]()
-        made.register_step_pre_hook(lambda *_: seen.append("before"))
-        made.register_step_post_hook(lambda *_: seen.append("after"))
-        seen += train(made, params, gradients(4))
+        optimizer, seen = kind(params, **options), list[Any]()
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        seen += train(optimizer, params, gradients(4))
         again = kind(params, **options)
-        again.load_state_dict(copy.deepcopy(made.state_dict()))
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
         def closure() -> Tensor:
             again.zero_grad()
@@ -399,9 +399,9 @@ def test_a_differentiable_step_without_torch_s_compiler(
     def slope(kind: type) -> Tensor:
         start = torch.tensor([0.3, -1.0], requires_grad=True)
         p = start.clone()
-        made = kind([p], lr=0.1, weight_decay=0.5, differentiable=True)
+        optimizer = kind([p], lr=0.1, weight_decay=0.5, differentiable=True)
         p.grad = torch.ones(2)
-        made.step()
+        optimizer.step()
         return torch.autograd.grad(p.sum(), start)[0]
 
     expected = slope(stock)
@@ -422,7 +422,7 @@ def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
     """As on CUDA devices, where it is the default; it exists for CPUs too. After STEP's switch the
     frozen weights have a step of their own.
     """
-    made = []
+    runs = []
     for fused in (None, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -440,10 +440,10 @@ def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
             ).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        made.append([p.detach() for p in model.parameters()])
+        runs.append([p.detach() for p in model.parameters()])
         assert all(float(state["step"]) == 10 for state in optimizer.state.values())
         assert handle.is_sparse
-    torch.testing.assert_close(*made, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(*runs, rtol=1e-8, atol=1e-10)
 
 
 def test_a_fused_step_is_for_gpus_and_large_networks() -> None:

@@ -267,7 +267,7 @@ def test_the_state_of_another_version_is_refused() -> None:
 def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
     """Each has its part, its clock and its state."""
 
-    def made(seed: int) -> tuple[nn.Module, list[Any], list[nmrun.Handle]]:
+    def start(seed: int) -> tuple[nn.Module, list[Any], list[nmrun.Handle]]:
         model = net(seed)
         parts = [list(model[:2].parameters()), list(model[2:].parameters())]
         optimizers = [nmrun.optim.AdamW(parts[0], lr=0.02), torch.optim.SGD(parts[1], lr=0.1)]
@@ -286,11 +286,11 @@ def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
             for optimizer in optimizers:
                 optimizer.zero_grad()
 
-    model, optimizers, handles = made(0)
+    model, optimizers, handles = start(0)
     assert [[w.name for w in h.sparse] for h in handles] == [["0.weight"], ["2.weight", "4.weight"]]
     go(model, optimizers, range(TOTAL - 3))
     states = stored(model, *optimizers)
-    other, others, other_handles = made(5)
+    other, others, other_handles = start(5)
     for part, state in zip((other, *others), states, strict=True):
         part.load_state_dict(state)
     go(model, optimizers, range(TOTAL - 3, TOTAL))

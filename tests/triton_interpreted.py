@@ -245,7 +245,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
 
 
-def made(kind: str = "decayed") -> tuple[list[torch.nn.Parameter], list[Update]]:
+def start(kind: str = "decayed") -> tuple[list[torch.nn.Parameter], list[Update]]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape, _, _ in SHAPES]
     params[2].data = params[2].to(memory_format=torch.channels_last)
@@ -274,7 +274,7 @@ def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
 def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
     kind: str, decoupled: bool, beta1: float
 ) -> None:
-    params, copies = made(kind)
+    params, copies = start(kind)
     options = {**OPTIONS, "betas": (beta1, 0.95)}
     adam = (optim.AdamW if decoupled else optim.Adam)(params, **options)
     for step in range(4):
@@ -290,12 +290,12 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
             q.grad = edited(p.grad, q.detach(), update)
         if kind == "fading":
             copies = [faded(c, 0.2 - 0.05 * step) for c in copies]
-        given, old = [p.grad.clone() for p in params], [p.detach().clone() for p in params]
+        grads, old = [p.grad.clone() for p in params], [p.detach().clone() for p in params]
         assert adam.plan(dict(zip(params, copies, strict=True))) == params
         adam.step()
         stock.step()
         for i, (p, q, update) in enumerate(zip(params, theirs, copies, strict=True)):
-            assert torch.equal(p.grad, given[i])
+            assert torch.equal(p.grad, grads[i])
             assert p._version > versions[i]
             mine, other = adam.state[p], stock.state[q]
             assert mine.keys() == other.keys()
@@ -315,7 +315,7 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
     """Against the step of nmrun.optim that is not in one pass, whose tests have the closed form."""
-    params, copies = made()
+    params, copies = start()
     theirs = [p.detach().clone().requires_grad_() for p in params]
     optimizers = [
         (optim.AdamW if decoupled else optim.Adam)(group, **OPTIONS) for group in (params, theirs)
@@ -344,7 +344,7 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
 
 @pytest.mark.usefixtures("by_triton")
 def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
-    params, copies = made()
+    params, copies = start()
     dense = torch.nn.Parameter(torch.randn(3, 4, device=DEVICE))
     groups = [
         {"params": params[:3]},
@@ -426,8 +426,10 @@ def test_all_weights_are_projected_in_one_launch(
     multiple of 16 bytes goes by itself.
     """
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
-    made, alone, together = kernels.project, [], []
-    monkeypatch.setattr(kernels, "project", lambda *args: (alone.append(args[0]), made(*args))[1])
+    project, alone, together = kernels.project, [], []
+    monkeypatch.setattr(
+        kernels, "project", lambda *args: (alone.append(args[0]), project(*args))[1]
+    )
     batch = triton_projection.Batch.project
     monkeypatch.setattr(
         triton_projection.Batch,

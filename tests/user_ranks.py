@@ -41,21 +41,21 @@ from nmrun.errors import ConfigError
 # --- replicated ----------------------------------------------------------------------------------
 
 
-def ddp(recipe: str, optimizer: str, how: str) -> dict[str, Tensor]:
+def ddp(recipe: str, name: str, how: str) -> dict[str, Tensor]:
     """``how``: what of DDP and sparsify comes first, with which seeds, with accumulation or not."""
     model: nn.Module = net(dist.get_rank() if "seeds" in how else 0)
     if "sparsify first" in how:
-        made = OPTIMIZERS[optimizer](model.parameters())
-        handle = sparse(model, made, recipe)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        handle = sparse(model, optimizer, recipe)
         model = DistributedDataParallel(model)
     else:
         model = DistributedDataParallel(model)
-        made = OPTIMIZERS[optimizer](model.parameters())
-        handle = sparse(model, made, recipe)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        handle = sparse(model, optimizer, recipe)
     for number in range(TOTAL):
-        step(model, made, number, parts=2 if "no_sync" in how else 1)
-    weights = outcome(model, made, handle)
-    same_everywhere(weights, (recipe, optimizer, how))
+        step(model, optimizer, number, parts=2 if "no_sync" in how else 1)
+    weights = outcome(model, optimizer, handle)
+    same_everywhere(weights, (recipe, name, how))
     return weights
 
 
@@ -75,14 +75,14 @@ def replicated() -> dict[Any, dict[str, Tensor]]:
 # --- sharded -------------------------------------------------------------------------------------
 
 
-def sharded(recipe: str, optimizer: str) -> Started:
+def sharded(recipe: str, name: str) -> Started:
     """Sharded as FSDP2's users do."""
     model = net()
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return model, made, sparse(model, made, recipe)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return model, optimizer, sparse(model, optimizer, recipe)
 
 
 def fsdp(recipe: str, optimizer: str, folder: Path) -> dict[str, Tensor]:

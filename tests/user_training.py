@@ -95,14 +95,14 @@ def outcome(
     return tensors
 
 
-def alone(recipe: str, optimizer: str) -> dict[str, Tensor]:
+def alone(recipe: str, name: str) -> dict[str, Tensor]:
     """In one process."""
     model = net()
-    made = OPTIMIZERS[optimizer](model.parameters())
-    handle = sparse(model, made, recipe)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = sparse(model, optimizer, recipe)
     for number in range(TOTAL):
-        step(model, made, number)
-    return outcome(model, made, handle)
+        step(model, optimizer, number)
+    return outcome(model, optimizer, handle)
 
 
 def same_everywhere(tensors: dict[str, Tensor], what: Any) -> None:

@@ -49,12 +49,12 @@ def test_three_lines_concern_nmrun(path: Path) -> None:
 
 def groups_hold(weights: dict[str, Tensor]) -> int:
     """How many matrices are 2:4 along their inputs (their outputs, for GPT-2's Conv1D)."""
-    held = 0
+    count = 0
     for name, w in weights.items():
         if w.ndim == 2 and name.endswith("weight"):
             rows = w.T if ".c_" in name and "transformer" in name else w
-            held += bool(((rows.reshape(-1, 4) != 0).sum(1) <= 2).all())
-    return held
+            count += bool(((rows.reshape(-1, 4) != 0).sum(1) <= 2).all())
+    return count
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -134,8 +134,8 @@ def test_a_compiled_language_model_trains_the_same(
 ) -> None:
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend="eager"))
-    found = [gpt(tmp_path / f"{i}", f"compile={i}", "recipe=asp") for i in (0, 1)]
-    assert bits(found[0]["model"]) == bits(found[1]["model"])
+    runs = [gpt(tmp_path / f"{i}", f"compile={i}", "recipe=asp") for i in (0, 1)]
+    assert bits(runs[0]["model"]) == bits(runs[1]["model"])
 
 
 def test_a_checkpoint_in_the_middle_samples(

@@ -56,9 +56,9 @@ def test_a_step_that_calls_another_is_one_step(
     """As the class that it calls does."""
     base([nn.Parameter(torch.zeros(1))])
     results = []
-    for made in (kind, base):
+    for cls in (kind, base):
         model = net()
-        optimizer = made(model.parameters(), lr=0.02)
+        optimizer = cls(model.parameters(), lr=0.02)
         handle = attach(model, optimizer, recipe)
         for step in range(TOTAL):
 

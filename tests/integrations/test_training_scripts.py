@@ -47,13 +47,13 @@ def patch(script: Path, after_optimizer: list[str]) -> None:
     tree = ast.parse(text)
     bodies = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))]
     body = next(body for body in bodies if any(map(makes_optimizer, body)))
-    made = next(node for node in body if makes_optimizer(node))
+    statement = next(node for node in body if makes_optimizer(node))
     loop = [node for node in body if isinstance(node, ast.For | ast.While)][-1]
-    indent = " " * made.col_offset
+    indent = " " * statement.col_offset
     assert loop.end_lineno is not None
-    assert made.end_lineno is not None
+    assert statement.end_lineno is not None
     lines[loop.end_lineno : loop.end_lineno] = [f"{indent}handle.finalize()"]
-    lines[made.end_lineno : made.end_lineno] = [indent + line for line in after_optimizer]
+    lines[statement.end_lineno : statement.end_lineno] = [indent + line for line in after_optimizer]
     first = next(i for i, line in enumerate(lines) if line.startswith("import "))
     lines[first:first] = ["import nmrun"]
     script.write_text("\n".join(lines) + "\n")

@@ -82,12 +82,12 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
             q.grad = edited(p.grad, q.detach(), update)
             if decay := update.rule.pruned_gradient_decay:  # the recipes' way, which rounds once
                 q.grad = torch.add(p.grad, q.detach() - update.projected, alpha=decay)
-        given = [p.grad.clone() for p in params]
+        grads = [p.grad.clone() for p in params]
         assert adam.plan(dict(zip(params, copies, strict=True))) == params
         adam.step()
         stock.step()
         for p, q, update, grad, version in zip(
-            params, theirs, copies, given, versions, strict=True
+            params, theirs, copies, grads, versions, strict=True
         ):
             assert torch.equal(p.grad, grad)
             assert p._version > version

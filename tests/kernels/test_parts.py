@@ -54,11 +54,11 @@ def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_every_row_is_in_one_part(
     three_threads: None, rows: int, weights: int, unit: int, expected: list[tuple[int, int]]
 ) -> None:
-    made, rest = Calls(), [*range(3, compiler.MOST)]
+    calls, rest = Calls(), [*range(3, compiler.MOST)]
     operands = (1 << 40, BEGIN, END, *rest)
-    in_parts(made.kernel, operands, rows, weights, unit)
-    assert sorted(words[1:3] for words in made.seen) == expected
-    assert {(words[0], *words[3:]) for words in made.seen} == {(1 << 40, *rest)}
+    in_parts(calls.kernel, operands, rows, weights, unit)
+    assert sorted(words[1:3] for words in calls.seen) == expected
+    assert {(words[0], *words[3:]) for words in calls.seen} == {(1 << 40, *rest)}
 
 
 @pytest.mark.parametrize("bad", [0, 40, 80])

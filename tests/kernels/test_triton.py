@@ -237,7 +237,7 @@ def _loads(tree: ast.AST) -> list[tuple[str, str]]:
     """(what is loaded from, what the value is made right away) of every tl.load; the latter empty
     if it is left as it is.
     """
-    made = {
+    casts = {
         node.func.value: ast.unparse(node.args[0])
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
@@ -245,7 +245,7 @@ def _loads(tree: ast.AST) -> list[tuple[str, str]]:
         and node.func.attr == "to"
     }
     return [
-        (re.split(r"\W", ast.unparse(node.args[0]))[0], made.get(node, ""))
+        (re.split(r"\W", ast.unparse(node.args[0]))[0], casts.get(node, ""))
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
     ]

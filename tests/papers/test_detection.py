@@ -70,7 +70,7 @@ def coco(tmp_path: Path, *overrides: str) -> Detection:
     return task(tmp_path, "dataset=coco", *words, *overrides, *SMALL, "trainer.batch_size=3")
 
 
-class Told(nn.Module):
+class Recorder(nn.Module):
     """Remembers what it is told, and answers as a detector does."""
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
@@ -83,7 +83,7 @@ class Told(nn.Module):
 
 def test_a_network_is_told_each_image_in_its_size_with_what_is_learned(tmp_path: Path) -> None:
     write(tmp_path / "coco")
-    built, told = coco(tmp_path, "dataset.flip=false"), Told()
+    built, network = coco(tmp_path, "dataset.flip=false"), Recorder()
     assert {name: len(split.rows) for name, split in built.splits.items()} == {
         "train": 3,
         "val": 1,
@@ -91,11 +91,11 @@ def test_a_network_is_told_each_image_in_its_size_with_what_is_learned(tmp_path:
     }
     assert built.inputs == {"categories": 2}
     (batch,) = built.micro_batches(0, 0, 1)
-    assert float(built.loss(told, batch)) == 3.5
+    assert float(built.loss(network, batch)) == 3.5
     expected = torch.zeros(24, 41, dtype=torch.uint8)
     expected[4:10, 3:11] = 1
     seen = set()
-    for image, target in zip(told.images, told.targets or [], strict=True):
+    for image, target in zip(network.images, network.targets or [], strict=True):
         width = image.shape[2]
         seen.add(width)
         number = [30, 20, 26, 41].index(width)
@@ -110,11 +110,11 @@ def test_a_network_is_told_each_image_in_its_size_with_what_is_learned(tmp_path:
 
 def test_generated_boxes_and_masks_are_those_of_the_shapes(tmp_path: Path) -> None:
     """Shapes are brighter than the noise behind them, and boxes end where masks end."""
-    built, told = task(tmp_path, *SHAPES), Told()
+    built, network = task(tmp_path, *SHAPES), Recorder()
     for epoch in range(3):  # mirrored and not
         for batch in built.micro_batches(epoch, 0, 2):
-            built.loss(told, batch)
-            for image, target in zip(told.images, told.targets or [], strict=True):
+            built.loss(network, batch)
+            for image, target in zip(network.images, network.targets or [], strict=True):
                 bright = (255 * image).round().amin(0) >= 110
                 assert torch.equal(target["masks"].sum(0).bool(), bright)
                 for box, mask in zip(target["boxes"], target["masks"], strict=True):

@@ -87,8 +87,8 @@ def test_sintels_layout_gives_what_was_written(tmp_path: Path) -> None:
         ((first, second, flow),) = built.micro_batches(0, index, 1)
         matches = [
             all(
-                torch.equal(given[0], torch.from_numpy(written))
-                for given, written in zip(
+                torch.equal(read[0], torch.from_numpy(written))
+                for read, written in zip(
                     (first, second, flow),
                     (a.transpose(2, 0, 1), b.transpose(2, 0, 1), c),
                     strict=True,

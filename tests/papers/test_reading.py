@@ -179,16 +179,16 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
 
     from nmrun.lab.tasks.text.classification import PretrainedTokenizer
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    byte_pairs = Tokenizer(models.BPE())
+    byte_pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_pairs.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    byte_pairs.train_from_iterator(
         [TEXT],
         trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"]),
     )
     pretrained = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<end>", model_max_length=64
+        tokenizer_object=byte_pairs, eos_token="<end>", model_max_length=64
     )
     pretrained.save_pretrained(tmp_path)
     tokenizer = PretrainedTokenizer(str(tmp_path), 40)
@@ -247,15 +247,15 @@ def test_scores_by_another_implementation() -> None:
     questions = [
         Question(str(i), "", "", tuple((f"y {answer()}", 0) for _ in range(3))) for i in range(60)
     ]
-    given = [f"y {answer()}" if i % 3 else questions[i].answers[1][0] for i in range(60)]
+    answers = [f"y {answer()}" if i % 3 else questions[i].answers[1][0] for i in range(60)]
     theirs = text.squad(
-        [{"id": q.key, "prediction_text": one} for q, one in zip(questions, given, strict=True)],
+        [{"id": q.key, "prediction_text": one} for q, one in zip(questions, answers, strict=True)],
         [
             {"id": q.key, "answers": {"text": [a for a, _ in q.answers], "answer_start": [0] * 3}}
             for q in questions
         ],
     )
-    ours = scores(given, questions)
+    ours = scores(answers, questions)
     assert ours["f1"] == pytest.approx(float(theirs["f1"]) / 100)
     assert ours["exact_match"] == pytest.approx(float(theirs["exact_match"]) / 100)
 

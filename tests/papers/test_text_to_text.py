@@ -41,21 +41,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     folder = tmp_path_factory.mktemp("t5")
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<pad>", "</s>"]
     words = ["entailment not_entailment sentence1: sentence2:"] * 9
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         words,
         trainers.BpeTrainer(vocab_size=295, initial_alphabet=alphabet, special_tokens=special),
     )
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
     pretrained = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", model_max_length=128
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", model_max_length=128
     )
     pretrained.save_pretrained(folder)
     torch.manual_seed(2)
@@ -64,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
+def t5_config(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
     return config(
         tmp_path,
         *("dataset=glue_text", f"dataset.task={task}", "model=hf_t5", f"model.pretrained={saved}"),
@@ -80,7 +80,7 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
     assert first.startswith(f"{task} {names[0]}: {texts[0][0]}")
     assert len(answers) == (0 if task == "stsb" else len(labelled.TASKS[task].labels))
     write(data, task, 16 * [line for line in FILES[task][2] if "torn" not in line])
-    built = tasks.build(made(tmp_path, saved, task), torch.device("cpu"))
+    built = tasks.build(t5_config(tmp_path, saved, task), torch.device("cpu"))
     assert isinstance(built, TextToText)
     pretrained = transformers.AutoTokenizer.from_pretrained(saved)
     assert built.inputs == {"vocabulary": len(pretrained), "max_length": 128}
@@ -108,7 +108,7 @@ def test_words_of_the_paper() -> None:
 
 def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Path) -> None:
     write(data, "rte", 8 * FILES["rte"][2])
-    asked_for = made(tmp_path, saved, "rte")
+    asked_for = t5_config(tmp_path, saved, "rte")
     task = tasks.build(asked_for, torch.device("cpu"))
     model = weights.network(asked_for, task).eval()
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(saved).eval()
@@ -148,7 +148,7 @@ def test_a_run(
 ) -> None:
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
     write(data, task, 16 * FILES[task][2])
-    asked_for = made(tmp_path, saved, task, "recipe=mdgf_exponential", "sparsity=1:8")
+    asked_for = t5_config(tmp_path, saved, task, "recipe=mdgf_exponential", "sparsity=1:8")
     result = runner.run(asked_for, run_folder(asked_for))
     names = {"stsb": {"spearman", "pearson"}, "mnli": {"accuracy", "accuracy_mismatched"}}
     assert {f"test/{name}" for name in names.get(task, {"accuracy"})} <= set(
@@ -161,14 +161,14 @@ def test_a_run(
 
 def test_what_is_no_t5_is_refused(data: Path, tmp_path: Path, saved: Path) -> None:
     write(data, "rte", 8 * FILES["rte"][2])
-    task = tasks.build(made(tmp_path, saved, "rte"), torch.device("cpu"))
+    task = tasks.build(t5_config(tmp_path, saved, "rte"), torch.device("cpu"))
     other = tmp_path / "other"
     transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)
     ).save_pretrained(other)
     with pytest.raises(ConfigError, match="gpt2 is no T5"):
-        weights.network(made(tmp_path, other, "rte", f"dataset.tokenizer={saved}"), task)
+        weights.network(t5_config(tmp_path, other, "rte", f"dataset.tokenizer={saved}"), task)
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
         tasks.build(
-            made(tmp_path, saved, "rte", "trainer.label_smoothing=0.1"), torch.device("cpu")
+            t5_config(tmp_path, saved, "rte", "trainer.label_smoothing=0.1"), torch.device("cpu")
         )

@@ -37,25 +37,25 @@ def written_out(queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_in_float32_only_the_result_is_rounded(causal: bool) -> None:
-    given = operands(2, 3, 20, 16)
-    exact, attention = written_out(*given, causal), DotProductAttention(causal)
+    inputs = operands(2, 3, 20, 16)
+    exact, attention = written_out(*inputs, causal), DotProductAttention(causal)
     attention.in_float32 = True
     with torch.autocast("cpu", torch.bfloat16):
-        z = attention(*given)
+        z = attention(*inputs)
     z.sum().backward()
-    found = torch.stack([z.detach(), *(t.grad for t in given)])
+    results = torch.stack([z.detach(), *(t.grad for t in inputs)])
     assert z.dtype == torch.bfloat16
-    torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(results, exact.bfloat16(), rtol=2**-7, atol=1e-3)
 
 
 def test_else_it_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, attention = operands(2, 3, 20, 16), DotProductAttention(causal=True)
-    torchs = functional.scaled_dot_product_attention(*given, is_causal=True)
-    assert torch.equal(attention(*given), torchs)
+    inputs, attention = operands(2, 3, 20, 16), DotProductAttention(causal=True)
+    torchs = functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    assert torch.equal(attention(*inputs), torchs)
     attention.in_float32 = True
-    assert not torch.equal(attention(*given), torchs)
-    assert torch.equal(attention.eval()(*given), torchs)
-    whole = [t.float() for t in given]
+    assert not torch.equal(attention(*inputs), torchs)
+    assert torch.equal(attention.eval()(*inputs), torchs)
+    whole = [t.float() for t in inputs]
     torchs = functional.scaled_dot_product_attention(*whole, is_causal=True)
     assert torch.equal(attention.train()(*whole), torchs)
 
@@ -108,9 +108,9 @@ def test_a_run_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch
     assert not any(c.is_sparse for c in choices)
     report = "\n".join(acceleration.lines(choices))
     assert "causal attention in 2 heads of 16, 3 x 16 tokens, bfloat16: bfloat16 " in report
-    found = trained(copy.deepcopy(model))
-    assert (found == plain) == (faster == "dense")
-    assert found == pytest.approx(plain, rel=2e-2)
+    losses = trained(copy.deepcopy(model))
+    assert (losses == plain) == (faster == "dense")
+    assert losses == pytest.approx(plain, rel=2e-2)
     accelerate(handle, sample, "off")
     assert trained(model) == plain
 

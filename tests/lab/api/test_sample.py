@@ -71,9 +71,9 @@ def test_the_vocabulary_is_that_of_the_token_numbers(tokenizer: str) -> None:
 def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs nmrun[transformers]")
     words = {"<unk>": 0, "ab": 1, "cab": 2}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = corpus.vocabulary(TEXTS, str(tmp_path / "tokenizer.json"))
     assert vocabulary.encode("cab ab zz") == [2, 1, 0]
     assert vocabulary.decode([2, 1]) == "cab ab"
@@ -81,15 +81,15 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
 
 def finished(folder: Path, *words: str, **options: Any) -> Path:
     """A run of a small network with its first weights."""
-    made = config(folder, "recipe=dense", *words).plain
-    state = models.build(made["model"], options).state_dict()
+    cfg = config(folder, "recipe=dense", *words).plain
+    state = models.build(cfg["model"], options).state_dict()
     folder.mkdir()
     (folder / "result.json").write_text(
         json.dumps(
             {
                 "status": "finished",
                 "id": "0123456789",
-                "config": made,
+                "config": cfg,
                 "sparsity": {"pattern": "dense", "layers": []},
             }
         )

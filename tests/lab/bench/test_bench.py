@@ -332,7 +332,7 @@ def rounded(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played_gpu.Machine:
-    made = played_gpu.play(monkeypatch.setattr, tmp_path)
+    machine = played_gpu.play(monkeypatch.setattr, tmp_path)
     monkeypatch.setattr(options, "no_gpu", lambda: False)
     right = semi_structured.Path(semi_structured._separately(played_gpu.two_values), rounded)
     wrong = semi_structured.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
@@ -341,7 +341,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played_gpu.Machine:
         "PATHS",
         {"compressed": right, "broken": wrong, "cusparselt_fp8": semi_structured.CUSPARSELT_FP8},
     )
-    return made
+    return machine
 
 
 def test_gemm(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -606,8 +606,8 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(train, "build", lambda config: made.append(build(config)) or made[-1])
+    builds: list[Any] = []
+    monkeypatch.setattr(train, "build", lambda config: builds.append(build(config)) or builds[-1])
     networks.random_text(tmp_path)
     words = [
         *networks.NETWORKS["gpt_tiny"],
@@ -620,10 +620,12 @@ def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.M
     (ours, about), (bare, _) = train.ours(config, 1), train.bare(config, 1)
     assert (about["items"], about["peak"], "layers" in about) == (256, None, False)
     assert about["flops"] > 0
-    before = [p.detach().clone() for p in made[0].model.parameters()]
+    before = [p.detach().clone() for p in builds[0].model.parameters()]
     ours()
     bare()
-    for old, one, other in zip(before, *(parts.model.parameters() for parts in made), strict=True):
+    for old, one, other in zip(
+        before, *(parts.model.parameters() for parts in builds), strict=True
+    ):
         assert not torch.equal(old, one)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

@@ -130,17 +130,21 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
         semi_structured, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))}
     )
     monkeypatch.setattr(
-        semi_structured, "verdict", lambda path, made=semi_structured.verdict: made(path, "cpu")
+        semi_structured,
+        "verdict",
+        lambda path, original=semi_structured.verdict: original(path, "cpu"),
     )
     monkeypatch.setattr(
         semi_structured,
         "transposable",
-        lambda *shape, made=semi_structured.transposable: made(*shape[:2], "cpu"),
+        lambda *shape, original=semi_structured.transposable: original(*shape[:2], "cpu"),
     )
     monkeypatch.setattr(
         torch,
         "randn",
-        lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}),
+        lambda *size, original=torch.randn, **options: original(
+            *size, **{**options, "device": "cpu"}
+        ),
     )
     times = iter([3.0, 2.0])
     monkeypatch.setattr(semi_structured, "milliseconds", lambda call: [call(), next(times)][1])

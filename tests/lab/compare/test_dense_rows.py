@@ -78,8 +78,8 @@ def test_it_is_a_line_for_each_optimizer_in_files(table):
 
 def test_curves_are_of_its_own_optimizer(tmp_path):
     collected = collect([tmp_path])
-    made = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
-    places = History(made).cells
+    table = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
+    places = History(table).cells
     for optimizer, ratio in STE:
         of = places[("dense",), (optimizer, ratio)]
         assert {run["optimizer"] for run in of} == {optimizer}
@@ -90,8 +90,8 @@ def test_curves_are_of_its_own_optimizer(tmp_path):
 def test_lines_do_not_lead_from_one_optimizer_to_the_other(kind, tmp_path):
     collected = collect([tmp_path])
     collected["flops/training_arithmetic"] = 1e9
-    made = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
-    figure = plots.draw(kind, made, "eval/accuracy")
+    table = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
+    figure = plots.draw(kind, table, "eval/accuracy")
     (axes,) = figure.axes
     assert {each[0].get_marker() for each in axes.containers} >= {"s"}  # seen where no line is
     drawn = {each.get_label(): each[0].get_ydata().tolist() for each in axes.containers}

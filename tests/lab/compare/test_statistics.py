@@ -313,9 +313,9 @@ def test_a_table_of_differences(write, table) -> None:
     # the middle one, whose spread is the step of 1 %
     assert f"these seeds show a difference of {least:.1f} four times in five (median)" in how
     assert "no test" not in how
-    told = table("--baseline", "dense", "--method")[1].splitlines()[-1]
-    assert "the level 0.05/3" in told
-    assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in told
+    message = table("--baseline", "dense", "--method")[1].splitlines()[-1]
+    assert "the level 0.05/3" in message
+    assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in message
     assert "Wilcoxon" in table("--baseline", "dense", "--test", "wilcoxon")[1]
     assert table("--baseline", "dense", "--format", "latex")[1].isascii()
     page = table("--baseline", "dense", "--format", "html")[1]
@@ -374,8 +374,8 @@ def test_other_data_and_other_budgets(write, table) -> None:
     lines = [line for line in out.splitlines() if line.startswith("| ste")]
     assert [("p" in line, "24" in line) for line in lines] == [(False, False), (True, True)]
     assert "compared across different epochs" in out
-    told = table("--filter", "dataset=digits", "--baseline", "dense")[1]
-    assert "not the same in all cells: epochs" in told
+    message = table("--filter", "dataset=digits", "--baseline", "dense")[1]
+    assert "not the same in all cells: epochs" in message
 
 
 def test_how_many_epochs_the_best_is_of(write, table) -> None:

@@ -618,8 +618,8 @@ def test_without_a_path_it_is_the_folder_of_runs(
     write("ste", "2:4", 0, 0.9)
     monkeypatch.chdir(tmp_path)
     assert verb(verb_) == 0
-    made = {"plot": "plot.png", "report": "report.html"}
-    assert verb_ == "table" or Path("outputs", made[verb_]).is_file()
+    files = {"plot": "plot.png", "report": "report.html"}
+    assert verb_ == "table" or Path("outputs", files[verb_]).is_file()
 
 
 def test_no_path_and_no_runs(

@@ -374,11 +374,11 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "it", "was", "good", "bad
 def bert(tmp_path: Path) -> Path:
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     torch.manual_seed(5)
-    made = transformers.BertConfig(
+    config = transformers.BertConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=32,
     )  # fmt: skip
-    transformers.BertModel(made).save_pretrained(tmp_path / "bert")
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     about = {"tokenizer_class": "BertTokenizer", "model_max_length": 32}
     (tmp_path / "bert" / "tokenizer_config.json").write_text(json.dumps(about))
@@ -439,7 +439,7 @@ def test_transformers_loads_an_encoder(
 def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     torch.manual_seed(1)
-    made = transformers.GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=31,
         n_positions=16,
         n_embd=12,
@@ -448,7 +448,7 @@ def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture
         bos_token_id=0,
         eos_token_id=0,
     )
-    theirs = transformers.GPT2LMHeadModel(made).eval()
+    theirs = transformers.GPT2LMHeadModel(config).eval()
     theirs.save_pretrained(tmp_path / "gpt2")
     options = {
         "name": "hf_gpt2",
@@ -596,24 +596,24 @@ def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) 
     assert cli.main([str(run_folder(cfg)), "--to", str(to), "--format", "onnx"]) == 0
 
     session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
-    told = {
+    metadata = {
         key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()
     }
-    given = told["input"]
+    image = metadata["input"]
     # the test images as their files have them: whole numbers from 0 to 16, whatever they are scaled to
     images, labels = load_digits()["test"]
     levels, raw = np.unique(images.numpy(), return_inverse=True)
-    assert given["range"] == [0, len(levels) - 1] == [0, 16]
-    mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
+    assert image["range"] == [0, len(levels) - 1] == [0, 16]
+    mean, std = (np.float32(image[key])[:, None, None] for key in ("mean", "std"))
     (logits,) = session.run(
-        None, {"images": (raw.reshape(-1, *given["shape"]).astype(np.float32) - mean) / std}
+        None, {"images": (raw.reshape(-1, *image["shape"]).astype(np.float32) - mean) / std}
     )
-    names = np.array(told["classes"])[logits.argmax(1)]
+    names = np.array(metadata["classes"])[logits.argmax(1)]
     accuracy = result["metrics"]["final"]["test/accuracy"]
     assert np.mean(names == labels.numpy().astype(str)) == pytest.approx(accuracy, abs=1e-9)
     assert accuracy > 0.5  # of ten classes
     beside = json.loads((to / "sparsity.json").read_text())
-    assert told == {key: value for key, value in beside.items() if key != "layers"}
+    assert metadata == {key: value for key, value in beside.items() if key != "layers"}
 
 
 def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:

@@ -130,8 +130,8 @@ def test_a_model_in_bfloat16_gets_the_products_of_its_processor(
     assert kinds == [Bf16Linear if there else PackedLinear] * len(kinds)
     assert len(kinds) >= 5
     with torch.no_grad():
-        found = model(x)
-    assert float((found.double() - expected).norm() / expected.norm()) < 0.02
+        output = model(x)
+    assert float((output.double() - expected).norm() / expected.norm()) < 0.02
 
 
 def changed(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
@@ -252,7 +252,7 @@ def test_a_run_in_int8(
     capsys.readouterr()
     words = [run, "--to", str(low), "--format", "packed", "--precision", "int8"]
     assert cli.main(words) == 0
-    first, told, *more = capsys.readouterr().out.splitlines()
+    first, second, *more = capsys.readouterr().out.splitlines()
     by = " (1 by dense products, which are faster)" if faster == "dense int8" else ""
     assert f"1:4 in 1 layers, 1 of them in int8{by}, " in first
     assert [line.layer for line in packed.read(low)[1]] == [faster]
@@ -273,7 +273,7 @@ def test_a_run_in_int8(
     _, task = finished_run.network(run_of_file)
     after = task.evaluate(model, "val")[task.metric]
     before = result.metrics[f"eval/{task.metric}"]
-    assert told == f"  eval/{task.metric}: {before:.6g} before, {after:.6g} in int8"
+    assert second == f"  eval/{task.metric}: {before:.6g} before, {after:.6g} in int8"
 
 
 @needs_int8

@@ -68,7 +68,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return call
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert status.main(list(arguments)) == 0
     return capsys.readouterr().out
 
@@ -98,7 +98,7 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "config.yaml").write_text("a: 1\n")  # no run of its own
     alive = [locked(running), locked(begins)]
     try:
-        lines = told(capsys).splitlines()
+        lines = output(capsys).splitlines()
     finally:
         for process in alive:
             process.communicate()
@@ -122,17 +122,17 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
         "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
     ]
     assert (
-        told(capsys).splitlines()[0]
+        output(capsys).splitlines()[0]
         == "runs in outputs: 3 finished, 1 interrupted, 1 failed, 1 killed"
     )
-    data = json.loads(told(capsys, "--json"))
+    data = json.loads(output(capsys, "--json"))
     assert data["runs"] == {"finished": 3, "interrupted": 1, "failed": 1, "killed": 1}
     assert [(run["state"], run["step"]) for run in data["unfinished"]] == [
         ("failed", 30),
         ("interrupted", None),
         ("killed", 20),
     ]
-    assert f"killed, step 20: {killed}" in told(capsys, str(killed)).splitlines()
+    assert f"killed, step 20: {killed}" in output(capsys, str(killed)).splitlines()
 
 
 def run_with(
@@ -172,7 +172,7 @@ def test_runs_are_listed_with_what_differs_and_how_far_they_are(
         locked(run_with(place, "s3-d", None, [on], seed=3, steps=100)),
     ]
     try:
-        _, head, *rows = told(capsys).splitlines()
+        _, head, *rows = output(capsys).splitlines()
     finally:
         for process in alive:
             process.communicate()
@@ -193,9 +193,9 @@ def test_runs_are_listed_with_what_differs_and_how_far_they_are(
 def test_many_runs_are_a_screenful(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(30):
         run_with(place, f"s{number}-a", "finished", [], seed=number)
-    assert len(told(capsys).splitlines()) < 24
-    assert "nmrun status --all outputs" in told(capsys).splitlines()[-1]
-    assert len(told(capsys, "--all").splitlines()) == 32
+    assert len(output(capsys).splitlines()) < 24
+    assert "nmrun status --all outputs" in output(capsys).splitlines()[-1]
+    assert len(output(capsys, "--all").splitlines()) == 32
 
 
 @pytest.mark.parametrize("state", [None, "failed"])
@@ -219,9 +219,9 @@ def test_the_command_fits_the_folder_it_is_asked_from(
 
     def shell() -> list[str]:
         line = (
-            told(capsys, "--json", str(home))
+            output(capsys, "--json", str(home))
             if (home / "deep").exists()
-            else told(capsys, "--json", str(tmp_path))
+            else output(capsys, "--json", str(tmp_path))
         )
         (run,) = json.loads(line)["unfinished"]
         script = f'nmrun() {{ pwd; printf "%s\\n" "$@"; }}; {run["command"]}'
@@ -264,13 +264,13 @@ def test_sweeps(
         ]
         (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     cut = "sweep 3-third, cut off: 1 of 8 jobs done (1 finished); 9 min"
-    assert told(capsys).splitlines() == [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
+    assert output(capsys).splitlines() == [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
     monkeypatch.chdir("outputs")
-    assert told(capsys, ".").splitlines()[:2] == [cut, "  cd .. && nmrun -m 3-third"]
+    assert output(capsys, ".").splitlines()[:2] == [cut, "  cd .. && nmrun -m 3-third"]
     monkeypatch.chdir("..")
     alive = [locked(folder) for folder in folders[:2]]
     try:
-        lines = told(capsys).splitlines()
+        lines = output(capsys).splitlines()
     finally:
         for process in alive:
             process.communicate()
@@ -282,7 +282,8 @@ def test_sweeps(
     done = [{"status": "finished", "seconds": 1, "ended": now - 540, "overrides": []}] * 8
     (folders[2] / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in done))
     assert (
-        told(capsys).splitlines()[0] == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
+        output(capsys).splitlines()[0]
+        == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
     )
 
 
@@ -299,7 +300,7 @@ def test_watching_ends_with_what_runs(
             holder.wait()
 
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
-    out = told(capsys, "--watch")
+    out = output(capsys, "--watch")
     assert looks == [status.PAUSE] * 3
     assert "1 killed" in out
     assert "running" not in out, "the last look alone is left on the screen"
@@ -332,7 +333,7 @@ def test_the_list_stays_at_one_place_of_the_terminal(
 
 def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     folder = place("s0-a")
-    told(capsys)
+    output(capsys)
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # would raise
     os.close(handle)
@@ -341,7 +342,10 @@ def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[st
 def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         place("s0-a").joinpath("config.yaml").rename(Path(folder) / "config.yaml")
-        assert told(capsys, folder).splitlines()[-2:] == [f"killed: {folder}", "  nmrun recipe=ste"]
+        assert output(capsys, folder).splitlines()[-2:] == [
+            f"killed: {folder}",
+            "  nmrun recipe=ste",
+        ]
 
 
 def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
@@ -418,4 +422,4 @@ def test_a_command_that_cannot_be_read_is_told_as_it_stands(
     """In a folder that was moved."""
     place("s0", command="nmrun recipe=ste output_dir='out")
     Path("outputs").rename("moved")
-    assert "  nmrun recipe=ste output_dir='out" in told(capsys, "moved").splitlines()
+    assert "  nmrun recipe=ste output_dir='out" in output(capsys, "moved").splitlines()

@@ -50,7 +50,7 @@ def test_heads_see_what_the_language_model_sees() -> None:
         assert all(name.startswith("head.") for name in lost.missing_keys)
         assert not lost.unexpected_keys
     seen = []
-    language.lm_head.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    language.lm_head.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0]))
     tokens = torch.tensor([[4, 7, 1, 9, 0, 0], [3, 3, 8, 2, 5, 6]])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]).bool()
     language(tokens)

@@ -253,13 +253,13 @@ class Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = self.waited = 0
+        self.count = self.waited = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         to = kwargs.get("device")
         if func is torch.ops.aten._to_copy.default and to is not None and to.type != "cpu":
-            self.made += args[0].device.type == "cpu"
+            self.count += args[0].device.type == "cpu"
             self.waited += not kwargs.get("non_blocking")
         return func(*args, **kwargs)
 
@@ -286,4 +286,4 @@ def test_no_copy_to_a_gpu_is_waited_for(
     pinned.clear()
     with Copies() as mode:
         task.micro_batches(0, 1, 1)
-    assert (mode.made, mode.waited, len(pinned)) == (copies, 0, copies)
+    assert (mode.count, mode.waited, len(pinned)) == (copies, 0, copies)

@@ -202,8 +202,8 @@ def save_encoder(folder: Path, **changes: Any) -> Path:
     """A random BERT with its tokenizer, in Hugging Face's layout."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
-    made = transformers.BertModel(transformers.BertConfig(**{**BERT, **changes}))
-    made.save_pretrained(folder)
+    model = transformers.BertModel(transformers.BertConfig(**{**BERT, **changes}))
+    model.save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32})

@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def build(tmp_path: Path, *words: str) -> LanguageModelling:
-    given = ("dataset=hub_text", "model=gpt_tiny", "dataset.context=16", "trainer.batch_size=4")
-    cfg = runs.config(tmp_path, *given, *words)
+    defaults = ("dataset=hub_text", "model=gpt_tiny", "dataset.context=16", "trainer.batch_size=4")
+    cfg = runs.config(tmp_path, *defaults, *words)
     task = tasks.build(cfg, torch.device("cpu"))
     assert isinstance(task, LanguageModelling)
     return task

@@ -52,7 +52,7 @@ def pictures(place: Path, classes: int = 3, each: int = 20) -> None:
 
 
 def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
-    def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
         several = [
             (
                 torch.from_numpy(RANDOM.integers(0, 256, (rows, 3, 8, 8), np.uint8)),
@@ -65,7 +65,7 @@ def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
         )
         return pixels(task(tmp_path, f"dataset={name}").splits)
 
-    return made
+    return build
 
 
 def folder(tmp_path: Path, _: Any) -> Splits:
@@ -109,7 +109,7 @@ def texts_of(splits: dict[str, list[Question]]) -> Splits:
 
 
 def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
-    def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
         monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
         file = tmp_path / "tinyshakespeare" / "input.txt"
         file.parent.mkdir()
@@ -118,7 +118,7 @@ def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
         splits = task(tmp_path, f"dataset={name}", "model=gpt_tiny", *words).splits
         return {split: bytes(array.astype(np.uint8)).split() for split, array in splits.items()}
 
-    return made
+    return build
 
 
 def modules(*_: Any) -> Splits:

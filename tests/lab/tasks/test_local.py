@@ -53,11 +53,11 @@ def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(
         assert time.monotonic() < until
         time.sleep(0.01)
     assert arrays() == list(range(1000))
-    made = file.stat().st_ino
+    inode = file.stat().st_ino
     (tmp_path / "go").touch()
     assert slow.wait(60) == 0
     assert not (tmp_path / "made again").exists()
-    assert file.stat().st_ino == made
+    assert file.stat().st_ino == inode
     assert os.listdir(tmp_path / "cache") == [file.parent.name]
     assert sorted(os.listdir(file.parent)) == ["arrays.json", file.name]
 
@@ -111,15 +111,15 @@ DAMAGES = {
 def test_other_arrays_than_were_made_are_made_again(tmp_path: Path) -> None:
     places = {kind: tmp_path / kind for kind in DAMAGES}
 
-    def made() -> list[str]:
+    def rebuild() -> list[str]:
         command = [sys.executable, "-c", READ, *map(str, places.values())]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return [Path(line).name for line in done.stdout.splitlines()]
 
-    assert made() == [*DAMAGES]
-    assert made() == []
+    assert rebuild() == [*DAMAGES]
+    assert rebuild() == []
     for kind, (name, damage) in DAMAGES.items():
         (file,) = places[kind].rglob(name)
         damage(file)
-    assert made() == [*DAMAGES]
-    assert made() == []
+    assert rebuild() == [*DAMAGES]
+    assert rebuild() == []

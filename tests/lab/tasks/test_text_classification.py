@@ -121,10 +121,10 @@ def test_long_pairs_lose_the_end_of_the_longer_text():
 
 
 def test_a_batch_is_padded_to_its_longest_text():
-    made = task()
+    classification = task()
     order = torch.randperm(9, generator=torch.Generator().manual_seed(3 * 1_000_003 + 1)).tolist()
     for index in range(2):
-        tokens, mask, segments, labels = made.micro_batches(1, index, 1)[0]
+        tokens, mask, segments, labels = classification.micro_batches(1, index, 1)[0]
         chosen = order[4 * index : 4 * index + 4]
         expected = [[1, *map(number, TEXTS[row][0].split()), 2] for row in chosen]
         assert tokens.shape == (4, max(map(len, expected)))
@@ -144,26 +144,26 @@ def test_batches_depend_on_seed_epoch_and_index_alone():
     for a, b in zip(one.micro_batches(0, 1, 1)[0], other.micro_batches(0, 1, 1)[0], strict=True):
         assert torch.equal(a, b)
     orders = [
-        made._permutation(epoch).tolist() for made, epoch in ((one, 0), (one, 1), (task(seed=4), 0))
+        each._permutation(epoch).tolist() for each, epoch in ((one, 0), (one, 1), (task(seed=4), 0))
     ]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(9)) for order in orders)
 
 
 def test_micro_batches_make_up_the_batch():
-    made, model = task(), tiny(task())
-    (whole,), parts = made.micro_batches(0, 0, 1), made.micro_batches(0, 0, 3)
+    classification, model = task(), tiny(task())
+    (whole,), parts = classification.micro_batches(0, 0, 1), classification.micro_batches(0, 0, 3)
     assert torch.cat([part[3] for part in parts]).tolist() == whole[3].tolist()
-    means = sum(made.loss(model, part).item() * made.size(part) for part in parts) / made.size(
-        whole
-    )
-    assert means == pytest.approx(made.loss(model, whole).item(), rel=1e-5)
+    means = sum(
+        classification.loss(model, part).item() * classification.size(part) for part in parts
+    ) / classification.size(whole)
+    assert means == pytest.approx(classification.loss(model, whole).item(), rel=1e-5)
 
 
 def test_padding_changes_no_answer():
-    made = task()
-    model = tiny(made).eval()
-    tokens, mask, segments, _ = made.micro_batches(0, 0, 1)[0]
+    classification = task()
+    model = tiny(classification).eval()
+    tokens, mask, segments, _ = classification.micro_batches(0, 0, 1)[0]
     together = model(tokens, mask, segments)
     for row in range(4):
         n = int(mask[row].sum())
@@ -174,9 +174,9 @@ def test_padding_changes_no_answer():
 
 
 def test_an_example_has_the_length_of_a_batch():
-    made = task()
-    longest = [made.micro_batches(0, index, 1)[0][0].shape[1] for index in range(2)]
-    assert made.example()[0].shape == (2, round(sum(longest) / 2))
+    classification = task()
+    longest = [classification.micro_batches(0, index, 1)[0][0].shape[1] for index in range(2)]
+    assert classification.example()[0].shape == (2, round(sum(longest) / 2))
 
 
 class ByFirstWord(nn.Module):
@@ -212,18 +212,18 @@ def test_evaluation_of_classes_one_by_one():
 
 
 def test_scores_are_fitted_by_squares():
-    made = task(classes=1)
+    classification = task(classes=1)
     answers, labels = [by_first_word(text) for (text,) in TEXTS], [label / 4 for label in LABELS]
     squares = [(a - b) ** 2 for a, b in zip(answers, labels, strict=True)]
-    metrics = made.evaluate(ByFirstWord(1), "test")
+    metrics = classification.evaluate(ByFirstWord(1), "test")
     assert metrics["loss"] == pytest.approx(sum(squares) / 9, rel=1e-5)
     assert metrics["pearson"] == pytest.approx(pearson(answers, labels), rel=1e-4)
-    chosen = made._permutation(0)[:4].tolist()
-    (batch,) = made.micro_batches(0, 0, 1)
-    assert float(made.loss(ByFirstWord(1), batch)) == pytest.approx(
+    chosen = classification._permutation(0)[:4].tolist()
+    (batch,) = classification.micro_batches(0, 0, 1)
+    assert float(classification.loss(ByFirstWord(1), batch)) == pytest.approx(
         sum(squares[row] for row in chosen) / 4, rel=1e-5
     )
-    assert made.metric == "spearman"
+    assert classification.metric == "spearman"
 
 
 def test_what_cannot_be_is_said():

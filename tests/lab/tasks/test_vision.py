@@ -176,8 +176,8 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(
     splits: dict[str, int], test: int, tmp_path: Path
 ) -> None:
     make_folder(tmp_path / "data" / "some", splits=splits)
-    made = folder_config(tmp_path)
-    parts = build.build(made)
+    cfg = folder_config(tmp_path)
+    parts = build.build(cfg)
     counts = {name: len(labels) for name, (_, labels) in parts.task.splits.items()}  # type: ignore[attr-defined]
     assert counts == {
         "test": test,
@@ -185,7 +185,7 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(
         "train": 54 if test == 12 else 60,
     }
     line = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
-    assert f"  {line}" in console.plan_lines(made, parts)
+    assert f"  {line}" in console.plan_lines(cfg, parts)
 
 
 @UNPACKS
@@ -339,15 +339,15 @@ def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path
         if dataset == "imagenet"
         else tasks.build(folder_config(tmp_path), CPU)
     )
-    told = json.loads(json.dumps(task.signature))
-    assert told["classes"] == ["ant", "bee", "cat"]
-    given, size = told["input"], told["input"]["resize"]
-    assert given["range"] == [0, 255]
+    signature = json.loads(json.dumps(task.signature))
+    assert signature["classes"] == ["ant", "bee", "cat"]
+    image_input, size = signature["input"], signature["input"]["resize"]
+    assert image_input["range"] == [0, 255]
     prepared = []
     files = sorted((place / "val").rglob("*.png"))
     for file in files:
         with Image.open(file) as opened:
-            image = opened.convert(given["colours"])
+            image = opened.convert(image_input["colours"])
         scale = size["shorter_side"] / min(image.size)
         image = image.resize(
             (round(scale * image.width), round(scale * image.height)), Image.Resampling.BILINEAR
@@ -355,9 +355,9 @@ def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path
         left, top = ((side - size["crop"]) // 2 for side in image.size)
         image = image.crop((left, top, left + size["crop"], top + size["crop"]))
         pixels = np.asarray(image, np.float32).transpose(2, 0, 1)
-        mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
+        mean, std = (np.float32(image_input[key])[:, None, None] for key in ("mean", "std"))
         prepared.append((pixels - mean) / std)
-        assert list(prepared[-1].shape) == given["shape"]
+        assert list(prepared[-1].shape) == image_input["shape"]
     inputs = torch.cat([images for images, _, _ in task._evaluation("test")])
     assert len(inputs) == len(files)
     inside = np.s_[..., 1:-1, 1:-1]  # what lies beyond the cut is mixed into its border, or not
@@ -395,8 +395,8 @@ def test_cifar_as_torchvision_stores_it(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = fake_cifar(tmp_path / "data" / folder, monkeypatch)
-    made = dataset_config(tmp_path, "cifar10", "dataset.val_size=10", "trainer.batch_size=8")
-    task = tasks.build(made, CPU)
+    cfg = dataset_config(tmp_path, "cifar10", "dataset.val_size=10", "trainer.batch_size=8")
+    task = tasks.build(cfg, CPU)
     assert task.inputs == {"shape": (3, 32, 32), "classes": 10}
     every = torch.cat([task.splits[split][0] for split in ("train", "val")])  # type: ignore[attr-defined]
     assert {image.numpy().tobytes() for image in every} == {
@@ -646,7 +646,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
         *("recipe=step", "dataset=imagenet", "dataset.path=some", "dataset.resolution=8"),
         *("dataset.val_size=6", "trainer.batch_size=5", "dataset.workers=2"),
     )
-    made, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
+    cut, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
     original, readers = TrainingSteps.train_step, list[Any]()
     before = multiprocessing.active_children()  # of other tests
 
@@ -659,18 +659,18 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", signalled)
-        result = runner.run(made, run_folder(made))
+        result = runner.run(cut, run_folder(cut))
     assert (result["status"], result.get("signal")) == ("interrupted", signal.SIGTERM)
     assert len(readers) == 2
     assert not any(process.is_alive() for process in readers)
-    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    state = checkpoint.load(run_folder(cut) / "checkpoint.pt")
     assert state is not None
     assert state["loop"]["step"] == 5
-    for each in (made, alone):
+    for each in (cut, alone):
         assert runner.run(each, run_folder(each))["status"] == "finished"
-    assert rows(run_folder(made)) == rows(run_folder(alone))
+    assert rows(run_folder(cut)) == rows(run_folder(alone))
     for name in ("model.safetensors", "best.safetensors"):
-        assert (run_folder(made) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
+        assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
 
 
 def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
@@ -799,8 +799,8 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
         )
         return drafted
 
-    def watched_parameters(*given: Any) -> Any:
-        boxes.append(parameters(*given))
+    def watched_parameters(*args: Any) -> Any:
+        boxes.append(parameters(*args))
         return boxes[-1]
 
     monkeypatch.setattr(JpegImageFile, "draft", watched_draft)

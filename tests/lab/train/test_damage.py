@@ -97,7 +97,7 @@ def damage(path: Path, kind: str) -> None:
         path.symlink_to(path.name)
 
 
-def made(root: Path) -> Config:
+def tiny(root: Path) -> Config:
     """Four steps, a checkpoint and a row after each."""
     network = (
         "model=mlp",
@@ -119,7 +119,7 @@ def outcome(folder: Path) -> Any:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Below it a finished run."""
     root = tmp_path_factory.mktemp("whole")
-    assert runner.run(made(root), run_folder(made(root)))["status"] == "finished"
+    assert runner.run(tiny(root), run_folder(tiny(root)))["status"] == "finished"
     return root
 
 
@@ -127,14 +127,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Below it a run that was killed in its last step."""
     root = tmp_path_factory.mktemp("interrupted")
-    cut_off(made(root), 3)
-    (run_folder(made(root)) / "result.json").unlink()
+    cut_off(tiny(root), 3)
+    (run_folder(tiny(root)) / "result.json").unlink()
     return root
 
 
 def copied(source: Path, to: Path) -> tuple[Config, Path]:
     shutil.copytree(source / "out", to / "out")
-    return made(to), run_folder(made(to))
+    return tiny(to), run_folder(tiny(to))
 
 
 def again(cfg: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
@@ -170,7 +170,7 @@ def test_of_an_interrupted_run(
 
 
 def run_folder_of(root: Path) -> Path:
-    return run_folder(made(root))
+    return run_folder(tiny(root))
 
 
 @pytest.mark.parametrize(("name", "kind"), some(FINISHED))

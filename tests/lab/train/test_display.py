@@ -36,9 +36,9 @@ WIDTHS = (40, 60, 80, 120, 160)
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(width: int) -> Terminal:
-        made = Terminal(monkeypatch, width)
-        monkeypatch.setattr(sys, "stdout", made)
-        return made
+        screen = Terminal(monkeypatch, width)
+        monkeypatch.setattr(sys, "stdout", screen)
+        return screen
 
     return make
 
@@ -158,12 +158,12 @@ def test_an_epoch_s_line_has_its_mean_loss(
 
 
 def test_alike_layers_are_one_line() -> None:
-    told = [("sparse", f"h.{block}.attn.qkv.weight", (1536, 512), "2:4") for block in range(6)]
-    told += [
+    layers = [("sparse", f"h.{block}.attn.qkv.weight", (1536, 512), "2:4") for block in range(6)]
+    layers += [
         ("sparse", "h.0.mlp.weight", (512, 2048), "2:4"),
         ("dense", "head.weight", (65, 512), "excluded"),
     ]
-    assert console.layer_lines(told) == [
+    assert console.layer_lines(layers) == [
         "sparse  6 x h.*.attn.qkv.weight  1536x512  2:4",
         "sparse  h.0.mlp.weight           512x2048  2:4",
         "dense   head.weight              65x512    excluded",
@@ -213,7 +213,7 @@ def test_a_limited_evaluation_is_of_so_many_items(tmp_path: Path) -> None:
     """Evenly from the whole split; training images stay."""
     whole = config(tmp_path, "recipe=ste")
     some = config(tmp_path, "recipe=ste", "trainer.limit_evaluation=50")
-    one, other = (tasks.build(made, torch.device("cpu")) for made in (whole, some))
+    one, other = (tasks.build(cfg, torch.device("cpu")) for cfg in (whole, some))
     for split in ("val", "test"):
         images, labels = other.splits[split]
         distance = math.ceil(len(one.splits[split][1]) / 50)

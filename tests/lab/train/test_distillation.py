@@ -159,8 +159,8 @@ def test_weight_0_is_the_run_without_a_teacher(tmp_path: Path, teacher: Path) ->
         config(tmp_path / "a", "recipe=sr_ste"),
         taught(tmp_path / "b", teacher, "trainer.distill_weight=0"),
     )
-    for made in (plain, without):
-        assert runner.run(made, run_folder(made))["status"] == "finished"
+    for cfg in (plain, without):
+        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
     first, second = rows(run_folder(plain)), rows(run_folder(without))
     for a, b in zip(first, second, strict=True):
         assert a.get("train/loss") == b.get("train/loss")
@@ -173,16 +173,16 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
     tmp_path: Path, teacher: Path, recipe: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distill = "start" if by == "start" else f"'{teacher}'"
-    made = [
+    configs = [
         config(tmp_path / name, f"recipe={recipe}", f"trainer.distill={distill}")
         for name in ("alone", "cut")
     ]
-    alone, cut = map(run_folder, made)
-    assert runner.run(made[0], alone)["status"] == "finished"
+    alone, cut = map(run_folder, configs)
+    assert runner.run(configs[0], alone)["status"] == "finished"
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "train", stopping(Loop.train, 7))
-        assert runner.run(made[1], cut)["status"] == "interrupted"
-    assert runner.run(made[1], cut)["status"] == "finished"
+        assert runner.run(configs[1], cut)["status"] == "interrupted"
+    assert runner.run(configs[1], cut)["status"] == "finished"
     name = "model.safetensors"
     assert (alone / name).read_bytes() == (cut / name).read_bytes()
     assert rows(alone) == rows(cut)

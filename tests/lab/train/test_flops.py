@@ -586,8 +586,8 @@ def test_what_is_no_budget(value: str, tmp_path: Path) -> None:
 
 
 def test_one_budget_in_two_spellings_is_one_run(tmp_path: Path) -> None:
-    made = [
+    configs = [
         config(tmp_path, f"trainer.budget={value}")
         for value in ("flops:1e12", "flops:1000000000000", "flops:1e13")
     ]
-    assert identity(made[0]) == identity(made[1]) != identity(made[2])
+    assert identity(configs[0]) == identity(configs[1]) != identity(configs[2])

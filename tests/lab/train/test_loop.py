@@ -342,9 +342,9 @@ def test_a_length_in_steps(length: int, tmp_path: Path) -> None:
 
 def test_a_length_in_steps_and_a_budget(tmp_path: Path) -> None:
     """``flops:dense`` is what so many dense steps cost; a sparse recipe has more of them."""
-    given = ("trainer.steps=7", "trainer.budget=flops:dense")
-    assert build.build(config(tmp_path, "recipe=dense", *given)).total_steps == 7
-    assert build.build(config(tmp_path, "recipe=ste", *given)).total_steps > 7
+    words = ("trainer.steps=7", "trainer.budget=flops:dense")
+    assert build.build(config(tmp_path, "recipe=dense", *words)).total_steps == 7
+    assert build.build(config(tmp_path, "recipe=ste", *words)).total_steps > 7
     with pytest.raises(ConfigError, match=r"trainer.average=3.*fewer epochs, of 3 batches"):
         build.build(config(tmp_path, "trainer.steps=6", "trainer.average=3"))
     build.build(config(tmp_path, "trainer.steps=7", "trainer.average=3"))

@@ -43,8 +43,8 @@ def test_auto_is_bf16_for_large_networks_on_processors_that_multiply_it(
         assert build.precision_of(name, CPU, parameters) == name
 
 
-def losses(made: Any, steps: int = 3) -> tuple[str, list[float]]:
-    loop = TrainingSteps(made, build.build(made))
+def losses(cfg: Any, steps: int = 3) -> tuple[str, list[float]]:
+    loop = TrainingSteps(cfg, build.build(cfg))
     loop.model.train()
     for step in range(steps):
         loop.train_step(0, step, measure_flips=False)
@@ -56,10 +56,10 @@ def test_a_small_network_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.M
     asked = losses(config(tmp_path, "recipe=sr_ste", "trainer.precision=fp32"))
     assert losses(config(tmp_path, "recipe=sr_ste")) == asked
     monkeypatch.setattr(build, "WORTH_BF16", 1)
-    precision, found = losses(config(tmp_path, "recipe=sr_ste"))
+    precision, low = losses(config(tmp_path, "recipe=sr_ste"))
     assert precision == "bf16"
-    assert found != asked[1]
-    assert found == pytest.approx(asked[1], rel=0.02)
+    assert low != asked[1]
+    assert low == pytest.approx(asked[1], rel=0.02)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -301,10 +301,10 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
     def forking(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step == 5:
-            ready, told = os.pipe()
+            ready, child_end = os.pipe()
             child = os.fork()
             if not child:
-                os.write(told, b".")  # Python forgets a signal that comes while it forks
+                os.write(child_end, b".")  # Python forgets a signal that comes while it forks
                 time.sleep(60)
                 os._exit(0)
             os.read(ready, 1)
@@ -353,10 +353,10 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     capsys.readouterr()
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
-    told = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
-    assert told == ([message] if message else [])
+    messages = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
+    assert messages == ([message] if message else [])
     alone = left_alone(tmp_path, "ste")
-    assert result["events"] == [*told, *alone[4]]
+    assert result["events"] == [*messages, *alone[4]]
     logged = rows(run_folder(cfg))
     assert len(logged) == len(alone[2]) - ("lost" in message)
     assert result["metrics"] == alone[3]
@@ -429,11 +429,14 @@ def test_a_run_that_begins_anew_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where it was killed before its first checkpoint, and nobody has asked for it."""
-    cfg, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
+    cfg, message = (
+        make(tmp_path, "ste", *words),
+        "begins anew: it ended before its first checkpoint",
+    )
     kill(cfg, TrainingSteps, "train_step", 2)
-    assert told not in capsys.readouterr().out
+    assert message not in capsys.readouterr().out
     assert outcome(cfg) == left_alone(tmp_path, "ste")
-    assert capsys.readouterr().out.count(told) == (not words)
+    assert capsys.readouterr().out.count(message) == (not words)
 
 
 def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path: Path) -> None:

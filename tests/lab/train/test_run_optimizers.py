@@ -18,7 +18,7 @@ GPT = {"vocabulary": 20, "context": 8}
 IMAGES = {"shape": (1, 8, 8), "classes": 10}
 
 
-def made(folder: Path, model: str, *options: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(folder: Path, model: str, *options: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     name, *sizes = model.split(",")
     asked = config(
         folder,
@@ -60,7 +60,7 @@ def decayed(network: nn.Module, by: torch.optim.Optimizer) -> dict[str, float]:
 def test_transformers_decay_as_in_their_literature(
     model: str, spared: tuple[str, ...], asked: str, tmp_path: Path
 ) -> None:
-    left = decayed(*made(tmp_path, model, f"optimizer.decay={asked}"))
+    left = decayed(*build(tmp_path, model, f"optimizer.decay={asked}"))
     for name, value in left.items():
         assert value == pytest.approx(1.0 if name.endswith(spared) else 1 - 0.1 * 0.5), name
     assert {name for name in left if name.endswith(spared)}
@@ -79,7 +79,7 @@ def test_swin_v2_spares_the_networks_of_its_position_biases() -> None:
     ("model", "asked"), [("small_conv", "null"), ("resnet20", "null"), ("gpt_tiny,layers=1", "all")]
 )
 def test_all_parameters_decay(model: str, asked: str, tmp_path: Path) -> None:
-    network, by = made(tmp_path, model, f"optimizer.decay={asked}")
+    network, by = build(tmp_path, model, f"optimizer.decay={asked}")
     assert len(by.param_groups) == 1
     assert list(by.param_groups[0]["params"]) == list(network.parameters())
     assert list(decayed(network, by).values()) == pytest.approx(
@@ -89,7 +89,7 @@ def test_all_parameters_decay(model: str, asked: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("decay", ["all", "matrices"])
 def test_a_rate_for_the_head_goes_with_either(decay: str, tmp_path: Path) -> None:
-    network, by = made(tmp_path, "small_conv", f"optimizer.decay={decay}", "optimizer.head_lr=0.3")
+    network, by = build(tmp_path, "small_conv", f"optimizer.decay={decay}", "optimizer.head_lr=0.3")
     rates = {
         id(p): (group["lr"], group["weight_decay"])
         for group in by.param_groups

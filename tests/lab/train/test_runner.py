@@ -110,15 +110,15 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Pa
     cfg = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
     metrics = run(cfg)["metrics"]
     images, labels = load_digits()["test"]
-    for file, told in (("model", metrics["final"]), ("best", metrics["best"])):
+    for file, reported in (("model", metrics["final"]), ("best", metrics["best"])):
         model = SmallConvNetwork((1, 8, 8), 10, [8, 8, 8])
         model.load_state_dict(load_file(run_folder(cfg) / f"{file}.safetensors"))
         with torch.no_grad():
             logits = model(images)
-        assert told["test/accuracy"] == pytest.approx(
+        assert reported["test/accuracy"] == pytest.approx(
             float((logits.argmax(1) == labels).double().mean())
         )
-        assert told["test/loss"] == pytest.approx(
+        assert reported["test/loss"] == pytest.approx(
             float(functional.cross_entropy(logits, labels)), rel=1e-5
         )
 
@@ -240,9 +240,9 @@ def test_nan_is_never_the_best_nor_the_last(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = iter([*accuracies, accuracies[-1], *[0.5] * 3])
+    accuracy = iter([*accuracies, accuracies[-1], *[0.5] * 3])
     monkeypatch.setattr(
-        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(told)}
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(accuracy)}
     )
     result = run(config(tmp_path, "recipe=ste"))
     assert (result["status"], result["metrics"]["best"]["epoch"]) == (status, best)
@@ -383,11 +383,11 @@ def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*_: Any) -> None:
+    def signalled(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("went on")
 
-    monkeypatch.setattr(console, "plan_lines", told)
+    monkeypatch.setattr(console, "plan_lines", signalled)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
 

@@ -90,9 +90,9 @@ def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
     every = {ns: (cost, share) for ns, cost, share in assignments(net, costs)}
     least = min(cost for cost, _ in every.values())
     exact = sorted(cost for cost, _ in every.values() if cost < 1)[:: len(every) // 20]
-    given = None if kind == "weights" else {str(i): cost for i, cost in enumerate(costs)}
+    layer_costs = None if kind == "weights" else {str(i): cost for i, cost in enumerate(costs)}
     for budget in [*torch.linspace(least, 0.99, 20, dtype=torch.float64).tolist(), *exact]:
-        proposal = search_ratios(net, budget, costs=given)
+        proposal = search_ratios(net, budget, costs=layer_costs)
         cost, share = every[tuple(proposal.ratios[str(i)].n for i in range(len(net)))]
         assert cost <= budget + 1e-8
         assert share == pytest.approx(max(k for c, k in every.values() if c <= budget), abs=1e-6)
@@ -333,8 +333,8 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
         shlex.split(" ".join(command))[-1] == "sparsity.overrides={inner.0: 2:16, inner.1: dense}"
     )
     assert verb("ratios", *words, "0.5") == 2
-    told = "budget 0.5: with M = 16 it is from 0.5834 to below 1"
-    assert capsys.readouterr().err == f"nmrun: {told}\n"
+    message = "budget 0.5: with M = 16 it is from 0.5834 to below 1"
+    assert capsys.readouterr().err == f"nmrun: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def stream(place: Path, *overrides: str) -> ImageStream:
     return task
 
 
-def made(kind: str, place: Path) -> Task:
+def build(kind: str, place: Path) -> Task:
     return {
         "images": pictures,
         "augmented": lambda: pictures(ALL),
@@ -85,7 +85,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_share_is_to_the_bit_what_it_is_in_the_whole(kind: str, tmp_path: Path) -> None:
-    task = made(kind, tmp_path)
+    task = build(kind, tmp_path)
     for parts in (1, 2, 3, 5, 8, 100):
         for epoch, index in ((0, 0), (1, 1)):
             whole = task.micro_batches(epoch, index, parts)

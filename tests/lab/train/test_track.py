@@ -49,10 +49,10 @@ def tracker(folder: Path, chosen: dict[str, Any], step: int = 0) -> tuple[Tracke
 
 
 def test_rows_are_strict_json(tmp_path: Path) -> None:
-    made, _ = tracker(tmp_path, LOCAL)
-    made.log({"step": 1, "epoch": 1, "train/loss": 0.1})
-    made.log({"step": 2, "epoch": 1, "train/loss": math.nan, "eval/loss": math.inf})
-    made.finish({}, 0)
+    run, _ = tracker(tmp_path, LOCAL)
+    run.log({"step": 1, "epoch": 1, "train/loss": 0.1})
+    run.log({"step": 2, "epoch": 1, "train/loss": math.nan, "eval/loss": math.inf})
+    run.finish({}, 0)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     refuse = lambda word: pytest.fail(f"{word} is not JSON")  # noqa: E731
     read = [json.loads(line, parse_constant=refuse) for line in lines]
@@ -105,7 +105,7 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
 
 
 @pytest.mark.parametrize(
-    ("mode", "login", "environment", "told"),
+    ("mode", "login", "environment", "uploads"),
     [
         ("auto", False, None, False), ("auto", True, None, True),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -116,7 +116,7 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
     mode: str,
     login: bool,
     environment: str | None,
-    told: bool,
+    uploads: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,11 +128,11 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.chdir(tmp_path)
-    made, messages = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
-    made.log({"step": 1, "loss": 1.0})
-    made.finish({}, 0)
+    run, messages = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
+    run.log({"step": 1, "loss": 1.0})
+    run.finish({}, 0)
     commands = [line.split("; ")[1] for line in messages if "wandb sync" in line]
-    assert len(commands) == told
+    assert len(commands) == uploads
     for command in commands:
         folder = shlex.split(command)[2]
         assert list((tmp_path / folder).glob("run-*.wandb"))
@@ -175,10 +175,10 @@ def test_a_wandb_that_breaks_on_the_way_costs_a_line(
         raise OSError("disk full\nand more")
 
     monkeypatch.setattr(wandb.Run, "log", broken)
-    made, messages = tracker(tmp_path, WANDB)
-    made.log({"step": 1})
-    made.log({"step": 2})
-    made.finish({}, 0)
+    run, messages = tracker(tmp_path, WANDB)
+    run.log({"step": 1})
+    run.log({"step": 2})
+    run.finish({}, 0)
     wandb.finish()
     assert messages == [
         "W&B is off for this run (OSError: disk full); metrics.jsonl has everything"
@@ -208,13 +208,13 @@ def test_nobody_waits_for_wandb_before_the_end(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(wandb, "init", init)
-    made, messages = tracker(tmp_path, WANDB)
+    run, messages = tracker(tmp_path, WANDB)
     for step in range(1, 6):
-        made.log({"step": step, "x": step / 2})
+        run.log({"step": step, "x": step / 2})
     assert came == []
     assert len(rows(tmp_path)) == 5
     begins.set()
-    made.finish({"status": "finished"}, 0)
+    run.finish({"status": "finished"}, 0)
     assert came == [*((step, step / 2) for step in range(1, 6)), {"status": "finished"}, 0]
     assert messages == []
 
@@ -232,14 +232,14 @@ def test_an_unreachable_server_is_waited_for_once(
         for number in (0, 1):
             folder = tmp_path / f"a/b/{number}"
             folder.mkdir(parents=True)
-            made, messages = tracker(folder, WANDB)
-            made.log({"step": 1, "something": 1.0})
-            made.finish({}, 0)
+            run, messages = tracker(folder, WANDB)
+            run.log({"step": 1, "something": 1.0})
+            run.finish({}, 0)
             *reached, uploads = messages
             assert len(reached) == (number == 0)
             assert "wandb sync" in uploads
-            (run,) = offline_runs(folder)
-            assert b"something" in run
+            (content,) = offline_runs(folder)
+            assert b"something" in content
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         log=lambda row, step: None,
         finish=lambda exit_code: None,
     )
-    monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given) or run)
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or run)
     cfg = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")
     done = runner.run(cfg, run_folder(cfg), "some-sweep")
     assert asked["name"] == "ste 2:4 digits small_conv s0"

@@ -150,12 +150,12 @@ def weights(folder: Path) -> bytes:
 
 
 def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypatch):
-    def made(name: str, decay: str) -> schema.Config:
+    def compose(name: str, decay: str) -> schema.Config:
         return config(
             tmp_path / name, "recipe=t_sr_ste", f"recipe.decay={decay}", *MODEL, "recipe.interval=3"
         )
 
-    auto = made("auto", "auto")
+    auto = compose("auto", "auto")
     decay, event, seconds, flops = find_decay(auto)
     monkeypatch.setattr(
         trials, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
@@ -164,10 +164,10 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     assert result["status"] == "finished"
     assert result["events"] == [event]
     assert result["config"]["recipe"]["decay"] == "auto"  # so that the same command is the same run
-    given = made("given", repr(decay))
-    plain = runner.run(given, run_folder(given))
+    explicit = compose("given", repr(decay))
+    plain = runner.run(explicit, run_folder(explicit))
     assert plain["events"] == []
-    assert weights(run_folder(auto)) == weights(run_folder(given))
+    assert weights(run_folder(auto)) == weights(run_folder(explicit))
 
     # the search is part of what the run took, and the run's own dense steps are what they were
     assert seconds > 0
@@ -177,7 +177,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
         assert result["flops"][name] == plain["flops"][name] + flops[name]
     assert result["flops"]["training_dense"] == plain["flops"]["training_dense"]
 
-    cut = made("cut", "auto")
+    cut = compose("cut", "auto")
     step = TrainingSteps.train_step
     died = []
 
@@ -306,7 +306,7 @@ def test_schedule_and_phases_end_with_the_budget(clock: Clock, tmp_path: Path) -
 def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = [config(tmp_path / name, "recipe=maskllm", BUDGET) for name in ("a", "b")]
+    configs = [config(tmp_path / name, "recipe=maskllm", BUDGET) for name in ("a", "b")]
     monkeypatch.setattr(trials, "SHORTEST", 4)
     monkeypatch.setattr(trials, "LONGEST", 4)
     trial, tried = trials._trial, itertools.count()
@@ -316,11 +316,11 @@ def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
         return 2 / 15, trial(*args)[1]
 
     monkeypatch.setattr(trials, "_trial", timed)
-    runner.run(made[0], run_folder(made[0]))
+    runner.run(configs[0], run_folder(configs[0]))
     assert next(tried) == 2
     monkeypatch.setattr(trials, "steps_of_budget", lambda config: (15, "as before"))
-    runner.run(made[1], run_folder(made[1]))
-    weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in made]
+    runner.run(configs[1], run_folder(configs[1]))
+    weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in configs]
     assert weights[0] == weights[1]
 
 
@@ -328,24 +328,24 @@ def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
 def test_a_resumed_run_keeps_its_number_of_steps(
     recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = [
+    configs = [
         config(tmp_path / name, f"recipe={recipe}", BUDGET, "schedule=cosine")
         for name in ("whole", "cut")
     ]
     monkeypatch.setattr(trials, "steps_of_budget", lambda config: (14, "14 steps"))
-    whole = runner.run(made[0], run_folder(made[0]))
+    whole = runner.run(configs[0], run_folder(configs[0]))
     assert whole["steps"] == 14
     train = Loop.train
 
     monkeypatch.setattr(Loop, "train", stopping(train, 5))
-    assert runner.run(made[1], run_folder(made[1]))["status"] == "interrupted"
+    assert runner.run(configs[1], run_folder(configs[1]))["status"] == "interrupted"
     monkeypatch.setattr(Loop, "train", train)
     monkeypatch.setattr(trials, "steps_of_budget", lambda config: pytest.fail("it is planned once"))
-    resumed = runner.run(made[1], run_folder(made[1]))
+    resumed = runner.run(configs[1], run_folder(configs[1]))
     assert resumed["status"] == "finished"
     assert resumed["steps"] == 14
     assert resumed["metrics"] == whole["metrics"]
-    weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in made]
+    weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in configs]
     assert weights[0] == weights[1]
 
 

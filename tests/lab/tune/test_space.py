@@ -46,19 +46,19 @@ def test_what_recipes_declare_is_allowed(name):
 
 
 def test_the_command_wins_where_the_run_has_the_key():
-    given = plan.read_space(
+    space = plan.read_space(
         [
             *("optimizer.lr=tag(log,interval(1e-4,1e-2))", "recipe.decay=interval(0,1)"),
             "trainer.clip=0.5,1,2",
         ]
     )
-    assert given == {
+    assert space == {
         "optimizer.lr": log(1e-4, 1e-2),
         "recipe.decay": between(0.0, 1.0),
         "trainer.clip": among(0.5, 1, 2),
     }
-    assert plan.space_of(config("recipe=sr_ste"), given) == given
-    assert "recipe.decay" not in plan.space_of(config("recipe=ste"), given)
+    assert plan.space_of(config("recipe=sr_ste"), space) == space
+    assert "recipe.decay" not in plan.space_of(config("recipe=ste"), space)
 
 
 @pytest.mark.parametrize(

@@ -492,8 +492,8 @@ def answer(line: str) -> dict[str, Any]:
     """What the command line does with ``line``, in this process."""
     from nmrun.lab import cli
 
-    for made in Path().iterdir():  # what the line before left, which it was told
-        shutil.rmtree(made) if made.is_dir() else made.unlink()
+    for leftover in Path().iterdir():  # what the line before left, which it was told
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     for name, content in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content)

@@ -70,7 +70,7 @@ GIVEN = {
 @pytest.mark.parametrize("name", [name for name in options.names("model") if "fairseq" not in name])
 def test_what_a_model_takes_is_what_its_builder_asks_for(name: str) -> None:
     asked = set(inspect.signature(find_builder("model", name, models.MODELS)).parameters)
-    fitting = [data for data, given in GIVEN.items() if given <= asked]
+    fitting = [data for data, needs in GIVEN.items() if needs <= asked]
     assert options.kind("model", name).data in fitting
 
 
@@ -82,15 +82,15 @@ def test_models_of_fairseq_take_pairs_of_sentences() -> None:
 @pytest.mark.parametrize("name", ["small_conv", "small_conv_bn", "mlp", "resnet18"])
 def test_layers_that_are_known_without_building_are_those_of_the_model(name: str) -> None:
     kind = options.kind("model", name)
-    given = {"name": name, **defaults(options.keys("model", name))}
-    model = models.build(given, {"shape": (3, 16, 16), "classes": 10})
+    settings = {"name": name, **defaults(options.keys("model", name))}
+    model = models.build(settings, {"shape": (3, 16, 16), "classes": 10})
     by_data = {"conv1"} if name == "resnet18" else {"stem", "head"}
     built = {
         place: layer.weight.shape[1]
         for place, layer in model.named_modules()
         if isinstance(layer, nn.Linear | nn.Conv2d)
     }
-    assert kind.layer_inputs(given) == built | dict.fromkeys(by_data, 0)
+    assert kind.layer_inputs(settings) == built | dict.fromkeys(by_data, 0)
 
 
 def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

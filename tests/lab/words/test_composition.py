@@ -84,9 +84,9 @@ def test_what_hydra_refuses_is_refused_as_ever() -> None:
             *("nonsense=1", "recipe=nonsense", "+recipe=ste", "recipe=ste,asp"),
             *("+seed=1", "seed=1,2", "seed=[1"),
         ):
-            for made in (lambda words: composed(words, {}), partial(compose, "nmrun")):
+            for composer in (lambda words: composed(words, {}), partial(compose, "nmrun")):
                 with pytest.raises(HydraException):
-                    made([word])
+                    composer([word])
 
 
 # --- what others store ----------------------------------------------------------------------------

@@ -48,7 +48,7 @@ paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4
 
 
 @functools.cache
-def made(name: str, scale: str) -> list[schema.Config]:
+def configs_of(name: str, scale: str) -> list[schema.Config]:
     return experiment.configs(experiment.load(name), scale, cache=COMPOSED)
 
 
@@ -94,7 +94,7 @@ def test_published_figures_have_their_place_in_the_sweep(name):
             " ".join(label(config, key) for key in keys.split(","))
             for keys in (asked.rows, asked.cols)
         )
-        for config in made(name, "paper")
+        for config in configs_of(name, "paper")
     }
     for row, cells in asked.paper.items():
         for column, printed in cells.items():
@@ -106,7 +106,7 @@ def test_published_figures_have_their_place_in_the_sweep(name):
 @pytest.mark.minutes
 @pytest.mark.parametrize(("name", "scale"), EVERY)
 def test_rows_and_columns_are_keys_of_the_runs(name, scale):
-    asked, configs = experiment.load(name), made(name, scale)
+    asked, configs = experiment.load(name), configs_of(name, scale)
     for key in {*asked.rows.split(","), *asked.cols.split(",")} - {"metric", "dataset.task"}:
         assert any(label(config, key) != "-" for config in configs), key
     assert ("metric" in asked.cols.split(",")) or "," not in (asked.metric or "")
@@ -118,7 +118,7 @@ def test_what_is_measured_while_training_is_no_run_of_another_experiment():
     """How often a run is looked into is not part of its identity: shared with an experiment that
     does not, nothing would be logged.
     """
-    every = [config for name, scale in EVERY for config in made(name, scale)]
+    every = [config for name, scale in EVERY for config in configs_of(name, scale)]
     measured = {identity.run_folder(config) for config in every if config.trainer.diagnose_every}
     assert measured
     assert not measured & {
@@ -128,7 +128,7 @@ def test_what_is_measured_while_training_is_no_run_of_another_experiment():
 
 def test_smokes_share_runs():
     folders = [
-        {identity.run_folder(config) for config in made(name, "smoke")}
+        {identity.run_folder(config) for config in configs_of(name, "smoke")}
         for name in ("step_cifar10", "step_cifar100", "s_ste_deit")
     ]
     assert folders[0] == folders[1]
@@ -154,7 +154,7 @@ def test_a_sweep_for_each_scale(tmp_path):
 
 def test_s_ste_gpt2_is_the_authors_pre_training():
     """thu-ml/2by4-pretrain-acc-examples: config/train_gpt2.py, train.py, README."""
-    every = made("s_ste_gpt2", "paper")
+    every = configs_of("s_ste_gpt2", "paper")
     for config in every:
         assert config.trainer.batch_size == 8 * 8 * 8
         assert config.trainer.epochs * config.trainer.limit_batches == 300_000
@@ -178,8 +178,8 @@ def test_s_ste_gpt2_is_the_authors_pre_training():
 def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
     """The folders that init names, and networks of the same size."""
     for scale, before in (("paper", "s_ste_gpt2"), ("small", "step_gpt2")):
-        left = {str(identity.run_folder(c)): c for c in made(before, scale)}
-        for config in made(name, scale):
+        left = {str(identity.run_folder(c)): c for c in configs_of(before, scale)}
+        for config in configs_of(name, scale):
             folder, file = weights_in(config.init)
             of = left[str(folder.path)]
             assert file == "model.safetensors" or of.trainer.evaluate == "both"
@@ -193,16 +193,18 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
                 assert (config.trainer.mvue, config.trainer.fp8) == (
                     ("2:4", True) if soft else (None, False)
                 )
-    pairs = {(left_by(c.init), c.recipe.name) for c in made(name, "paper")}
+    pairs = {(left_by(c.init), c.recipe.name) for c in configs_of(name, "paper")}
     of_dense = {("sr_ste dense", "dense"), ("t_sr_ste dense", "dense")}
     table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste"), *of_dense}
     assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
 
 
 def test_detectors_begin_with_the_classifiers_of_the_other_experiment():
-    left = {str(identity.run_folder(config)): config for config in made("sr_ste_resnet", "paper")}
+    left = {
+        str(identity.run_folder(config)): config for config in configs_of("sr_ste_resnet", "paper")
+    }
     pairs = []
-    for config in made("sr_ste_detection", "paper"):
+    for config in configs_of("sr_ste_detection", "paper"):
         of = left[config.init]
         assert of.model.name == config.model.mapping()["backbone"]
         pairs.append((str(config.pattern), str(of.pattern), config.recipe.name, of.recipe.name))
@@ -218,9 +220,9 @@ def left_by(init: str) -> str:
 
 
 def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
-    whole = made("s_ste_gpt2", "paper")[0]
+    whole = configs_of("s_ste_gpt2", "paper")[0]
     long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
-    for config in made("s_ste_continuity", "paper"):
+    for config in configs_of("s_ste_continuity", "paper"):
         factor = scheduled(config.schedule.mapping(), 1.0, 6000)
         assert [factor(step) for step in range(6000)] == pytest.approx(
             [long(step) for step in range(6000)], rel=3e-4
@@ -232,17 +234,19 @@ def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
 def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
     """Tables 1 and 2 and figure 4 have S-STE itself among their runs: that of s_ste_wmt."""
     folders = {
-        identity.run_folder(c) for c in made("s_ste_wmt", "paper") if c.recipe.name == "s_ste"
+        identity.run_folder(c) for c in configs_of("s_ste_wmt", "paper") if c.recipe.name == "s_ste"
     }
     for name in ("s_ste_scale", "s_ste_threshold", "s_ste_flips"):
-        every = [c for c in made(name, "paper") if c.recipe.name == "s_ste"]
+        every = [c for c in configs_of(name, "paper") if c.recipe.name == "s_ste"]
         assert folders <= {identity.run_folder(c) for c in every}
         for config in every:
-            given = {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None}
-            changed = [key for key, value in given.items() if config.recipe.options[key] != value]
+            defaults = {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None}
+            changed = [
+                key for key, value in defaults.items() if config.recipe.options[key] != value
+            ]
             assert len(changed) <= 1
     (unscaled,) = [
-        c for c in made("s_ste_ablation", "paper") if c.recipe.options.get("beta") is not None
+        c for c in configs_of("s_ste_ablation", "paper") if c.recipe.options.get("beta") is not None
     ]
     assert unscaled.recipe.options["beta"] == 1.0
     assert (unscaled.trainer.mvue, unscaled.trainer.fp8) == (None, False)
@@ -250,9 +254,9 @@ def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
 
 def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
     """The table's caption: GPT-2 774M, 4,000 steps."""
-    whole = made("s_ste_gpt2", "paper")[0]
+    whole = configs_of("s_ste_gpt2", "paper")[0]
     long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
-    every = made("s_ste_mvue", "paper")
+    every = configs_of("s_ste_mvue", "paper")
     for config in every:
         factor = scheduled(config.schedule.mapping(), 1.0, 4000)
         assert config.trainer.epochs * config.trainer.limit_batches == 4000
@@ -265,7 +269,7 @@ def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
 
 
 def test_activations_begin_with_a_thousand_dense_steps_and_end_with_a_dense_fifth():
-    every = made("activations", "paper")
+    every = configs_of("activations", "paper")
     pruned = [c.trainer for c in every if c.trainer.activations]
     assert {round(t.activations_dense_start * 300_000, -1) for t in pruned} == {990}
     assert {t.activations_dense_end for t in pruned} == {0.0, 0.2}
@@ -299,20 +303,22 @@ PUBLISHED_SETTINGS = {
 
 @pytest.mark.parametrize(("name", "settings"), PUBLISHED_SETTINGS.items())
 def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
-    for config in made(name, "paper"):
+    for config in configs_of(name, "paper"):
         flat = schema.flatten(config.plain)
         assert {key: flat[key] for key in settings} == settings
 
 
 def test_step_on_glue_has_both_windows():
     windows = {
-        c.recipe.options["window"] for c in made("step_glue", "paper") if c.recipe.name == "step"
+        c.recipe.options["window"]
+        for c in configs_of("step_glue", "paper")
+        if c.recipe.name == "step"
     }
     assert windows == {"full", "partial"}
 
 
 def test_asp_on_imagenet_trains_twice():
-    for config in made("asp_imagenet", "paper"):
+    for config in configs_of("asp_imagenet", "paper"):
         factor = scheduled(config.schedule.mapping(), 1.0, 1000)
         if config.recipe.name == "asp":
             assert config.recipe.options["prune_at"] == 0.5
@@ -324,12 +330,12 @@ def test_asp_on_imagenet_trains_twice():
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("compare_")])
 def test_comparisons_differ_in_recipe_and_ratio_alone(name):
     """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
-    for config in itertools.chain(*(made(name, scale) for scale in experiment.SCALES)):
+    for config in itertools.chain(*(configs_of(name, scale) for scale in experiment.SCALES)):
         declared = fields.recipe_fields(RECIPES[config.recipe.name])
         assert config.recipe.options == {key: field.default for key, field in declared.items()}
     for scale in experiment.SCALES:
         alike: dict[str, set[str]] = {}
-        for config in made(name, scale):
+        for config in configs_of(name, scale):
             values = {
                 key: value
                 for key, value in schema.flatten(config.plain).items()
@@ -344,11 +350,11 @@ def test_gradient_flow_has_the_phases_of_the_authors_code():
     """vit_base_training.yaml and swin_v2_base_training.yaml."""
     settings = {
         (c.recipe.name, c.recipe.options.get("tau"), c.recipe.options.get("dense"))
-        for c in made("gradient_flow_vit", "paper")
+        for c in configs_of("gradient_flow_vit", "paper")
     }
     assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= settings
     assert {dense for name, _, dense in settings if "gf" in name} == {0.0}
-    assert {c.optimizer.decay for c in made("gradient_flow_vit", "paper")} == {"matrices"}
+    assert {c.optimizer.decay for c in configs_of("gradient_flow_vit", "paper")} == {"matrices"}
 
 
 # --- overrides ------------------------------------------------------------------------------------

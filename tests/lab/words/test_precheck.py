@@ -100,14 +100,14 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "\n" not in problem
     words = ["debug=fast,slow", "track=wandb,local", "trainer.epochs=5,7"]
     assert precheck.look(words, True, str(tmp_path)).problems == []
-    told = {
+    runs = {
         (
             c["track"]["name"],
             *(c["trainer"][key] for key in ("epochs", "eval_every", "limit_batches")),
         )
         for c in seen
     }
-    assert told == {
+    assert runs == {
         (track, epochs, *rest)
         for track in ("wandb", "local")
         for epochs in (5, 7)

@@ -384,14 +384,14 @@ def test_nothing_is_concluded_from_what_stands_in(unsure: str) -> None:
 
 
 def test_equal_values_get_one_form() -> None:
-    given = {
+    values = {
         "optimizer.lr": 1,
         "optimizer.betas": [0, 0.5],
         "model.exclude": "stem",
         "trainer.mvue": "2of4",
         "trainer.clip": 2,
     }
-    given |= {
+    values |= {
         "trainer.budget": "flops:1e9",
         "sparsity.overrides": {"inner.1": "1of8"},
         "recipe.decay": 0,
@@ -410,7 +410,7 @@ def test_equal_values_get_one_form() -> None:
         "recipe.decay": 0.0,
         "seed": 3,
     }
-    config = schema.check(OmegaConf.create(changed("", **given)))
+    config = schema.check(OmegaConf.create(changed("", **values)))
     assert {
         key: repr(value) for key, value in schema.flatten(config.plain).items() if key in expected
     } == {key: repr(value) for key, value in expected.items()}

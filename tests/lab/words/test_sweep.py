@@ -163,7 +163,7 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
     )
     *_, last, table = done.stdout.splitlines()
     assert table == "  nmrun table outputs/digits"
-    told = [
+    lines = [
         re.sub(r" \(\d+ s left\)$", " (?)", line)
         for line in done.stdout.splitlines()
         if line.startswith("[")
@@ -172,7 +172,7 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
         f"[{i + 1}/3] sparsity={ratio} seed={i}" for i, ratio in enumerate(("2:4", "1:4", "1:8"))
     ]
     # nothing is guessed from the first, which was skipped
-    assert told == [
+    assert lines == [
         *jobs[:2],
         f"{jobs[2]} (?)",
     ]
@@ -295,8 +295,8 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
         ),
         *(("dense", None, None, 0), ("dense", None, None, 1)),
     ]
-    made = experiment.configs(experiment.load("own.yaml"), "smoke")
-    assert [(c.recipe.name, str(c.pattern), c.optimizer.lr, c.seed) for c in made][:4] == [
+    configs = experiment.configs(experiment.load("own.yaml"), "smoke")
+    assert [(c.recipe.name, str(c.pattern), c.optimizer.lr, c.seed) for c in configs][:4] == [
         *(
             ("ste", "2:4", 1e-3, 0),
             ("ste", "2:4", 1e-3, 1),
