@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from operands import normal
 from torch import Tensor, nn
+
+from nmrun import Handle, accelerate, optim, sparsify
+from nmrun.fast.measurement import Choice
 
 # images, channels, out channels, (height, width), taps, stride, padding, dilation
 GEOMETRIES = [
@@ -32,7 +37,38 @@ def net(**options: Any) -> nn.Sequential:
     )
 
 
-def batch(step: int, images: int = 70) -> tuple[Tensor, Tensor]:
-    """Images and their classes."""
-    x = normal(images, 8, 9, 7, seed=step)
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """70 images and their classes."""
+    x = normal(70, 8, 9, 7, seed=step)
     return x, 3 * x[:, :4].mean((2, 3)).argmax(1) % 4
+
+
+def sample(model: nn.Module) -> Callable[[], None]:
+    """A forward pass under autocast to bfloat16."""
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch(0)[0])
+
+    return forward
+
+
+def train(
+    mode: str, recipe: str, pattern: str, low: bool = False, **options: Any
+) -> tuple[Handle, list[Choice], list[float]]:
+    """The convolutions trained in ten steps, and their losses; ``low`` is autocast to bfloat16."""
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), 3e-2)
+    handle = sparsify(model, optimizer, recipe, pattern, exclude=["7"], total_steps=10, **options)
+    choices = accelerate(handle, sample(model) if low else lambda: model(batch(0)[0]), mode)
+    losses = []
+    for step in range(10):
+        x, target = batch(step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            logits = model(x)
+        loss = F.cross_entropy(logits.float(), target)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return handle, choices, losses

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from operands import normal
 from torch import Tensor, nn
 
@@ -18,3 +22,34 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     """70 tokens and their classes."""
     x = normal(70, 36, seed=step)
     return x, x.abs().argmax(1) % 10
+
+
+def sample(model: nn.Module) -> Callable[[], None]:
+    """A forward pass under autocast to bfloat16."""
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch(0)[0])
+
+    return forward
+
+
+def train(
+    model: Callable[[Tensor], Tensor],
+    optimizer: Any,
+    steps: range = range(8),
+    parts: int = 2,
+    low: bool = False,
+) -> list[float]:
+    """The losses of steps of so many micro-batches; ``low`` is autocast to bfloat16."""
+    losses = []
+    for step in steps:
+        for part in range(parts):
+            x, target = batch(10 * step + part)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = F.cross_entropy(model(x), target)
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

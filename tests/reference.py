@@ -212,6 +212,21 @@ class Net(nn.Sequential):
         ]
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[tuple[Tensor, Tensor]],
+    clip: float | None = None,
+) -> None:
+    """A step by the mean of micro-batches, with the norm of the gradient clipped."""
+    for x, y in batches:
+        ((model(x) - y).square().mean() / len(batches)).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **options: Any) -> Net:
     """The network after ``TOTAL`` steps of SGD, in each of which it used the weights that are worked
     out by hand.
@@ -224,10 +239,7 @@ def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **options: Any) -> N
         torch.testing.assert_close(
             model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
         )
-        for x, y in batches(t):
-            ((model(x) - y).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
         hand.step(batches(t))
     handle.finalize()
     torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import DECAY, LR, SPARSE, TOTAL, Net, Reference, Weights, data, pruned
+from reference import DECAY, LR, SPARSE, TOTAL, Net, Reference, Weights, data, pruned, train_step
 from torch import Tensor, nn
 
 import nmrun
@@ -34,14 +34,6 @@ def sparsify(
 
 def order_of(weight: SparseWeight) -> list[int]:
     return weight["permutation"].view(torch.int64).tolist()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, steps: range) -> None:
-    for t in steps:
-        for x, y in batches(t):
-            (model(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 # --- the second mask ------------------------------------------------------------------------------
@@ -193,7 +185,7 @@ def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> No
     optimizer, handle = sparsify(model, interval=3, candidates=5)
     batches, orders = data(1), [[order_of(w) for w in handle.sparse]]
     for t in range(8):
-        train(model, optimizer, batches, range(t, t + 1))
+        train_step(model, optimizer, batches(t))
         orders.append([order_of(w) for w in handle.sparse])
         for weight, order in zip(handle.sparse, orders[-1], strict=True):
             expected = weight.weight * second_mask(weight.weight, order, 2, 4)
@@ -248,12 +240,7 @@ def test_trajectory(update: str, accumulate: int, clip: float | None, wd: float)
     for t in range(TOTAL):
         assert (handle.phase, handle.is_sparse) == ("sparse", True)
         order = order_of(handle.sparse[1])
-        for x, y in batches(t):
-            ((model(x) - y).square().mean() / accumulate).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t), clip)
         reference.step_with(batches(t), order, clip)
         torch.testing.assert_close(
             model.used,

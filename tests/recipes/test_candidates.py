@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, Net, data, top
+from reference import LR, TOTAL, ByHand, Net, data, top, train_step
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -117,10 +117,7 @@ def test_lbc() -> None:
         )
         left.append(handle.metrics()["lbc/candidates"])
         assert handle.is_sparse == (left[-1] == 1)
-        for x, y in batches(t):
-            ((model(x) - y).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
         reference.step(batches(t))
         hand.drop(t + 1)
     assert left == [6, 4, 3, 2, 2, 2, 1, 1, 1, 1]  # 1 + ceil(5 (1 - t/6)^3)
@@ -199,10 +196,7 @@ def test_maskllm_ends_with_the_likeliest_masks() -> None:
     batches = data(1)
     for t in range(6):
         assert handle.phase == ("dense" if t < 3 else "transition")
-        x, y = batches(t)[0]
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
     assert handle.phase == "sparse"
     for weight in handle.sparse:
         dense, best = weight.dense, handle.recipe.scores(weight).argmax(-1)

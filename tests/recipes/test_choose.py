@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from reference import DECAY, LR, TOTAL, ByHand, Net, data
+from reference import DECAY, LR, TOTAL, ByHand, Net, data, train_step
 from torch import Tensor, nn
 from training import bits, everything, net, train
 
@@ -85,10 +85,7 @@ def test_its_gradients_are_those_of_its_mask(kind: type[Recipe]) -> None:
     nmrun.sparsify(model, optimizer, rule, "2:4", TOTAL)
     for t in range(TOTAL):
         torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
-        (x, y), = data(1)(t)  # fmt: skip
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, data(1)(t))
         hand.step(data(1)(t))
 
 

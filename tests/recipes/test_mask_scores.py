@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, Net, data
+from reference import LR, Net, data, train_step
 from test_candidates import MASKS, maskllm
 from torch import Tensor, nn
 
@@ -20,13 +20,6 @@ def rows(chosen: Tensor) -> Tensor:
     for row, number in zip(mask, chosen.flatten().tolist(), strict=True):
         row[MASKS[number]] = 1.0
     return mask
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
-    x, y = data(1)(t)[0]
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # --- LBC ------------------------------------------------------------------------------------------
@@ -87,10 +80,10 @@ def test_flips_are_of_the_candidates_with_the_best_scores(
         return masks
 
     flips = []
-    step(model, optimizer, 0)  # at the very first, LBC's scores are all alike
+    train_step(model, optimizer, data(1)(0))  # at the very first, LBC's scores are all alike
     for t in range(1, total):
         before, handle.measure_flips = best(), True
-        step(model, optimizer, t)
+        train_step(model, optimizer, data(1)(t))
         changed = sum(int((a != b).sum()) for a, b in zip(before, best(), strict=True))
         assert handle.metrics()["sparsity/sad"] == changed
         flips.append(changed)
@@ -141,7 +134,7 @@ def test_evaluation_is_by_the_likeliest_masks() -> None:
         # and training goes on as if nobody had looked
         assert all(torch.equal(a, b) for a, b in zip(used, model.parameters(), strict=True))
         assert learning or versions == [w.parameter._version for w in handle.sparse]
-        step(model, optimizer, t)
+        train_step(model, optimizer, data(1)(t))
         assert not [event for event in handle.pop_events() if "outside" in event]
     assert handle.phase == "sparse"
 
@@ -157,6 +150,6 @@ def test_each_step_draws_its_own_noise() -> None:
     blends = []
     for t in range(5):
         blends.append([weight.parameter.detach().clone() for weight in handle.sparse])
-        step(model, optimizer, t)
+        train_step(model, optimizer, data(1)(t))
     for one, other in itertools.combinations(blends, 2):
         assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))

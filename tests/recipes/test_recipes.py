@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import DECAY, LR, TOTAL, Net, Reference, data, soft
+from reference import DECAY, LR, TOTAL, Net, Reference, data, soft, train_step
 from torch import Tensor, nn
 
 import nmrun
@@ -65,12 +65,7 @@ def test_trajectory(
     for t in range(TOTAL):
         wanted_phase = "dense" if recipe == "dense" or t < switch else "sparse"
         assert (handle.phase, handle.is_sparse) == (wanted_phase, wanted_phase == "sparse")
-        for x, y in batches(t):
-            ((model(x) - y).square().mean() / accumulate).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t), clip)
         reference.step(batches(t), clip)
         torch.testing.assert_close(
             model.used,
@@ -184,10 +179,8 @@ def test_s_ste_scales_of_the_ablations(
     handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, **options)
     dense = [w.dense.clone() for w in handle.sparse]
     expected = [scale(w) for w in dense]
-    for t, (x, y) in enumerate(data(TOTAL, torch.float32)(0), 1):
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for t, batch in enumerate(data(TOTAL, torch.float32)(0), 1):
+        train_step(model, optimizer, [batch])
         if t % interval == 0 and "beta" not in options and interval < TOTAL:
             expected = [scale(w.dense) for w in handle.sparse]
         for weight, beta in zip(handle.sparse, expected, strict=True):
@@ -247,11 +240,9 @@ def test_dense_leaves_everything_alone(recipe: str) -> None:
     model, plain = Net(), Net()
     optimizer, plain_optimizer = (nmrun.optim.AdamW(m.parameters(), LR) for m in (model, plain))
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4")
-    for x, y in data(TOTAL)(0):
-        for net, update in ((model, optimizer), (plain, plain_optimizer)):
-            (net(x) - y).square().mean().backward()
-            update.step()
-            update.zero_grad()
+    for batch in data(TOTAL)(0):
+        train_step(model, optimizer, [batch])
+        train_step(plain, plain_optimizer, [batch])
     assert all(map(torch.equal, model.used, plain.used))
     assert list(model.state_dict()) == list(plain.state_dict())
     assert (handle.sparse, handle.phase, handle.is_sparse, handle.metrics()) == (

@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, SPARSE, TOTAL, Net, Weights, data, loss, top
+from reference import LR, SPARSE, TOTAL, Net, Weights, data, loss, top, train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmrun
 from nmrun.recipes.proxsparse import proximal
 from nmrun.sparsity.weight import SparseWeight
-
-
-def step(model: Net, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    for x, y in batches:
-        ((model(x) - y).square().mean() / len(batches)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 # --- SLoPe ----------------------------------------------------------------------------------------
 
@@ -57,7 +49,7 @@ def test_slope_prunes_twice() -> None:
         out = DoublePruned.apply(hidden, leaves[2], masks[2]) + leaves[3]
         grads = torch.autograd.grad((out - y).square().mean(), leaves)
         weights = [w - LR * (g + 0.1 * w) for w, g in zip(weights, grads, strict=True)]
-        step(model, optimizer, batches(t))
+        train_step(model, optimizer, batches(t))
     handle.finalize()
     torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
 
@@ -162,7 +154,7 @@ def test_ast_is_the_authors_adamw(kind: Any, rise: float, interval: int) -> None
         torch.testing.assert_close(model.used, hand.used, rtol=1e-8, atol=1e-10)
         expected = 0.3 * min(1.0, t / (rise * TOTAL)) if rise else 0.3
         assert handle.metrics()["ast/decay"] == pytest.approx(expected)
-        step(model, optimizer, batches(t))
+        train_step(model, optimizer, batches(t))
         hand.step(batches(t))
     handle.finalize()
     torch.testing.assert_close(model.used, hand.used, rtol=1e-8, atol=1e-10)
@@ -253,7 +245,7 @@ def test_cast_is_its_algorithm() -> None:
             v[i] = 0.999 * v[i] + 0.001 * moved**2
             root = (v[i] / (1 - 0.999 ** (t + 1))).sqrt() + 1e-8
             weights[i] = weights[i] - LR * moved / (1 - 0.9 ** (t + 1)) / root
-        step(model, optimizer, batches(t))
+        train_step(model, optimizer, batches(t))
     assert flips > 0
     assert all(bool((scales[i][:, 0] != scales[i][:, 1]).all()) for i in SPARSE)
     final = [
@@ -261,7 +253,7 @@ def test_cast_is_its_algorithm() -> None:
     ]
     assert handle.phase == "sparse"
     torch.testing.assert_close(model.used, final, rtol=1e-9, atol=1e-12)
-    step(model, optimizer, batches(0))  # goes on where it is
+    train_step(model, optimizer, batches(0))  # goes on where it is
     for weight, w in zip(handle.sparse, (final[0], final[2]), strict=True):
         assert torch.equal(weight.weight != 0, w != 0)
         assert not torch.equal(weight.weight, w)
@@ -337,7 +329,7 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back() -> None:
                 weights[i] = weights[i] - lr * g
             if t >= half and i in SPARSE:
                 weights[i] = proximal(weights[i], nmrun.Pattern(2, 4), 1, 0.4)
-        step(model, optimizer, batches(t))
+        train_step(model, optimizer, batches(t))
         if half <= t < TOTAL - 1:  # evaluated as if it ended now
             with handle.evaluation_weights():
                 for i, w in zip(SPARSE, (model[0].weight, model[2].weight), strict=True):
@@ -429,7 +421,7 @@ def test_sqft_trains_masked_adapters(turned: bool, ratio: str) -> None:
         by_hand.zero_grad()
         loss([merged[0], others[0], merged[2], others[1]], x, y).backward()
         by_hand.step()
-        step(model, optimizer, batches(t))
+        train_step(model, optimizer, batches(t))
         weights = [model[0].weight, model[2].weight.t() if turned else model[2].weight]
         for i, weight in zip(SPARSE, weights, strict=True):
             expected = base[i] + masks[i] * (adapters[i][0] @ adapters[i][1]) * 2
@@ -446,18 +438,18 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between() -> None:
     handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0)
     batches = data(1)
     for t in range(4):
-        step(model, optimizer, batches(t))
+        train_step(model, optimizer, batches(t))
     with torch.no_grad():
         model[0].weight.mul_(0.5)
     halved, mask = model[0].weight.detach().clone(), handle.sparse[0]["mask"].clone()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    step(model, optimizer, batches(4))
+    train_step(model, optimizer, batches(4))
     assert any("changed outside" in event for event in handle.pop_events())
     torch.testing.assert_close(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
     for group in optimizer.param_groups:
         group["lr"] = LR
-    step(model, optimizer, batches(5))
+    train_step(model, optimizer, batches(5))
     assert not torch.allclose(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
     assert torch.equal(model[0].weight != 0, mask)
 
@@ -489,7 +481,7 @@ def test_sqft_multiplies_its_adapters_once_a_step() -> None:
         model[0].weight.mul_(2)
     doubled = model[0].weight.detach().clone()
     optimizer.param_groups[-1]["lr"] = 0.0
-    step(model, optimizer, batches(3))
+    train_step(model, optimizer, batches(3))
     torch.testing.assert_close(model[0].weight.detach(), doubled, rtol=1e-6, atol=1e-9)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import GEOMETRIES, batch, net
+from convolutions import GEOMETRIES, net, sample, train
 from operands import normal_bf16
 from torch import Tensor
 
@@ -162,27 +162,6 @@ def test_operators_are_as_torch_wants_them() -> None:
 # --- training ---------------------------------------------------------------------------------------
 
 
-def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: Any) -> Any:
-    model = net()
-    optimizer = optim.AdamW(model.parameters(), 3e-2)
-    handle = sparsify(model, optimizer, recipe, pattern, exclude=["7"], total_steps=8, **options)
-
-    def forward(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float()
-
-    choices = accelerate(handle, lambda: forward(batch(0)[0]), mode)
-    losses = []
-    for step in range(8):
-        x, target = batch(step)
-        loss = F.cross_entropy(forward(x), target)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return handle, choices, losses
-
-
 @pytest.mark.parametrize(
     ("recipe", "pattern", "options"),
     [
@@ -193,8 +172,8 @@ def train(mode: str, recipe: str = "sr_ste", pattern: str = "2:4", **options: An
     ],
 )
 def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str, Any]) -> None:
-    _, _, expected = train("off", recipe, pattern, **options)
-    handle, choices, losses = train("packed", recipe, pattern, **options)
+    _, _, expected = train("off", recipe, pattern, low=True, **options)
+    handle, choices, losses = train("packed", recipe, pattern, low=True, **options)
     assert [c.path for c in choices if not c.always_dense] == [BF16] * 3
     assert all(isinstance(w.layer.packed, Bf16ConvolutionProducts) for w in handle.sparse)
     assert losses == pytest.approx(expected, rel=3e-2)
@@ -204,12 +183,7 @@ def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str
 def test_grouped_ones_are_not_packed() -> None:
     model = net(groups=2)
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", exclude=["7"])
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
-    choices = [c for c in accelerate(handle, sample, "packed") if not c.always_dense]
+    choices = [c for c in accelerate(handle, sample(model), "packed") if not c.always_dense]
     assert "grouped" in choices[0].reason
     assert [c.path for c in choices] == [None, BF16, BF16]
 
@@ -218,11 +192,6 @@ def test_where_the_processor_has_none_they_stay_dense(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
     model = net()
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", exclude=["7"])
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
-    choices = [c for c in accelerate(handle, sample) if not c.always_dense]
+    choices = [c for c in accelerate(handle, sample(model)) if not c.always_dense]
     assert {c.path for c in choices} == {None}
     assert all("this processor has no AVX-512 with BF16" in c.reason for c in choices)

@@ -5,14 +5,15 @@ has none.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
+import perceptrons
 import pytest
 import torch
-import torch.nn.functional as F
 from operands import normal
-from perceptrons import batch, mlp
+from perceptrons import mlp, sample
 from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
@@ -25,6 +26,7 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
 pytestmark = pytest.mark.usefixtures("emulated_bf16", "small_layers")
+train = functools.partial(perceptrons.train, low=True)
 SLOW, FAST = Times(0.1, 2.0, 2.0, 2.0), Times(0.1, 1.0, 1.0, 1.0)
 
 
@@ -146,31 +148,12 @@ def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any)
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     handle = sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
-    choices = accelerate(handle, sample)
+    choices = accelerate(handle, sample(model))
     assert {c.path for c in choices} == {None if path == "dense" else path}
     kinds = {"packed": LinearProducts, BF16: Bf16Products, BF16_FORWARD: Bf16Forward}
     if path != "dense":
         assert {type(w.layer.packed) for w in handle.sparse} == {kinds[path]}
     return model, optimizer, handle
-
-
-def train(model: Any, optimizer: Any, steps: range = range(8), forward: Any = None) -> list[float]:
-    losses = []
-    for step in steps:
-        for part in range(2):
-            x, target = batch(10 * step + part)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = F.cross_entropy((forward or model)(x), target)
-            loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -211,7 +194,7 @@ def test_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     other, again, _ = run("sr_ste", BF16, monkeypatch)
     whole = torch.compile(other, fullgraph=True, backend="aot_eager")
     expected = train(model, optimizer)
-    assert train(other, again, forward=whole) == pytest.approx(expected, rel=1e-2)
+    assert train(whole, again) == pytest.approx(expected, rel=1e-2)
 
 
 def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,14 +202,9 @@ def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(probe, "measure", lambda shape: times)
     model = mlp()
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
     for mode, path in (("auto", None), ("force", BF16), ("packed", BF16)):
-        assert [c.path for c in accelerate(handle, sample, mode)] == [path] * 3
-    report = "\n".join(acceleration.lines(accelerate(handle, sample, "force")))
+        assert [c.path for c in accelerate(handle, sample(model), mode)] == [path] * 3
+    report = "\n".join(acceleration.lines(accelerate(handle, sample(model), "force")))
     assert "packed bf16: 0.weight, 36 to 64, 70 tokens, bfloat16 2:4: dense 2.100 ms" in report
 
 
@@ -236,13 +214,8 @@ def test_a_run_that_goes_on_where_there_are_none_measures_again(
     model, _, handle = run("ste", BF16, monkeypatch)
     shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4))
     known = from_data(as_data({str(shape): {"dense": SLOW, "packed": SLOW, BF16: FAST}}))
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
     monkeypatch.setattr(probe, "measure", lambda shape: {"dense": SLOW, "packed": FAST})
-    choices = accelerate(handle, sample, known=known)
+    choices = accelerate(handle, sample(model), known=known)
     assert choices[0].path == BF16
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
-    assert accelerate(handle, sample, known=known)[0].path == "packed"
+    assert accelerate(handle, sample(model), known=known)[0].path == "packed"

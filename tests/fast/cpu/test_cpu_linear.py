@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from perceptrons import batch, mlp
-from torch import Tensor, nn
+from perceptrons import batch, mlp, sample, train
+from torch import nn
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.errors import ConfigError
@@ -27,27 +26,6 @@ pytestmark = [
     pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here"),
     pytest.mark.usefixtures("small_layers"),
 ]
-
-
-def train(
-    model: nn.Module,
-    optimizer: Any,
-    steps: range = range(8),
-    accumulate: int = 2,
-    forward: Callable[[Tensor], Tensor] | None = None,
-    low: bool = False,
-) -> list[float]:
-    losses = []
-    for step in steps:
-        for part in range(accumulate):
-            x, target = batch(10 * step + part)
-            with torch.autocast("cpu", torch.bfloat16, enabled=low):
-                loss = F.cross_entropy((forward or model)(x), target)
-            loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def both(
@@ -177,12 +155,7 @@ def test_under_autocast_to_bfloat16() -> None:
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8)
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
-    choices = accelerate(handle, sample, "packed")
+    choices = accelerate(handle, sample(model), "packed")
     assert {c.shape.dtype for c in choices} == {torch.bfloat16}
     expected = train(*masks[:2], low=True)
     assert train(model, optimizer, low=True) == pytest.approx(expected, rel=2e-2)
@@ -192,7 +165,7 @@ def test_compiled_as_one_graph() -> None:
     (plain, optimizer, _), (model, other, _) = both("sr_ste")
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = train(plain, optimizer)
-    assert train(model, other, forward=whole) == pytest.approx(expected, rel=1e-3)
+    assert train(whole, other) == pytest.approx(expected, rel=1e-3)
 
 
 def test_recomputed_activations_give_the_same_bits() -> None:
@@ -201,9 +174,7 @@ def test_recomputed_activations_give_the_same_bits() -> None:
     _, (model, optimizer, _) = both("sr_ste")
     _, (other, again, _) = both("sr_ste")
     losses = train(model, optimizer)
-    assert losses == train(
-        other, again, forward=lambda x: checkpoint(other, x, use_reentrant=False)
-    )
+    assert losses == train(lambda x: checkpoint(other, x, use_reentrant=False), again)
 
 
 def test_resumed_equals_uninterrupted() -> None:

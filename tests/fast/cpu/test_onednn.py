@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import Any
 
+import perceptrons
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here"),
     pytest.mark.usefixtures("small_layers"),
 ]
+train = functools.partial(perceptrons.train, parts=1)
 FAST, SLOW = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
 
 
@@ -53,18 +55,6 @@ def start(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     options = {"exclude": ["4"], "total_steps": 8, **options}
     return model, optimizer, sparsify(model, optimizer, recipe, "2:4", **options)
-
-
-def train(model: Callable[[Tensor], Tensor], optimizer: Any, steps: int = 8) -> list[float]:
-    losses = []
-    for step in range(steps):
-        x, target = batch(step)
-        loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -145,7 +135,7 @@ def test_layers_that_are_dense_train_by_onednn(
         in lines
     )
     calls.clear()
-    assert train(model, optimizer, 1) == pytest.approx(plain[:1], rel=1e-4)
+    assert train(model, optimizer, range(1)) == pytest.approx(plain[:1], rel=1e-4)
     # three products a layer, but for the gradient of the network's input
     assert sorted(calls) == sorted(
         [(70, 64), (70, 48), (70, 10), (64, 36), (48, 64), (10, 48), (70, 48), (70, 64)]
@@ -173,13 +163,13 @@ def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.Mon
     choices = {c.name: c.path for c in accelerate(handle, lambda: model(batch(0)[0]))}
     assert choices == {"0.weight": "onednn", "2.weight": "packed", "4.weight": "onednn"}
     calls.clear()
-    train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     assert handle.phase == "dense"
     assert (70, 48) in calls
-    train(model, optimizer, 6)
+    train(model, optimizer, range(6))
     assert handle.phase == "sparse"
     calls.clear()
-    train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     assert (48, 64) in calls  # the weight gradient, which stays dense
     assert (
         calls.count((70, 48)) == 1
