@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nmrun import Handle, accelerate, optim, sparsify
 from nmrun.fast.measurement import Choice
+from nmrun.sparsity import nm_mask
 
 # images, channels, out channels, (height, width), taps, stride, padding, dilation
 GEOMETRIES = [
@@ -72,3 +73,11 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return handle, choices, losses
+
+
+def prune(model: nn.Module, pattern: str) -> nn.Module:
+    """The model, in evaluation mode, with weights of convolutions by a pattern along their inputs."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data *= nm_mask(module.weight.data, pattern, 1, pad=True)
+    return model.eval()

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from operands import normal
 from torch import Tensor, nn
 
+from nmrun.sparsity import nm_mask
+
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
@@ -53,3 +55,12 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def pruned(pattern: str = "1:4") -> nn.Sequential:
+    """80 to 50 to 30, with weights by a pattern, in evaluation mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 50), nn.ReLU(), nn.Linear(50, 30, bias=False))
+    for layer in (model[0], model[2]):
+        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
+    return model.eval()

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from nmrun import recipes
 from nmrun.lab.models.images import SmallConvNetwork
@@ -134,6 +135,28 @@ def signal_after(step: int, *numbers: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", signalled)
         yield
+
+
+def write_run(
+    folder: Path,
+    state: dict[str, Tensor],
+    layers: list[dict[str, Any]],
+    pattern: str = "2:4",
+    status: str = "finished",
+    **config: Any,
+) -> Path:
+    """The folder of a run, as far as exports read it: weights, and a result without hashes."""
+    folder.mkdir(parents=True)
+    result = {
+        "status": status,
+        "id": "0123456789",
+        "config": {"recipe": {"name": "ste"}, **config},
+        "sparsity": {"pattern": pattern, "layers": layers},
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+    weights = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 def cut_off(cfg: schema.Config, step: int) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from bf16_emulated import HAS_INSTRUCTION, emulation
 from operands import normal, normal_bf16
+from perceptrons import pruned
 from torch import nn
 
 import nmrun
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.kernels import compiler
-from nmrun.sparsity import nm_mask
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,7 @@ def faster(deploy_times: dict[str, float]) -> None:
 
 
 def mlp(pattern: str = "1:4") -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(80, 50), nn.ReLU(), nn.Linear(50, 30, bias=False))
-    for layer in (model[0], model[2]):
-        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
-    return model.bfloat16().eval()
+    return pruned(pattern).bfloat16()
 
 
 @pytest.mark.usefixtures("emulated_bf16")

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from convolutions import prune
 from operands import normal_bf16
 from torch import nn
 
 import nmrun
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution
-from nmrun.sparsity import nm_mask
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,7 @@ def net(pattern: str) -> nn.Module:
         nn.ReLU(),
         nn.Conv2d(20, 40, (3, 2), stride=2, bias=False),
     )
-    for layer in (model[0], model[3]):
-        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
-    return model.bfloat16().eval()
+    return prune(model, pattern).bfloat16()
 
 
 @pytest.mark.usefixtures("emulated_bf16")

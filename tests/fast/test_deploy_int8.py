@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from perceptrons import pruned
 from torch import Tensor, nn
 
 import nmrun
@@ -26,14 +27,6 @@ def faster(deploy_times: dict[str, float]) -> None:
     deploy_times.update({"packed": 0.5, "int8": 0.25})
 
 
-def mlp(pattern: str = "1:4") -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(80, 50), nn.ReLU(), nn.Linear(50, 30, bias=False))
-    for layer in (model[0], model[2]):
-        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
-    return model.eval()
-
-
 def share(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
@@ -42,7 +35,7 @@ def share(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_are_int8(dtype: torch.dtype) -> None:
-    model, x = mlp().to(dtype), torch.randn(3, 5, 80).to(dtype)
+    model, x = pruned().to(dtype), torch.randn(3, 5, 80).to(dtype)
     expected = model(x).detach()
     choices = nmrun.deploy(model, x, precision="int8")
     assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
@@ -59,7 +52,7 @@ def test_layers_are_int8(dtype: torch.dtype) -> None:
 @needs_int8
 @pytest.mark.usefixtures("faster")
 def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), torch.randn(3, 5, 80)
+    model, other, x = pruned(), pruned("1:16"), torch.randn(3, 5, 80)
     dense = copy.deepcopy(model)
     for one in (model, other):
         nmrun.deploy(one, x, precision="int8")
@@ -92,7 +85,7 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
 @pytest.mark.usefixtures("faster")
 def test_a_layer_that_is_too_far_off_stays_float32() -> None:
     """Outliers among a layer's inputs leave few steps to the rest."""
-    model, x = mlp(), torch.randn(40, 80)
+    model, x = pruned(), torch.randn(40, 80)
     model[0].weight.data[:, 0] = 0.0
     x[:, 0] = 1000.0  # nothing is multiplied with it
     choices = nmrun.deploy(model, x, precision="int8")
@@ -101,7 +94,7 @@ def test_a_layer_that_is_too_far_off_stays_float32() -> None:
     assert isinstance(model[2], Int8Linear)
     assert "off, more than 0.05" in choices[0].reason
     assert "int8: outputs" in repr(choices[0])
-    strict = mlp()
+    strict = pruned()
     choices = nmrun.deploy(strict, torch.randn(40, 80), precision="int8", tolerance=0.0)
     assert [c.path for c in choices] == ["packed", "packed"]
 
@@ -109,7 +102,7 @@ def test_a_layer_that_is_too_far_off_stays_float32() -> None:
 @needs_int8
 @pytest.mark.usefixtures("faster")
 def test_what_is_not_finite_or_no_linear_layer_is_not_int8() -> None:
-    model, x = mlp(), torch.randn(40, 80)
+    model, x = pruned(), torch.randn(40, 80)
     x[3, 3] = float("nan")
     choices = nmrun.deploy(model, x, precision="int8")
     assert "int8" not in [c.path for c in choices]
@@ -124,13 +117,13 @@ def test_what_is_not_finite_or_no_linear_layer_is_not_int8() -> None:
 @needs_int8
 def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
     deploy_times.update({"packed": 0.5, "int8": 0.6})
-    choices = nmrun.deploy(mlp(), torch.randn(40, 80), precision="int8")
+    choices = nmrun.deploy(pruned(), torch.randn(40, 80), precision="int8")
     assert [c.path for c in choices] == ["packed", "packed"]
 
 
 @needs_int8
 def test_a_precision_and_a_tolerance_that_are_none() -> None:
-    model, x = mlp(), torch.randn(3, 80)
+    model, x = pruned(), torch.randn(3, 80)
     layers = list(model)
     for words, message in (
         ({"precision": "int4"}, r"precision='int4' is unknown; 'int8' and None are allowed"),
@@ -143,7 +136,7 @@ def test_a_precision_and_a_tolerance_that_are_none() -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_there_is_one_line() -> None:
-    model = mlp()
+    model = pruned()
     layers = list(model)
     with pytest.raises(ConfigError, match=r"^precision=int8: no C compiler works here .*$"):
         nmrun.deploy(model, torch.randn(3, 80), precision="int8")
@@ -160,7 +153,7 @@ def dense_faster(deploy_times: dict[str, float]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None:
     """Of N:M weights and of others; its weight is the one that a packed layer would have."""
-    model, x = mlp().to(dtype), torch.randn(3, 5, 80).to(dtype)
+    model, x = pruned().to(dtype), torch.randn(3, 5, 80).to(dtype)
     model[2].weight.data = torch.randn(30, 50).to(dtype)
     weight, expected = model[0].weight.data.clone(), model(x).detach()
     choices = nmrun.deploy(model, x, precision="int8")
@@ -181,7 +174,7 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
 @needs_int8
 @pytest.mark.usefixtures("dense_faster")
 def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), torch.randn(3, 5, 80)
+    model, other, x = pruned(), pruned("1:16"), torch.randn(3, 5, 80)
     engine = torch.backends.quantized.engine
     for one in (model, other):
         nmrun.deploy(one, x, precision="int8")
@@ -206,5 +199,5 @@ def test_a_dense_candidate_has_to_beat_torch_by_more_than_noise(
     deploy_times: dict[str, float],
 ) -> None:
     deploy_times["dense int8"] = 0.99
-    choices = nmrun.deploy(mlp(), torch.randn(40, 80), precision="int8")
+    choices = nmrun.deploy(pruned(), torch.randn(40, 80), precision="int8")
     assert [c.path for c in choices] == [None, None]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from convolutions import prune
 from test_deploy import by_name
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from nmrun.fast.cpu import packed_convolution
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.kernels import compiler
-from nmrun.sparsity import nm_mask
 
 needs_compiler = pytest.mark.skipif(
     bool(products.KERNELS.obstacle()), reason="no C compiler works here"
@@ -29,13 +29,6 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def faster(deploy_times: dict[str, float]) -> None:
     deploy_times.update({"dense, channels last": 2.0, "packed": 0.5})
-
-
-def prune(model: nn.Module, pattern: str) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.weight.data *= nm_mask(module.weight.data, pattern, 1, pad=True)
-    return model.eval()
 
 
 def net(**options: Any) -> nn.Sequential:

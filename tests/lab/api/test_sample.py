@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from runs import config
-from safetensors.torch import save_file
+from runs import config, write_run
 from torch import nn
 from verbs import verb
 
@@ -83,22 +81,7 @@ def finished(folder: Path, *words: str, **options: Any) -> Path:
     """A run of a small network with its first weights."""
     cfg = config(folder, "recipe=dense", *words).plain
     state = models.build(cfg["model"], options).state_dict()
-    folder.mkdir()
-    (folder / "result.json").write_text(
-        json.dumps(
-            {
-                "status": "finished",
-                "id": "0123456789",
-                "config": cfg,
-                "sparsity": {"pattern": "dense", "layers": []},
-            }
-        )
-    )
-    save_file(
-        {name: tensor.contiguous().clone() for name, tensor in state.items()},
-        folder / "model.safetensors",
-    )
-    return folder
+    return write_run(folder, state, [], "dense", **cfg)
 
 
 GPT = ("model=gpt_tiny", "model.layers=1", "model.width=16", "dataset.context=12")

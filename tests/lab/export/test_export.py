@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from reference import top
-from safetensors.torch import load_file, save_file
+from runs import write_run
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from verbs import verb
 
@@ -311,13 +312,8 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
         {"name": "a", "pattern": "2:4", "dim": 1, "holds": True},
         {"name": "b", "pattern": "1:8", "dim": 0, "holds": True},
     ]
-    result = {"status": status, "id": "0123456789", "config": {"recipe": {"name": "ste"}}}
-    place.mkdir()
-    (place / "result.json").write_text(
-        json.dumps({**result, "sparsity": {"pattern": "2:4", "layers": layers}})
-    )
-    save_file({"a": a, "b": b, "bias": torch.ones(3), **changes}, place / "model.safetensors")
-    return place
+    state = {"a": a, "b": b, "bias": torch.ones(3), **changes}
+    return write_run(place, state, layers, status=status)
 
 
 def test_a_finished_run_is_copied_with_what_it_is(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import config
+from runs import config, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -44,24 +44,6 @@ def sparse(
     return torch.where(nm_mask(weight, pattern, dim, pad=True), weight, 0.0).to(dtype)
 
 
-def finished(
-    place: Path, state: dict[str, Tensor], layers: list[dict[str, Any]], run_config: dict[str, Any]
-) -> Path:
-    place.mkdir()
-    result = {
-        "status": "finished",
-        "id": "0123456789",
-        "config": {"recipe": {"name": "ste"}, **run_config},
-        "sparsity": {"pattern": "2:4", "layers": layers},
-    }
-    (place / "result.json").write_text(json.dumps(result))
-    save_file(
-        {name: tensor.contiguous().clone() for name, tensor in state.items()},
-        place / "model.safetensors",
-    )
-    return place
-
-
 def small(place: Path) -> Path:
     state = {
         "a.weight": sparse((8, 16), "2:4", 1),
@@ -72,7 +54,7 @@ def small(place: Path) -> Path:
         {"name": "a.weight", "pattern": "2:4", "dim": 1},
         {"name": "b.weight", "pattern": "1:4", "dim": 0},
     ]
-    return finished(place, state, layers, {})
+    return write_run(place, state, layers)
 
 
 def run_of(place: Path, model: nn.Module, run_config: dict[str, Any], **options: Any) -> Path:
@@ -83,7 +65,7 @@ def run_of(place: Path, model: nn.Module, run_config: dict[str, Any], **options:
         model, torch.optim.SGD(model.parameters(), lr=0.1), "ste", "2:4", 8, **options
     )
     model.eval()
-    return finished(place, model.state_dict(), handle.report()["layers"], run_config)
+    return write_run(place, model.state_dict(), handle.report()["layers"], **run_config)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -211,7 +193,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_dense_run_and_a_run_without_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dense = finished(tmp_path / "dense", {"a": torch.ones(2, 4)}, [], {})
+    dense = write_run(tmp_path / "dense", {"a": torch.ones(2, 4)}, [])
     assert "is a dense run" in refused(dense, tmp_path / "to", capsys)
     run = small(tmp_path / "run")
     result = json.loads((run / "result.json").read_text())
@@ -490,12 +472,8 @@ def test_models_that_are_not_hugging_faces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"a": sparse((4, 8), "2:4", 1)}
-    run = finished(
-        tmp_path / "run",
-        state,
-        [{"name": "a", "pattern": "2:4", "dim": 1}],
-        {"model": {"name": "mlp"}},
-    )
+    layers = [{"name": "a", "pattern": "2:4", "dim": 1}]
+    run = write_run(tmp_path / "run", state, layers, model={"name": "mlp"})
     assert "model=mlp is no network of Hugging Face" in refused(
         run, tmp_path / "to", capsys, "--format", "hf"
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import write_run
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -53,17 +54,7 @@ def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Mo
     dense = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **options)
-    run = place / "run"
-    run.mkdir(parents=True)
-    result = {
-        "status": "finished",
-        "id": "0123456789",
-        "config": {"recipe": {"name": "ste"}},
-        "sparsity": {"pattern": "2:4", "layers": handle.report()["layers"]},
-    }
-    (run / "result.json").write_text(json.dumps(result))
-    state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
-    save_file(state, run / "model.safetensors")
+    run = write_run(place / "run", model.state_dict(), handle.report()["layers"])
     assert cli.main([str(run), "--to", str(place / "to"), "--format", "packed"]) == 0
     dense.load_state_dict(model.state_dict())
     return place / "to", dense.eval()
