@@ -79,13 +79,13 @@ def test_bits_are_the_librarys(name: str, shape: tuple[int, int], turned: bool) 
     dtype = DTYPES[name]
     expected = torch.from_numpy(np.load(RECORDED)[f"{name}_{rows}x{columns}"])
     weight = pairs(rows, columns)
-    got = written(as_stored(weight.to(dtype), turned), dtype)
-    assert got.numel() * dtype.itemsize == expected.numel()
+    result = written(as_stored(weight.to(dtype), turned), dtype)
+    assert result.numel() * dtype.itemsize == expected.numel()
     # of tiles that are not full the library leaves the rest as it was
     assert torch.equal(unpacked(expected.view(dtype), rows, columns), weight)
-    assert torch.equal(unpacked(got, rows, columns), weight)
+    assert torch.equal(unpacked(result, rows, columns), weight)
     if rows % 64 == 0:
-        assert torch.equal(got.view(-1).view(torch.uint8), expected)
+        assert torch.equal(result.view(-1).view(torch.uint8), expected)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -99,6 +99,6 @@ def test_weights_come_back_whole(what: str, turned: bool) -> None:
     if what == "-0.0":
         weight = torch.where(weight == 0, -0.0, weight)
     blob = written(as_stored(weight, turned), torch.bfloat16)
-    got = unpacked(blob, 80, 48)
-    assert torch.equal(got, weight)
+    result = unpacked(blob, 80, 48)
+    assert torch.equal(result, weight)
     assert not bool((blob.view(-1)[: 80 * 24].view(torch.int16) == -(2**15)).any())

@@ -45,9 +45,11 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("page", ["README.md", "docs/own-loop.md"])
 def test_the_library_examples_run(page):
     (code,) = [text for text in blocks(ROOT / page, "python") if "nmrun.sparsify(" in text]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['0.weight', '2.weight']"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "['0.weight', '2.weight']"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,9 +102,9 @@ def test_an_option_that_does_not_exist_is_not_parsed():
 def test_the_errors_are_printed_as_shown(nmrun_cli):
     (text,) = [text for page in PAGES for text in blocks(page, "console")]
     command, *lines = text.strip().splitlines()
-    done = nmrun_cli(*shlex.split(command)[2:])
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == lines
+    process = nmrun_cli(*shlex.split(command)[2:])
+    assert process.returncode == 2
+    assert process.stderr.splitlines() == lines
 
 
 def test_all_recipes_are_described():
@@ -160,11 +162,11 @@ def test_what_is_written_of_the_keys_is_up_to_date():
 @pytest.mark.slow
 def test_the_site_is_built_strictly(tmp_path):
     pytest.importorskip("mkdocs")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     page = (tmp_path / "results/index.html").read_text()
     for target in set(re.findall(r'href="(\.\./files/[^"#]+)', page)):
         assert (tmp_path / "results" / target).is_file()

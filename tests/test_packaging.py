@@ -25,11 +25,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def build(what: str, source: Path, to: Path) -> Path:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", BUILD, f"build_{what}", str(to)], cwd=source, capture_output=True, text=True
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return to / done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr[-2000:]
+    return to / process.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -60,11 +60,11 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     with zipfile.ZipFile(build("wheel", unpacked, tmp_path / "again")) as archive:
         assert set(archive.namelist()) == packed
     pytest.importorskip("twine")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], capture_output=True, text=True
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("PASSED") == 2
+    assert process.returncode == 0, process.stdout
+    assert process.stdout.count("PASSED") == 2
 
 
 def test_configs_and_kernel_are_found_as_resources():
@@ -125,7 +125,7 @@ def test_all_extras_resolve_together_to_the_constraints(version):
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
         pytest.skip("there is no uv")
-    done = subprocess.run(
+    process = subprocess.run(
         [
             uv, "pip", "compile", "pyproject.toml", "--all-extras", "--constraint", "constraints.txt",
             "--quiet", "--no-header", "--no-annotate", "--python-version", version,
@@ -133,10 +133,10 @@ def test_all_extras_resolve_together_to_the_constraints(version):
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    if "dns error" in done.stderr or "Connect" in done.stderr:
+    if "dns error" in process.stderr or "Connect" in process.stderr:
         pytest.skip("there is no registry")
-    assert done.returncode == 0, done.stderr
-    resolved = {line for line in done.stdout.splitlines() if not re.match("nvidia-|cuda-", line)}
+    assert process.returncode == 0, process.stderr
+    resolved = {line for line in process.stdout.splitlines() if not re.match("nvidia-|cuda-", line)}
     assert len(resolved) > 100
     assert resolved <= set(constraints())
 

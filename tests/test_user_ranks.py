@@ -29,8 +29,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcom
 
     @cache
     def ended(kind: str) -> Outcomes:
-        done = preloaded.torchrun(user_ranks.__file__, kind, folder)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        process = preloaded.torchrun(user_ranks.__file__, kind, folder)
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
         result: Outcomes = torch.load(folder / f"{kind}.pt")
         return result
 

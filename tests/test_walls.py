@@ -23,11 +23,11 @@ BELOW = sorted(
 
 def loaded_by(code: str) -> set[str]:
     """The modules that a fresh Python has after some code."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", f"{code}; import sys; print('\\n'.join(sys.modules))"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return set(done.stdout.split())
+    return set(process.stdout.split())
 
 
 @pytest.mark.slow

@@ -62,18 +62,18 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install 'nmrun[integrations]'")
     out = tmp_path / ("folder" if name == "huggingface_trainer" else "model.pt")
     command = [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
     if name == "huggingface_trainer":
         from safetensors.torch import load_file
 
         assert groups_hold(load_file(out / "model.safetensors")) == 8
-        losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", done.stdout)]
+        losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", process.stdout)]
         assert losses[-1] < losses[0] - 0.5
         return
     state = torch.load(out, weights_only=False)
     assert groups_hold(state.get("state_dict", state)) == (8 if name == "timm_train" else 1)
-    (accuracy,) = re.findall(r"accuracy\W+(0\.\d+)", done.stdout)
+    (accuracy,) = re.findall(r"accuracy\W+(0\.\d+)", process.stdout)
     assert float(accuracy) > 0.8
 
 
@@ -83,9 +83,9 @@ def test_fairseq(tmp_path: Path) -> None:
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [str(ROOT / "examples" / "fairseq.sh"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "BLEU4 = " in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "BLEU4 = " in process.stdout
     state = torch.load(tmp_path / "saved" / "checkpoint_last.pt", weights_only=False)
     assert groups_hold(state["model"]) == 17
 

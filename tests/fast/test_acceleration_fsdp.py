@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C 
 
 
 def test_shards_train_the_bits_of_replicas_by_packed_weights(tmp_path: Path) -> None:
-    done = preloaded.torchrun(accelerated_ranks.__file__, tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    process = preloaded.torchrun(accelerated_ranks.__file__, tmp_path)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     masked, replicated, sharded = (
         torch.load(tmp_path / f"{kind}.pt") for kind in ("masked", "replicated", "sharded")
     )

@@ -40,9 +40,9 @@ def fairseq(command: str, data: Path, *arguments: str) -> subprocess.CompletedPr
 
 def train(data: Path, to: Path, *arguments: str, plug: bool = True) -> None:
     ours = ["--user-dir", str(FOLDER)] if plug else []
-    done = fairseq("train", data, *TRAIN.split(), *ours, "--save-dir", str(to), *arguments)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "nmrun:" not in done.stderr
+    process = fairseq("train", data, *TRAIN.split(), *ours, "--save-dir", str(to), *arguments)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "nmrun:" not in process.stderr
 
 
 def saved(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
@@ -110,9 +110,9 @@ def test_a_resumed_training_is_the_same(recipe: str, data: Path, tmp_path: Path)
 def test_generate_reads_it_without_the_folder(data: Path, trained: Path) -> None:
     path = str(trained / "checkpoint2.pt")
     options = ["--cpu", "--dataset-impl", "raw", "--beam", "2", "--max-len-b", "8"]
-    done = fairseq("generate", data, "--path", path, *options)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert sum(line.startswith("H-") for line in done.stdout.splitlines()) == 8
+    process = fairseq("generate", data, "--path", path, *options)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert sum(line.startswith("H-") for line in process.stdout.splitlines()) == 8
 
 
 @pytest.mark.minutes
@@ -141,22 +141,22 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data: Path, tmp_path: Pa
 )  # fmt: skip
 def test_mistakes_get_a_line(arguments: str, message: str, data: Path, tmp_path: Path) -> None:
     ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path)]
-    done = fairseq("train", data, *TRAIN.split(), *ours, *arguments.split())
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("nmrun: ")]
+    process = fairseq("train", data, *TRAIN.split(), *ours, *arguments.split())
+    assert process.returncode == 2
+    lines = [line for line in process.stderr.splitlines() if line.startswith("nmrun: ")]
     assert len(lines) == 1
     assert message in lines[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.minutes
 def test_a_dense_end_is_told(data: Path, tmp_path: Path) -> None:
     ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
     asp = ["--nm-recipe", "asp", "--nm-options", "total_steps=100"]
-    done = fairseq("train", data, *TRAIN.split(), *ours, *asp)
-    assert "nmrun: training ended in a dense phase of asp, after step 12" in done.stderr
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    process = fairseq("train", data, *TRAIN.split(), *ours, *asp)
+    assert "nmrun: training ended in a dense phase of asp, after step 12" in process.stderr
+    assert process.returncode == 1
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.minutes
@@ -186,6 +186,6 @@ def test_only_sparse_models_compete_for_the_best(data: Path, tmp_path: Path) -> 
 
 def test_the_folder_is_printed() -> None:
     command = [sys.executable, "-m", "nmrun.integrations.fairseq"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(FOLDER)
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == str(FOLDER)
     assert (FOLDER / "__init__.py").is_file()

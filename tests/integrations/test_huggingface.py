@@ -192,8 +192,8 @@ def test_two_processes(tmp_path: Path) -> None:
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("hf_ranks.py")
-    done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    process = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     alone = trained(tmp_path / "alone", "sr_ste")[0].model.state_dict()
     for rank in (0, 1):
         result = torch.load(tmp_path / f"{rank}.pt")
@@ -375,6 +375,6 @@ def test_events_are_in_the_trainer_s_log(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_transformers_the_import_names_the_extra() -> None:
     code = "import sys; sys.modules['transformers'] = None; import nmrun.integrations.huggingface"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = process.stderr.splitlines()[-1]
     assert last.endswith("needs transformers: pip install 'nmrun[huggingface]'")

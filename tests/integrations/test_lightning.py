@@ -275,8 +275,8 @@ def test_two_processes(tmp_path: Path) -> None:
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("lit_ranks.py")
-    done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    process = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     for recipe in lit.OPTIONS:
         results = [torch.load(tmp_path / f"{recipe}{rank}.pt") for rank in (0, 1)]
         assert bits(results[0]) == bits(results[1]), recipe
@@ -325,6 +325,6 @@ def test_without_lightning_the_import_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['lightning.pytorch'] = None; import nmrun.integrations.lightning"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = process.stderr.splitlines()[-1]
     assert last.endswith("needs lightning: pip install 'nmrun[lightning]'")

@@ -86,10 +86,10 @@ def run(script: Path, *words: str, error: str = "") -> str:
     """Run it in its folder, to the end or to an error whose last line says so."""
     command = [sys.executable, "-W", "ignore", "-c", PRELUDE, script.name, *words]
     paths = {**os.environ, "PYTHONPATH": str(Path(nmrun.__file__).parent.parent)}
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, env=paths)
-    assert bool(done.returncode) == bool(error), done.stdout[-1000:] + done.stderr[-3000:]
-    assert error in done.stderr
-    return done.stdout
+    process = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, env=paths)
+    assert bool(process.returncode) == bool(error), process.stdout[-1000:] + process.stderr[-3000:]
+    assert error in process.stderr
+    return process.stdout
 
 
 # --- nanoGPT ---------------------------------------------------------------------------------------

@@ -50,12 +50,12 @@ CODE = sorted(
 )
 def test_against_the_reference(where: str, which: str) -> None:
     file = Path(__file__).parents[1] / "triton_interpreted.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", which, str(file)],
         capture_output=True, text=True, timeout=600, env={**os.environ, "TRITON_INTERPRET": str(int(where == "interpreter"))},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[100%]" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "[100%]" in process.stdout
 
 
 class Compiled:

@@ -108,13 +108,13 @@ def test_convolutions(
     )
     torch.testing.assert_close(z, at_w)
     dz = normal(*z.shape, seed=4)
-    got, expected = (
+    actual, expected = (
         torch.autograd.grad(z, leaves, dz),
         torch.autograd.grad(at_w, leaves, dz, retain_graph=True),
     )
-    torch.testing.assert_close(got[1:], expected[1:])
-    torch.testing.assert_close(got[0], torch.autograd.grad(at_v, x, dz)[0])
-    assert not torch.allclose(got[0], expected[0])
+    torch.testing.assert_close(actual[1:], expected[1:])
+    torch.testing.assert_close(actual[0], torch.autograd.grad(at_v, x, dz)[0])
+    assert not torch.allclose(actual[0], expected[0])
 
 
 @pytest.mark.slow
@@ -436,8 +436,8 @@ def test_evaluation_and_dense_phases_are_as_they_were(
     assert handle.phase == plain_handle.phase == "sparse"
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model.eval()(x), plain.eval()(x))
-    exact, got = grads_of(plain, x), grads_of(model, x)
-    assert all(torch.equal(got[name], exact[name]) for name in exact)
+    exact, actual = grads_of(plain, x), grads_of(model, x)
+    assert all(torch.equal(actual[name], exact[name]) for name in exact)
 
 
 PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -590,8 +590,10 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
     left = "attention.in_proj_weight, attention.out_proj.weight, scaled.weight, conv.weight, patched.weight"
     assert event == f"mvue and fp8 do not apply to {left}: not linear layers that are called"
     torch.testing.assert_close(model(x), plain(x))
-    got, exact = grads_of(model, x), grads_of(plain, x)
-    assert [name for name in exact if not torch.allclose(got[name], exact[name])] == ["fc.weight"]
+    actual, exact = grads_of(model, x), grads_of(plain, x)
+    assert [name for name in exact if not torch.allclose(actual[name], exact[name])] == [
+        "fc.weight"
+    ]
     optimizer.step()
     handle.finalize()
     assert "forward" in vars(model.patched)

@@ -209,9 +209,9 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
     with torch.no_grad():
         expected = model(x)
     for form in ("safetensors", "packed", "onnx"):
-        done = nmrun_cli("export", str(run.folder), "--to", f"to/{form}", "--format", form)
-        assert done.returncode == 0, done.stderr
-        assert "16:2:8" in done.stdout
+        process = nmrun_cli("export", str(run.folder), "--to", f"to/{form}", "--format", form)
+        assert process.returncode == 0, process.stderr
+        assert "16:2:8" in process.stdout
     read = packed.load(root / "to" / "packed")
     assert read.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
@@ -225,9 +225,11 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
     assert {layer["pattern"] for layer in about["layers"]} == {"16:2:8"}
     # pruned once more, to blocks of other rows, to rows alone
     for ratio, v in (("32:1:8", 32), ("1:8", 1)):
-        done = nmrun_cli("prune", str(run.folder), "method=wanda", f"sparsity={ratio}", "samples=8")
-        assert done.returncode == 0, done.stderr
-        pruned = json.loads((Path(root, done.stdout.split()[-1]) / "result.json").read_text())
+        process = nmrun_cli(
+            "prune", str(run.folder), "method=wanda", f"sparsity={ratio}", "samples=8"
+        )
+        assert process.returncode == 0, process.stderr
+        pruned = json.loads((Path(root, process.stdout.split()[-1]) / "result.json").read_text())
         assert pruned["config"]["sparsity"]["v"] == v
         assert {layer["pattern"] for layer in pruned["sparsity"]["layers"]} == {ratio}
 
@@ -241,8 +243,8 @@ def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
         "debug=fast",
         "trainer.device=cpu",
     )
-    done = nmrun_cli(*words, "sparsity=16:2:8")
-    assert done.returncode == 0, done.stderr
+    process = nmrun_cli(*words, "sparsity=16:2:8")
+    assert process.returncode == 0, process.stderr
     (folder,) = (tmp_path / "outputs").glob("*/mlp/sr_ste/16of2of8/*")
     result = json.loads((folder / "result.json").read_text())
     assert result["config"]["sparsity"] == {
@@ -255,21 +257,23 @@ def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
     assert result["sparsity"]["pattern"] == "16:2:8"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     for verb, text in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
-        done = nmrun_cli(verb, "outputs")
-        assert done.returncode == 0, done.stderr
-        assert text in done.stdout
+        process = nmrun_cli(verb, "outputs")
+        assert process.returncode == 0, process.stderr
+        assert text in process.stdout
     run = Result("finished", result["config"], result["metrics"]["final"], folder)
     assert ["sparsity", "16:2:8"] in [line.split() for line in repr(run).splitlines()]
     used_elsewhere(run, nmrun_cli, tmp_path)
-    done = nmrun_cli(*words, "sparsity=2:8", "sparsity.overrides={inner.0: 8:2:8}", "dry=true")
-    assert re.search(r"inner.0.weight +32x32 +8:2:8", done.stdout), done.stdout + done.stderr
+    process = nmrun_cli(*words, "sparsity=2:8", "sparsity.overrides={inner.0: 8:2:8}", "dry=true")
+    assert re.search(r"inner.0.weight +32x32 +8:2:8", process.stdout), (
+        process.stdout + process.stderr
+    )
     for wrong, message in (
         (("sparsity=16:5:8",), "16:5:8 is not a V:N:M pattern"),
         (("sparsity=16:2:8", "recipe=s_ste"), "s_ste has masks of its own: 16:2:8 ones"),
         (("sparsity=7:2:8",), "32 outputs are not a multiple of 7"),
     ):
-        done = nmrun_cli(*words, *wrong)
-        assert done.returncode == 2, done.stderr
-        (line,) = [line for line in done.stderr.splitlines() if re.search(message, line)]
-        assert "Traceback" not in done.stderr
+        process = nmrun_cli(*words, *wrong)
+        assert process.returncode == 2, process.stderr
+        (line,) = [line for line in process.stderr.splitlines() if re.search(message, line)]
+        assert "Traceback" not in process.stderr
         assert message in line

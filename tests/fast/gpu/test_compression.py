@@ -19,15 +19,15 @@ from nmrun.fast.gpu.kernels import compression
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     file = Path(__file__).parents[2] / "compression_interpreted.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[100%]" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "[100%]" in process.stdout
 
 
 def test_without_our_kernel_the_library_compresses(monkeypatch: pytest.MonkeyPatch) -> None:

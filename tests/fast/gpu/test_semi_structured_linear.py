@@ -51,8 +51,8 @@ def test_half_the_values_are_all_that_is_read() -> None:
     """
     weight = normal(8, 16)
     parts, _ = COMPRESSED.pack(weight, None)
-    got = COMPRESSED.multiply(normal(3, 16), parts, None)
-    assert not torch.allclose(got, normal(3, 16) @ weight.t())
+    result = COMPRESSED.multiply(normal(3, 16), parts, None)
+    assert not torch.allclose(result, normal(3, 16) @ weight.t())
 
 
 def test_another_weight_for_the_input_gradient() -> None:

@@ -53,9 +53,9 @@ def process() -> dict[str, Any]:
     }
 
 
-def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.splitlines()[-1].strip())
+def folder_of(process: subprocess.CompletedProcess[str]) -> Path:
+    assert process.returncode == 0, process.stderr
+    return Path(process.stdout.splitlines()[-1].strip())
 
 
 @pytest.mark.slow
@@ -108,34 +108,34 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert process() == before
     (left,) = tmp_path.glob("outputs/**/result.json")
     assert json.loads(left.read_text())["status"] == "interrupted"
-    done = nmrun.run(SHORT)
-    assert done.status == "finished"
-    assert "goes on at step" in (done.folder / "run.log").read_text()
-    a, b = (load_file(one.folder / "model.safetensors") for one in (done, whole))
+    run = nmrun.run(SHORT)
+    assert run.status == "finished"
+    assert "goes on at step" in (run.folder / "run.log").read_text()
+    a, b = (load_file(one.folder / "model.safetensors") for one in (run, whole))
     assert all(torch.equal(a[name], b[name]) for name in b)
 
 
 def test_history_is_the_file() -> None:
-    done = nmrun.run(SHORT)
-    lines = (done.folder / "metrics.jsonl").read_text().splitlines()
-    history = done.history()
+    run = nmrun.run(SHORT)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    history = run.history()
     assert len(history) == len(lines)
     for row, line in zip(history.to_dict("records"), lines, strict=True):
         assert {key: value for key, value in row.items() if value == value} == json.loads(line)
     assert history["step"].dtype == "int64"
-    (done.folder / "metrics.jsonl").unlink()
+    (run.folder / "metrics.jsonl").unlink()
     with pytest.raises(RunError, match="is missing"):
-        done.history()
+        run.history()
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "dense"])
 def test_the_model_has_the_saved_weights(recipe: str) -> None:
-    done = nmrun.run([*SHORT, f"recipe={recipe}"])
+    run = nmrun.run([*SHORT, f"recipe={recipe}"])
     before = process()
-    model = done.model()
+    model = run.model()
     assert process() == before
     assert not model.training
-    state, saved = model.state_dict(), load_file(done.folder / "model.safetensors")
+    state, saved = model.state_dict(), load_file(run.folder / "model.safetensors")
     assert state.keys() == saved.keys()
     assert all(torch.equal(state[name], saved[name]) for name in saved)
     groups = state["inner.0.weight"].movedim(1, -1).unflatten(-1, (-1, 4))
@@ -146,17 +146,17 @@ def test_the_model_has_the_saved_weights(recipe: str) -> None:
 def test_weights_that_were_changed_are_refused() -> None:
     from safetensors.torch import save_file
 
-    done = nmrun.run([*SHORT, "recipe=sr_ste"])
-    state = load_file(done.folder / "model.safetensors")
+    run = nmrun.run([*SHORT, "recipe=sr_ste"])
+    state = load_file(run.folder / "model.safetensors")
     save_file(
         {**state, "inner.0.weight": state["inner.0.weight"] + 1.0},
-        done.folder / "model.safetensors",
+        run.folder / "model.safetensors",
     )
     with pytest.raises(RunError, match=r"model\.safetensors: [^\n]*$"):
-        done.model()
-    (done.folder / "result.json").unlink()
+        run.model()
+    (run.folder / "result.json").unlink()
     with pytest.raises(RunError, match=r"no finished run[^\n]*$"):
-        done.model()
+        run.model()
 
 
 @pytest.mark.slow
@@ -252,8 +252,8 @@ def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> 
     assert set(frame["status"]) == {"finished"}
     places = [str(Path(folder)) for folder in frame["folder"]]
     assert len(places) == len(set(places)) == 6  # dense has no ratio
-    done = nmrun_cli("-m", *SHORT, *swept)
-    assert done.stdout.splitlines()[-2].startswith("sweep of 8: 8 skipped")
+    process = nmrun_cli("-m", *SHORT, *swept)
+    assert process.stdout.splitlines()[-2].startswith("sweep of 8: 8 skipped")
     assert {
         str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("result.json")
     } == set(places)
@@ -282,8 +282,8 @@ def test_several_seeds_of_a_job_are_several_runs() -> None:
 
 
 def test_a_result_shows_itself() -> None:
-    done = nmrun.run(SHORT, output_dir="a<b>&c")
-    shown, plain = done._repr_html_(), repr(done)
+    run = nmrun.run(SHORT, output_dir="a<b>&c")
+    shown, plain = run._repr_html_(), repr(run)
     assert "a&lt;b&gt;&amp;c" in shown
     assert "a<b>" not in shown
     for text in (
@@ -292,18 +292,18 @@ def test_a_result_shows_itself() -> None:
         "small_conv",
         "step",
         "2:4",
-        f"{done.metrics['test/accuracy']:.4g}",
+        f"{run.metrics['test/accuracy']:.4g}",
     ):
         assert f"<td>{text}</td>" in shown
         assert text in plain
 
 
 def test_a_plan_trains_nothing() -> None:
-    done = nmrun.run(SHORT, dry=True)
-    assert (done.status, done.metrics) == ("planned", {})
+    run = nmrun.run(SHORT, dry=True)
+    assert (run.status, run.metrics) == ("planned", {})
     assert not Path("outputs").exists()
     with pytest.raises(RunError):
-        done.history()
+        run.history()
 
 
 def test_a_planned_sweep_has_no_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,20 +73,20 @@ def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torc
     values = torch.randint(1, 8, places.shape, generator=generator)
     weight = torch.where(places < 2, values, 0).view(shape).to(DEVICE, dtype)
     expected = torch._cslt_compress(weight)
-    got = compression.compressed(weight, dtype)
+    result = compression.compressed(weight, dtype)
     bits = weight.view(torch.int8 if dtype.itemsize == 1 else torch.int16)
     turned = compression.compressed(bits.t().contiguous().t().view(dtype), dtype)
-    assert got.shape == turned.shape == expected.shape
+    assert result.shape == turned.shape == expected.shape
     size, tile = rows * columns // 2 * dtype.itemsize, 32 * 2 // dtype.itemsize
     # of the last tiles only what is there is compared, by the product below
     whole = size + rows // 64 * -(-columns // tile) * 8 * tile if columns % tile == 0 else size
-    for blob in (got, turned):
+    for blob in (result, turned):
         assert torch.equal(
             blob.view(-1).view(torch.int8)[:whole], expected.view(-1).view(torch.int8)[:whole]
         )
     x = torch.randint(-3, 4, (64, columns), generator=generator).to(DEVICE, dtype)
     exact = x.double() @ weight.double().t()
-    for blob in (got, turned):
+    for blob in (result, turned):
         z = cusparselt.multiply(blob, x, out=torch.float32 if dtype.itemsize == 1 else None)
         torch.testing.assert_close(z.double(), exact, rtol=2**-8, atol=0.0)
 
@@ -120,8 +120,8 @@ def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> N
             z = cusparselt.multiply(blob, x, bias)
             by_columns = cusparselt.multiply(blob, x.t().contiguous().t(), bias)
             expected = plain if bias is None else plain + bias.double()
-            for got in (z, by_columns):
-                close.append(torch.allclose(got.double(), expected, rtol=2**-7, atol=0.1))
+            for result in (z, by_columns):
+                close.append(torch.allclose(result.double(), expected, rtol=2**-7, atol=0.1))
         return all(close)
 
     assert asked()
@@ -198,9 +198,9 @@ def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
     for path in right:
         packed = SemiStructuredProducts(path, weight, None, torch.bfloat16, both=True)
         z = packed(x, weight, bias)
-        got = torch.autograd.grad(z, (x, weight), dz)
+        result = torch.autograd.grad(z, (x, weight), dz)
         for name, value, truth in zip(
-            ("z", "dx", "dw"), (z, *got), (expected, *gradients), strict=True
+            ("z", "dx", "dw"), (z, *result), (expected, *gradients), strict=True
         ):
             error = (value.double() - truth).abs()
             assert bool((error <= 2**-7 * truth.abs() + 2**-7 * truth.std()).all()), (
@@ -211,7 +211,7 @@ def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
         for _ in range(100):
             again = packed(x, weight, bias)
             assert torch.equal(again, z), path
-            assert torch.equal(torch.autograd.grad(again, x, dz)[0], got[0]), path
+            assert torch.equal(torch.autograd.grad(again, x, dz)[0], result[0]), path
 
 
 GPT = (
@@ -323,9 +323,9 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
             pytest.skip("Triton's kernels do not work here: see the log")
         expected = reference(weight, pattern, dim)
         bits = torch.int32 if dtype == torch.float32 else torch.int16
-        got = out.cpu()
-        assert torch.equal(got.isnan(), expected.isnan())
-        assert torch.equal(got.nan_to_num(0.5).view(bits), expected.nan_to_num(0.5).view(bits))
+        result = out.cpu()
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(0.5).view(bits), expected.nan_to_num(0.5).view(bits))
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,12 @@ def test_its_accuracy_is_that_of_the_likelihoods(tmp_path: Path) -> None:
     (tasks / "items.jsonl").write_text("\n".join(lines))
     (tasks / "mine.yaml").write_text(TASK.format(data=tasks / "items.jsonl"))
     words = f"--model hf --model_args pretrained={to} --tasks mine --include_path {tasks}"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lm_eval", *words.split(), "--device", "cpu"],
         capture_output=True, text=True, timeout=300, check=True,
         env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
-    (row,) = (line for line in done.stdout.splitlines() if line.startswith("|mine"))
+    (row,) = (line for line in process.stdout.splitlines() if line.startswith("|mine"))
     model = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
     right = 0
     for question, *choices in ITEMS:

@@ -351,8 +351,12 @@ def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixt
 def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
     for words, message in (((), "outputs: no such folder"), (("empty",), "empty: no runs in it")):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        done = nmrun_cli("status", *words)
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"nmrun: {message}\n")
+        process = nmrun_cli("status", *words)
+        assert (process.returncode, process.stdout, process.stderr) == (
+            2,
+            "",
+            f"nmrun: {message}\n",
+        )
     with pytest.raises(ConfigError):
         status.main([str(tmp_path / "nowhere")])
 

@@ -145,9 +145,9 @@ def compiled(text: str, tmp_path: Path, document: str = "[twocolumn]{article}") 
         rf"\begin{{document}}{text}\ref{{{re.search(r'tab:[a-z0-9-]+', text)[0]}}}\end{{document}}"
     )
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout[-2000:]
-    return done.stdout
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout[-2000:]
+    return process.stdout
 
 
 @PDFLATEX

@@ -113,8 +113,8 @@ def test_other_arrays_than_were_made_are_made_again(tmp_path: Path) -> None:
 
     def rebuild() -> list[str]:
         command = [sys.executable, "-c", READ, *map(str, places.values())]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return [Path(line).name for line in done.stdout.splitlines()]
+        process = subprocess.run(command, check=True, capture_output=True, text=True)
+        return [Path(line).name for line in process.stdout.splitlines()]
 
     assert rebuild() == [*DAMAGES]
     assert rebuild() == []

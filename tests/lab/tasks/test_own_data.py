@@ -35,8 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
     (command,) = blocks("bash")
-    done = nmrun_cli(*shlex.split(command)[1:], "track=local")
-    assert done.returncode == 0, done.stderr
+    process = nmrun_cli(*shlex.split(command)[1:], "track=local")
+    assert process.returncode == 0, process.stderr
     (path,) = folder.glob("outputs/tumours/gated/step/2of8/*/result.json")
     result = json.loads(path.read_text())
     assert result["metrics"]["final"]["test/accuracy"] > 0.9
@@ -52,9 +52,9 @@ def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
 def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli) -> None:
     (command,) = blocks("bash")
     options = ("track=local", "trainer.epochs=1", "seed=0", "--trials", "1")
-    done = nmrun_cli("tune", "try", *shlex.split(command)[1:], *options)
-    assert done.returncode == 0, done.stderr
-    assert "[4/4] step 2:8  seed 0" in done.stdout
+    process = nmrun_cli("tune", "try", *shlex.split(command)[1:], *options)
+    assert process.returncode == 0, process.stderr
+    assert "[4/4] step 2:8  seed 0" in process.stdout
     (path,) = folder.glob("outputs/tumours/gated/step/2of8/*/result.json")
     asked = json.loads(path.read_text())["environment"]["command"]
     assert "finished already" in nmrun_cli(*shlex.split(asked)[1:]).stdout
@@ -73,10 +73,12 @@ def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli)
     ],
 )
 def test_mistakes_get_a_line(folder: Path, nmrun_cli, word: str, message: str) -> None:
-    done = nmrun_cli("--config-dir", "mine", "dataset=tumours", "model=gated", word, "track=local")
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = nmrun_cli(
+        "--config-dir", "mine", "dataset=tumours", "model=gated", word, "track=local"
+    )
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert process.stderr.count("\n") == 1
     assert not list(folder.rglob("*.json"))
 
 
@@ -106,8 +108,8 @@ def test_an_installed_package_adds_names(
     installed: dict[str, str], nmrun_cli, tmp_path: Path
 ) -> None:
     words = ("dataset=tumours", "model=gated", "recipe=step", "sparsity=2:8", "track=local")
-    done = nmrun_cli(*words, **installed)
-    assert done.returncode == 0, done.stderr
+    process = nmrun_cli(*words, **installed)
+    assert process.returncode == 0, process.stderr
     (path,) = tmp_path.glob("outputs/tumours/gated/step/2of8/*/result.json")
     result = json.loads(path.read_text())
     assert result["metrics"]["final"]["test/accuracy"] > 0.9

@@ -31,8 +31,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    done = preloaded.torchrun(two_ranks.__file__, folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = preloaded.torchrun(two_ranks.__file__, folder)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
@@ -118,9 +118,9 @@ def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Pa
     assert preloaded.torchrun(*words, folders[1], 7).returncode == 1
     (rows_of_killed,) = folders[1].rglob("metrics.jsonl")
     assert not (rows_of_killed.parent / "result.json").exists()
-    done = preloaded.torchrun(*words, folders[1], 0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "goes on at step 6 of 12" in done.stdout
+    process = preloaded.torchrun(*words, folders[1], 0)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "goes on at step 6 of 12" in process.stdout
     alone, killed = (next(folder.rglob("model.safetensors")).parent for folder in folders)
     for name in ("model.safetensors", "best.safetensors"):
         assert (alone / name).read_bytes() == (killed / name).read_bytes()
@@ -130,9 +130,9 @@ def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Pa
 def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
     swept = ("recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30")
     program = Path(nmrun.__file__).with_name("__main__.py")
-    done = preloaded.torchrun(program, "-m", *TINY, *swept, f"output_dir={tmp_path}")
-    assert done.returncode == 1
-    assert done.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
+    process = preloaded.torchrun(program, "-m", *TINY, *swept, f"output_dir={tmp_path}")
+    assert process.returncode == 1
+    assert process.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
     assert len(list(tmp_path.rglob("model.safetensors"))) == 3
     assert len(list((tmp_path / ".sweeps").iterdir())) == 1
 
@@ -152,8 +152,8 @@ def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
         "sys.exit(cli.main())\n"
     )
     words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]
-    done = preloaded.torchrun(script, *words)
-    assert done.returncode == 1
-    assert "ValueError: a broken disk" in done.stderr
+    process = preloaded.torchrun(script, *words)
+    assert process.returncode == 1
+    assert "ValueError: a broken disk" in process.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))
     assert not list(folder.glob("*.partial"))

@@ -50,9 +50,9 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Pat
 
 @pytest.mark.parametrize("recipe", ["dense", "asp", "sr_ste", "t_sr_ste"])
 def test_a_result_has_both(recipe: str, tmp_path: Path) -> None:
-    done = run(config(tmp_path, f"recipe={recipe}", *LONG[2:]), tmp_path / recipe)
-    assert done["status"] == "finished", done
-    final = done["metrics"]["final"]
+    result = run(config(tmp_path, f"recipe={recipe}", *LONG[2:]), tmp_path / recipe)
+    assert result["status"] == "finished", result
+    final = result["metrics"]["final"]
     plain = {key for key in final if "dense/" not in key}
     assert {key.replace("/", "/dense/") for key in plain} == set(final) - plain
     same = all(final[key] == final[key.replace("/", "/dense/")] for key in plain)
@@ -80,15 +80,15 @@ def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return evaluate(task, model, split)
 
     monkeypatch.setattr(Classification, "evaluate", noted)
-    done = run(config(tmp_path, *LONG, "trainer.test=false"), tmp_path / "without")
+    result = run(config(tmp_path, *LONG, "trainer.test=false"), tmp_path / "without")
     assert splits == {"val"}
     for kind in ("final", "best"):
-        assert done["metrics"][kind] == {
+        assert result["metrics"][kind] == {
             key: value
             for key, value in whole["metrics"][kind].items()
             if not key.startswith("test/")
         }
-    assert done["id"] != whole["id"]
+    assert result["id"] != whole["id"]
     weights, others = (
         load_file(tmp_path / of / "model.safetensors") for of in ("whole", "without")
     )
@@ -96,10 +96,10 @@ def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Path) -> None:
-    done = run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
+    result = run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
     final, dense = (load_file(tmp_path / f"ste/{name}.safetensors") for name in ("model", "dense"))
     assert list(final) == list(dense)
-    layers = {layer["name"]: layer["dim"] for layer in done["sparsity"]["layers"]}
+    layers = {layer["name"]: layer["dim"] for layer in result["sparsity"]["layers"]}
     assert layers
     for name, weight in dense.items():
         if name in layers:

@@ -74,10 +74,10 @@ def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
     words = (*TINY, "model.channels=[16,32,32]", f"output_dir={tmp_path}")
     command = [sys.executable, "-m", "nmrun", *words]
     limited = ["bash", "-c", 'ulimit -f 100; trap "" XFSZ; exec "$@"', "bash", *command]
-    done = subprocess.run(limited, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "failed: OSError: [Errno 27] File too large" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+    process = subprocess.run(limited, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "failed: OSError: [Errno 27] File too large" in process.stderr
+    assert "Traceback" not in process.stderr + process.stdout
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["status"] == "failed"
     assert sorted(p.name for p in result.parent.iterdir()) == [
@@ -137,10 +137,10 @@ def test_commands_on_a_full_disk_end_in_a_line(
         words = ["prune", str(run), "sparsity=2:4", "method=magnitude", "samples=32"]
     with contextlib.suppress(OSError):
         (small_disk / "others").write_bytes(bytes(2_000_000))
-    done = nmrun_cli(*words)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr + done.stdout
-    assert re.search("No space left on device, 0 bytes free there", done.stderr)
+    process = nmrun_cli(*words)
+    assert process.returncode == 1
+    assert "Traceback" not in process.stderr + process.stdout
+    assert re.search("No space left on device, 0 bytes free there", process.stderr)
     assert not list((small_disk / ".sweeps").glob("*"))
     (small_disk / "others").unlink()
     assert nmrun_cli(*words).returncode == 0

@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in shards.RESUMED:
         assert shards.run(folder / "resumed", case, stop=shards.STOP)["status"] == "interrupted"
     one_rank.saved(folder / "one", 1, 2)
-    done = preloaded.torchrun(shards.__file__, "main", folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    process = preloaded.torchrun(shards.__file__, "main", folder)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr
     return folder
 
 

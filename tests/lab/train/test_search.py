@@ -291,8 +291,8 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
     assert program == "nmrun"
 
     assert {"recipe=step", "seed=3"} < set(words)
-    done = nmrun_cli(*words, "track=local", "output_dir=out")
-    assert done.returncode == 0, done.stderr
+    process = nmrun_cli(*words, "track=local", "output_dir=out")
+    assert process.returncode == 0, process.stderr
     (file,) = tmp_path.rglob("result.json")
     result = json.loads(file.read_text())
     dense = json.loads((trained / "result.json").read_text())["config"]

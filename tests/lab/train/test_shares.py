@@ -287,8 +287,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     two_evaluate.folder(place / "damaged")
     (place / "damaged" / "some" / "train" / "bee" / "07.png").write_bytes(b"none")
     for count in (1, 2):
-        done = preloaded.torchrun(two_evaluate.__file__, place, processes=count)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        process = preloaded.torchrun(two_evaluate.__file__, place, processes=count)
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return {
         name: json.loads((place / f"found{name}.json").read_text())
         for name in ("0of1", "0of2", "1of2")

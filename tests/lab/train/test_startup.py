@@ -32,8 +32,8 @@ def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
     shapes are computed in Python. What is loaded is not searched for garbage.
     """
     lines = [f"{line} {SMALL} output_dir={tmp_path}" for line in LINES]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROBE, *lines], capture_output=True, text=True, timeout=120
     )
-    probes = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
-    assert probes == ["PROBE 0 [] True True"] * len(LINES), done.stderr
+    probes = [line for line in process.stdout.splitlines() if line.startswith("PROBE")]
+    assert probes == ["PROBE 0 [] True True"] * len(LINES), process.stderr

@@ -299,7 +299,7 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or run)
     cfg = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")
-    done = runner.run(cfg, run_folder(cfg), "some-sweep")
+    result = runner.run(cfg, run_folder(cfg), "some-sweep")
     assert asked["name"] == "ste 2:4 digits small_conv s0"
     assert asked["tags"] == ["ste", "digits", "small_conv", "2:4", "mine"]
     assert asked["group"] == "some-sweep"
@@ -309,8 +309,8 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "off",
         True,
     )
-    assert summary["test/accuracy"] == done["metrics"]["final"]["test/accuracy"]
-    assert summary["best/epoch"] == done["metrics"]["best"]["epoch"]
+    assert summary["test/accuracy"] == result["metrics"]["final"]["test/accuracy"]
+    assert summary["best/epoch"] == result["metrics"]["best"]["epoch"]
     assert summary["status"] == "finished"
     assert not any(isinstance(value, dict | list) for value in summary.values())
 

@@ -31,12 +31,12 @@ from nmrun.papers.translation.keys import PAIRS
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All lines answered by one process without a GPU and without data."""
     places = {"NMRUN_DATA": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, bad_inputs.__file__],
         cwd=tmp_path_factory.mktemp("typed"), capture_output=True, text=True, timeout=300, env={**os.environ, **places},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def test_a_mistake_gets_one_line(answers: dict[str, Any]) -> None:

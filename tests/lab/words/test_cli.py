@@ -61,28 +61,28 @@ def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_costs_one_helpful_line_and_no_torch(tmp_path, line):
-    done = probe(tmp_path, *line.split())
-    lines = [text for text in done.stderr.splitlines() if not text.startswith("HEAVY")]
-    assert done.returncode == 2
+    process = probe(tmp_path, *line.split())
+    lines = [text for text in process.stderr.splitlines() if not text.startswith("HEAVY")]
+    assert process.returncode == 2
     assert len(lines) == 1
     assert lines[0].startswith("nmrun: ")
     assert all(part in lines[0] for part in MISTAKES[line]), lines[0]
-    assert "HEAVY []" in done.stderr
+    assert "HEAVY []" in process.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):
-    done = probe(tmp_path, "recipe=stpe", "sparsity=5:4", "optimizer.lr=abc", "foo=1")
-    assert done.returncode == 2
+    process = probe(tmp_path, "recipe=stpe", "sparsity=5:4", "optimizer.lr=abc", "foo=1")
+    assert process.returncode == 2
     for part in ("did you mean step?", "5:4", "optimizer.lr=abc", "foo"):
-        assert part in done.stderr
-    assert done.stderr.count("nmrun: ") == 4
+        assert part in process.stderr
+    assert process.stderr.count("nmrun: ") == 4
 
 
 @pytest.mark.parametrize("line", ["--help", "--cfg job", "-sc query=bash"])
 def test_help_config_and_completion_stay_light(tmp_path, line):
     env = {"COMP_LINE": "nmrun sparsity=2:", "COMP_POINT": "17"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROBE, *line.split()],
         cwd=tmp_path,
         capture_output=True,
@@ -90,14 +90,14 @@ def test_help_config_and_completion_stay_light(tmp_path, line):
         timeout=60,
         env={**os.environ, **env},
     )
-    assert done.returncode == 0, done.stderr
-    assert "HEAVY []" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert "HEAVY []" in process.stderr
     if line == "--help":
         for part in ("step", "2:4", "small_conv", "nmrun -m", "Examples"):
-            assert part in done.stdout
+            assert part in process.stdout
     if line.startswith("-sc"):
-        assert "sparsity=2:4" in done.stdout
-        assert "sparsity=2:8" in done.stdout
+        assert "sparsity=2:4" in process.stdout
+        assert "sparsity=2:8" in process.stdout
 
 
 def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
@@ -146,11 +146,11 @@ def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, 
         "debug=fast",
         "output_dir=out",
     )
-    done = nmrun_cli(*line)
-    assert done.returncode == 1
-    assert "sweep of 4: 2 finished, 2 not done" in done.stdout
-    assert "the first non-finite value is" in done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    process = nmrun_cli(*line)
+    assert process.returncode == 1
+    assert "sweep of 4: 2 finished, 2 not done" in process.stdout
+    assert "the first non-finite value is" in process.stdout + process.stderr
+    assert "Traceback" not in process.stdout + process.stderr
     again = nmrun_cli(*line)
     assert "sweep of 4: 2 skipped, 2 not done" in again.stdout
     table = nmrun_cli("table", "out", "--rows", "recipe,optimizer.lr")
@@ -160,9 +160,11 @@ def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, 
 
 
 def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
-    done = nmrun_cli("-m", "recipe=dense", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out")
-    assert done.returncode == 0, done.stderr
-    assert "sweep of 3: 1 finished, 2 skipped" in done.stdout
+    process = nmrun_cli(
+        "-m", "recipe=dense", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out"
+    )
+    assert process.returncode == 0, process.stderr
+    assert "sweep of 3: 1 finished, 2 skipped" in process.stdout
     assert len(list(tmp_path.rglob("result.json"))) == 1
 
 
@@ -175,17 +177,17 @@ def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
     ],
 )
 def test_a_ratio_beside_the_dense_recipe_is_told(words, left_out, nmrun_cli):
-    done = nmrun_cli(*words.split(), "--cfg", "job")
-    assert done.returncode == 0
+    process = nmrun_cli(*words.split(), "--cfg", "job")
+    assert process.returncode == 0
     expected = f"nmrun: recipe=dense has no ratio: {left_out} changes nothing\n"
-    assert done.stderr == ("" if left_out is None else expected)
+    assert process.stderr == ("" if left_out is None else expected)
 
 
 def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli):
     words = ("-m", "recipe=dense,ste", "sparsity=2:4", "debug=fast", "output_dir=out")
-    done = nmrun_cli(*words)
-    assert done.returncode == 0, done.stderr
-    assert "changes nothing" not in done.stdout + done.stderr
+    process = nmrun_cli(*words)
+    assert process.returncode == 0, process.stderr
+    assert "changes nothing" not in process.stdout + process.stderr
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in results}
     assert commands == {
@@ -332,8 +334,8 @@ RUN = "nmrun recipe=ste debug=fast output_dir=out"
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [">&-", "> /dev/full"])
 def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
-    done = shell(tmp_path, f"{RUN} {where}")
-    assert (done.returncode, done.stderr) == (0, "")
+    process = shell(tmp_path, f"{RUN} {where}")
+    assert (process.returncode, process.stderr) == (0, "")
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["status"] == "finished"
     assert "test 0." in (result.parent / "run.log").read_text()
@@ -341,23 +343,23 @@ def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_written_is_told(tmp_path: Path, write) -> None:
     write("ste", "2:4", 0, 0.5)
-    done = shell(tmp_path, "nmrun table outputs > /dev/full")
-    assert done.returncode == 2
-    assert done.stderr == "nmrun: No space left on device\n"
+    process = shell(tmp_path, "nmrun table outputs > /dev/full")
+    assert process.returncode == 2
+    assert process.stderr == "nmrun: No space left on device\n"
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    done = shell(tmp_path, f"mkdir gone && cd gone && rmdir ../gone && {RUN}")
+    process = shell(tmp_path, f"mkdir gone && cd gone && rmdir ../gone && {RUN}")
     line = "nmrun: the current folder does not exist any more; change to another\n"
-    assert (done.returncode, done.stderr) == (2, line)
+    assert (process.returncode, process.stderr) == (2, line)
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
-    done = shell(tmp_path, f"nmrun recipe=ste debug=fast output_dir={'x' * 300}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("nmrun: output_dir=xxx")
-    assert "File name too long" in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = shell(tmp_path, f"nmrun recipe=ste debug=fast output_dir={'x' * 300}")
+    assert process.returncode == 2
+    assert process.stderr.startswith("nmrun: output_dir=xxx")
+    assert "File name too long" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 class Terminal(io.StringIO):
@@ -514,6 +516,6 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_little_memory_for_torch(tmp_path: Path) -> None:
-    done = shell(tmp_path, f"ulimit -v 1000000; {RUN}")
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
+    process = shell(tmp_path, f"ulimit -v 1000000; {RUN}")
+    assert process.returncode != 0
+    assert "Traceback" not in process.stderr

@@ -121,9 +121,9 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path: Path, nmrun_cli: 
     recipe = "from nmrun.recipes.ste import STE\n\n\nclass Mine(STE):\n    pass\n"
     (tmp_path / "mine.py").write_text(STORES + recipe)
     words = [word for word in TINY if not word.startswith("trainer.epochs")]
-    done = nmrun_cli("-m", "recipe._target_=mine.Mine", *words, "trainer.epochs=1", "seed=0,1")
-    assert done.returncode == 0, done.stderr
-    assert "sweep of 2: 2 finished" in done.stdout
+    process = nmrun_cli("-m", "recipe._target_=mine.Mine", *words, "trainer.epochs=1", "seed=0,1")
+    assert process.returncode == 0, process.stderr
+    assert "sweep of 2: 2 finished" in process.stdout
 
 
 @pytest.mark.minutes
@@ -134,9 +134,9 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path: Path, nmrun_cli: 
 def test_a_run_in_a_process_that_has_imported_fairseq(tmp_path: Path) -> None:
     words = [*TINY, "trainer.epochs=1", "recipe=ste"]
     lines = f"import fairseq\nimport nmrun\nprint(nmrun.run({words!r}).metrics['test/accuracy'])"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", lines],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, env=dict(os.environ),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert 0 < float(done.stdout.splitlines()[-1]) < 1
+    assert process.returncode == 0, process.stderr
+    assert 0 < float(process.stdout.splitlines()[-1]) < 1

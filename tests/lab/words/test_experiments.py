@@ -407,10 +407,10 @@ def swept(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("swept")
     (folder / "own.yaml").write_text(OWN)
     line = ("-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1")
-    done = preloaded.run(line, folder, 300, dict(os.environ))
-    assert done.returncode == 0, done.stderr
-    assert [f"[{i}/3]" in done.stdout for i in (1, 2, 3)] == [True] * 3
-    assert "sweep of 3: 3 finished" in done.stdout
+    process = preloaded.run(line, folder, 300, dict(os.environ))
+    assert process.returncode == 0, process.stderr
+    assert [f"[{i}/3]" in process.stdout for i in (1, 2, 3)] == [True] * 3
+    assert "sweep of 3: 3 finished" in process.stdout
     return folder
 
 
@@ -566,8 +566,8 @@ def test_make_takes_dashes_for_underscores():
 def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
     """From nothing to the table and its figures, as make does it."""
     overrides = ("track=local", f"output_dir={folder}", *overrides)
-    done = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    process = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     table = nmrun_cli(
         "table",
         "--experiment",

@@ -161,14 +161,14 @@ from nmrun.lab.words import identity, schema
 from nmrun.patterns import Pattern
 print(identity.identity(schema.Config(json.loads({json.dumps(plain)!r}), Pattern(2, 4))))"""
     for seed in "12":
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             check=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         )
-        assert done.stdout.strip() == identity(config)
+        assert process.stdout.strip() == identity(config)
     assert len(identity(config)) == 10
     assert set(identity(config)) <= set("0123456789abcdef")
 

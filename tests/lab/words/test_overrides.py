@@ -114,9 +114,9 @@ def test_a_sweep_over_ratios_by_layer() -> None:
 
 
 def test_the_exit_status_is_2_and_nothing_is_left(nmrun_cli, tmp_path) -> None:
-    done = nmrun_cli('sparsity.overrides={"inner.*": "1:8"}')
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    process = nmrun_cli('sparsity.overrides={"inner.*": "1:8"}')
+    assert (process.returncode, process.stdout) == (2, "")
+    (line,) = process.stderr.splitlines()
     assert line.startswith("nmrun: ")
     assert line.endswith("write it as 'sparsity.overrides={inner.*: 1:8}'")
     assert list(tmp_path.iterdir()) == []
@@ -145,8 +145,8 @@ def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path) -> None
     assert "'sparsity.overrides={inner.1: 1:8, head: dense}'" in refused.stderr
 
     file.write_text(begin + text.format('"1:8"'))
-    done = nmrun_cli(*words)
-    assert done.returncode == 0, done.stderr
+    process = nmrun_cli(*words)
+    assert process.returncode == 0, process.stderr
     (folder,) = [path.parent for path in tmp_path.rglob("result.json")]
     layers = json.loads((folder / "result.json").read_text())["sparsity"]["layers"]
     assert {layer["name"]: layer["pattern"] for layer in layers} == {

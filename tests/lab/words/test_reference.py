@@ -129,10 +129,10 @@ def test_help_imports_no_torch():
         "  print('PROBE', topic, status, 'torch' in sys.modules)"
     )
     topics = ["recipe.decay", "model", "table", "bench", "export", "status"]
-    done = subprocess.run([sys.executable, "-c", code, *topics], capture_output=True, text=True)
-    probes = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
-    assert probes == [f"PROBE {topic} 0 False" for topic in topics], done.stderr
-    assert len(done.stdout.splitlines()) > 2 * len(topics)
+    process = subprocess.run([sys.executable, "-c", code, *topics], capture_output=True, text=True)
+    probes = [line for line in process.stdout.splitlines() if line.startswith("PROBE")]
+    assert probes == [f"PROBE {topic} 0 False" for topic in topics], process.stderr
+    assert len(process.stdout.splitlines()) > 2 * len(topics)
 
 
 def test_help_of_every_verb_is_its_own(capsys):

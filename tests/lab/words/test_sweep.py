@@ -158,14 +158,14 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
     nmrun_cli, tmp_path: Path
 ) -> None:
     assert nmrun_cli("recipe=ste", "debug=fast", "sparsity=2:4", "seed=0").returncode == 0
-    done = nmrun_cli(
+    process = nmrun_cli(
         "-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed"
     )
-    *_, last, table = done.stdout.splitlines()
+    *_, last, table = process.stdout.splitlines()
     assert table == "  nmrun table outputs/digits"
     lines = [
         re.sub(r" \(\d+ s left\)$", " (?)", line)
-        for line in done.stdout.splitlines()
+        for line in process.stdout.splitlines()
         if line.startswith("[")
     ]
     jobs = [
@@ -193,29 +193,29 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """``nmrun -m ...`` up to the jobs that are launched, or run here one after the other: call by
     call, as plain values; nothing is trained.
     """
-    got: list[list[dict[str, Any]]] = []
+    sweeps: list[list[dict[str, Any]]] = []
 
     def values(job: Sequence[str]) -> dict[str, Any]:
         parsed = [OverridesParser.create().parse_override(word) for word in job]
         return {one.key_or_group: one.value() for one in parsed}
 
     def launch(_: object, jobs: list[list[str]], initial_job_idx: int) -> list[object]:
-        got.append([values(job) for job in jobs])
+        sweeps.append([values(job) for job in jobs])
         return []
 
     def of_sweep(_: Path, number: int, composed: object, job: list[str], *__: str) -> Any:
         if number == 1:
-            got.append([])
-        got[-1].append(values(job))
+            sweeps.append([])
+        sweeps[-1].append(values(job))
         return {"status": "planned"}
 
     def call(*words: str) -> list[list[dict[str, Any]]]:
-        got.clear()
+        sweeps.clear()
         monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words, "output_dir=out"])
         cli.main()
         return [
             [{key: value for key, value in job.items() if key != "output_dir"} for job in jobs]
-            for jobs in got
+            for jobs in sweeps
         ]
 
     monkeypatch.chdir(tmp_path)
@@ -352,11 +352,11 @@ def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path)
     (there / "result.json").unlink()
     with locks.hold(there):
         alone = nmrun_cli(*words, "seed=1")
-        done = nmrun_cli("-m", *words, "seed=0,1")
+        process = nmrun_cli("-m", *words, "seed=0,1")
     who = f"process {os.getpid()} on {os.uname().nodename} is at work on this very run"
     assert (alone.returncode, alone.stderr) == (1, f"nmrun: {who}: {there.relative_to(tmp_path)}\n")
-    assert done.returncode == 0
-    last = done.stdout.splitlines()[-2]  # then the command for the table
+    assert process.returncode == 0
+    last = process.stdout.splitlines()[-2]  # then the command for the table
     assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
 
 
@@ -511,9 +511,9 @@ def ended(folder: Path, jobs: list[str]) -> list[str]:
 def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nmrun_cli) -> None:
     fixed = ("sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3", "track=local")
     swept = ("recipe=dense,step", "optimizer.lr=0.01,0.02", "output_dir=a/b")
-    done = nmrun_cli("-m", *swept, *fixed, "dry=true")
-    assert done.returncode == 0, done.stderr
-    head, *rows, total = [re.split("  +", line) for line in done.stdout.splitlines()]
+    process = nmrun_cli("-m", *swept, *fixed, "dry=true")
+    assert process.returncode == 0, process.stderr
+    head, *rows, total = [re.split("  +", line) for line in process.stdout.splitlines()]
     assert head == ["recipe", "ratio", "optimizer.lr", "steps", "FLOPs dense", "without the zeros"]
     alone = nmrun_cli("recipe=step", *fixed, "dry=true").stdout
     dense, without = re.findall(r"training: (\S+) dense, (\S+) sparse", alone)[0]
@@ -531,9 +531,9 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path: Path, nmrun_cli) 
     """How many FLOPs an epoch has is known once the run is built."""
     (tmp_path / "outputs").mkdir()
     short = ("recipe=ste", "sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3")
-    done = nmrun_cli("-m", "trainer.budget=null,flops:1000", *short, "track=local", "dry=true")
-    assert done.returncode == 1
-    head, ste, total, refused = done.stdout.splitlines()
+    process = nmrun_cli("-m", "trainer.budget=null,flops:1000", *short, "track=local", "dry=true")
+    assert process.returncode == 1
+    head, ste, total, refused = process.stdout.splitlines()
     assert head.split()[:3] == ["recipe", "ratio", "steps"]  # what was refused has no plan
     assert ste.split()[:3] == ["ste", "2:8", "12"]
     assert total.startswith("sweep of 2: 1 planned, 1 not done")
