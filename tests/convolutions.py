@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from operands import normal
+from operands import normal, under_autocast
 from torch import Tensor, nn
 
 from nmrun import Handle, accelerate, optim, sparsify
@@ -44,16 +43,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, 3 * x[:, :4].mean((2, 3)).argmax(1) % 4
 
 
-def sample(model: nn.Module) -> Callable[[], None]:
-    """A forward pass under autocast to bfloat16."""
-
-    def forward() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
-    return forward
-
-
 def train(
     mode: str, recipe: str, pattern: str, low: bool = False, **options: Any
 ) -> tuple[Handle, list[Choice], list[float]]:
@@ -61,7 +50,8 @@ def train(
     model = net()
     optimizer = optim.AdamW(model.parameters(), 3e-2)
     handle = sparsify(model, optimizer, recipe, pattern, exclude=["7"], total_steps=10, **options)
-    choices = accelerate(handle, sample(model) if low else lambda: model(batch(0)[0]), mode)
+    x, _ = batch(0)
+    choices = accelerate(handle, under_autocast(model, x) if low else lambda: model(x), mode)
     losses = []
     for step in range(10):
         x, target = batch(step)

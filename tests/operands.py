@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.sparsity import nm_mask
 
@@ -20,3 +22,13 @@ def sparse(rows: int, columns: int, pattern: str) -> Tensor:
     """A weight with zeros by ``pattern`` along its rows."""
     weight = normal(rows, columns, seed=rows + columns)
     return torch.where(nm_mask(weight, pattern, 1, pad=True), weight, 0.0)
+
+
+def under_autocast(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """A forward pass under autocast to bfloat16."""
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+
+    return forward

@@ -26,16 +26,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x.abs().argmax(1) % 10
 
 
-def sample(model: nn.Module) -> Callable[[], None]:
-    """A forward pass under autocast to bfloat16."""
-
-    def forward() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch(0)[0])
-
-    return forward
-
-
 def train(
     model: Callable[[Tensor], Tensor],
     optimizer: Any,

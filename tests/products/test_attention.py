@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from operands import under_autocast
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -97,11 +98,7 @@ def test_a_run_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch
     model = gpt()
     plain = trained(copy.deepcopy(model))
     handle = sparsify(model, optim.AdamW(model.parameters()), "dense", total_steps=4)
-
-    def sample() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(TOKENS)
-
+    sample = under_autocast(model, TOKENS)
     choices = [c for c in accelerate(handle, sample) if "attend" in c.name]
     assert [c.name for c in choices] == ["h.0.attn.attend", "h.1.attn.attend"]
     assert {c.path for c in choices} == {FLOAT32 if faster == FLOAT32 else None}

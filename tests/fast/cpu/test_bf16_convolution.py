@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import GEOMETRIES, net, sample, train
-from operands import normal_bf16
+from convolutions import GEOMETRIES, batch, net, train
+from operands import normal_bf16, under_autocast
 from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
@@ -183,7 +183,8 @@ def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str
 def test_grouped_ones_are_not_packed() -> None:
     model = net(groups=2)
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", exclude=["7"])
-    choices = [c for c in accelerate(handle, sample(model), "packed") if not c.always_dense]
+    sample = under_autocast(model, batch(0)[0])
+    choices = [c for c in accelerate(handle, sample, "packed") if not c.always_dense]
     assert "grouped" in choices[0].reason
     assert [c.path for c in choices] == [None, BF16, BF16]
 
@@ -192,6 +193,7 @@ def test_where_the_processor_has_none_they_stay_dense(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
     model = net()
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", exclude=["7"])
-    choices = [c for c in accelerate(handle, sample(model)) if not c.always_dense]
+    sample = under_autocast(model, batch(0)[0])
+    choices = [c for c in accelerate(handle, sample) if not c.always_dense]
     assert {c.path for c in choices} == {None}
     assert all("this processor has no AVX-512 with BF16" in c.reason for c in choices)

@@ -12,8 +12,8 @@ from typing import Any
 import perceptrons
 import pytest
 import torch
-from operands import normal
-from perceptrons import mlp, sample
+from operands import normal, under_autocast
+from perceptrons import batch, mlp
 from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
@@ -148,7 +148,7 @@ def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any)
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     handle = sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)
-    choices = accelerate(handle, sample(model))
+    choices = accelerate(handle, under_autocast(model, batch(0)[0]))
     assert {c.path for c in choices} == {None if path == "dense" else path}
     kinds = {"packed": LinearProducts, BF16: Bf16Products, BF16_FORWARD: Bf16Forward}
     if path != "dense":
@@ -202,9 +202,10 @@ def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(probe, "measure", lambda shape: times)
     model = mlp()
     handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    sample = under_autocast(model, batch(0)[0])
     for mode, path in (("auto", None), ("force", BF16), ("packed", BF16)):
-        assert [c.path for c in accelerate(handle, sample(model), mode)] == [path] * 3
-    report = "\n".join(acceleration.lines(accelerate(handle, sample(model), "force")))
+        assert [c.path for c in accelerate(handle, sample, mode)] == [path] * 3
+    report = "\n".join(acceleration.lines(accelerate(handle, sample, "force")))
     assert "packed bf16: 0.weight, 36 to 64, 70 tokens, bfloat16 2:4: dense 2.100 ms" in report
 
 
@@ -215,7 +216,8 @@ def test_a_run_that_goes_on_where_there_are_none_measures_again(
     shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4))
     known = from_data(as_data({str(shape): {"dense": SLOW, "packed": SLOW, BF16: FAST}}))
     monkeypatch.setattr(probe, "measure", lambda shape: {"dense": SLOW, "packed": FAST})
-    choices = accelerate(handle, sample(model), known=known)
+    sample = under_autocast(model, batch(0)[0])
+    choices = accelerate(handle, sample, known=known)
     assert choices[0].path == BF16
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
-    assert accelerate(handle, sample(model), known=known)[0].path == "packed"
+    assert accelerate(handle, sample, known=known)[0].path == "packed"

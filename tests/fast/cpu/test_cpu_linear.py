@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from perceptrons import batch, mlp, sample, train
+from operands import under_autocast
+from perceptrons import batch, mlp, train
 from torch import nn
 
 from nmrun import accelerate, optim, sparsify
@@ -155,7 +156,7 @@ def test_under_autocast_to_bfloat16() -> None:
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8)
-    choices = accelerate(handle, sample(model), "packed")
+    choices = accelerate(handle, under_autocast(model, batch(0)[0]), "packed")
     assert {c.shape.dtype for c in choices} == {torch.bfloat16}
     expected = train(*masks[:2], low=True)
     assert train(model, optimizer, low=True) == pytest.approx(expected, rel=2e-2)
