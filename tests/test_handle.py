@@ -32,9 +32,9 @@ def test_a_handle_shows_itself() -> None:
     handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=10)
     title = "nmrun.Handle: step, dense phase, step 0 of 10; 1 sparse weight, 0 left dense"
     assert repr(handle).splitlines() == [title, "  <b>.weight  2:4  4 x 8"]
-    shown = handle._repr_html_()
-    assert "<td>&lt;b&gt;.weight</td><td>2:4</td><td>4 x 8</td>" in shown
-    assert "<b>" not in shown
+    html = handle._repr_html_()
+    assert "<td>&lt;b&gt;.weight</td><td>2:4</td><td>4 x 8</td>" in html
+    assert "<b>" not in html
 
 
 def test_a_finished_handle_shows_where_the_model_is_nm() -> None:

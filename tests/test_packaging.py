@@ -79,11 +79,11 @@ def test_make_help_lists_every_target():
     text = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.*)$", text, re.M)
     assert targets is not None
-    shown = subprocess.run(
+    page = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     for target in targets[1].split():
-        assert f"make {target}" in shown
+        assert f"make {target}" in page
 
 
 def constraints() -> list[str]:

@@ -231,9 +231,9 @@ def test_the_state_of_another_training_is_refused_in_one_line(
     states = stored(*first[:2])
     model = net(5)
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
-    chosen = {"recipe": "sr_ste", **options}
+    settings = {"recipe": "sr_ste", **options}
     if sparsify_first:
-        handle = attach(model, optimizer, **chosen)
+        handle = attach(model, optimizer, **settings)
         train(model, optimizer, range(2))
         before = everything(model, optimizer, handle)
         with pytest.raises(ConfigError, match=message) as raised:
@@ -244,7 +244,7 @@ def test_the_state_of_another_training_is_refused_in_one_line(
         optimizer.load_state_dict(states[1])
         before = bits([model.state_dict(), optimizer.state_dict()])
         with pytest.raises(ConfigError, match=message) as raised:
-            attach(model, optimizer, **chosen)
+            attach(model, optimizer, **settings)
         assert bits([model.state_dict(), optimizer.state_dict()]) == before
     assert "\n" not in str(raised.value)
 

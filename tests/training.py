@@ -53,8 +53,8 @@ def attach(
     pattern: str = "2:4",
     **options: Any,
 ) -> Handle:
-    chosen = {"exclude": "4", **OPTIONS.get(recipe, {}), **options}
-    return nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **chosen)
+    settings = {"exclude": "4", **OPTIONS.get(recipe, {}), **options}
+    return nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **settings)
 
 
 def start(recipe: str, seed: int = 0, pattern: str = "2:4", **options: Any) -> Start:

@@ -208,11 +208,11 @@ def test_runs_become_a_table(
     assert [round(value) for value in runs["test/return"]] == printed
     assert runs["recipe"].tolist() == ["dense", "dense", "ste_periodic"]
     report.table([str(file)])
-    shown = capsys.readouterr().out
-    assert "ste_periodic" in shown
-    assert "2:4" in shown
-    assert "Pendulum-v1" in shown or "return" in shown
-    assert "(2)" in shown or "n = 2" in shown or "n=2" in shown
+    output = capsys.readouterr().out
+    assert "ste_periodic" in output
+    assert "2:4" in output
+    assert "Pendulum-v1" in output or "return" in output
+    assert "(2)" in output or "n = 2" in output or "n=2" in output
 
 
 @pytest.mark.parametrize(

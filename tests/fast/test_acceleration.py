@@ -177,8 +177,8 @@ def test_packing_is_shared_by_the_micro_batches_of_a_step(machine: Machine) -> N
     model = mlp()
     _, handle = sparse(model)
     assert accelerate(handle, passing(model))[0].path is None
-    chosen = accelerate(handle, passing(model), accumulate=4)[0]
-    assert (chosen.path, chosen.reason) == (
+    choice = accelerate(handle, passing(model), accumulate=4)[0]
+    assert (choice.path, choice.reason) == (
         "compressed",
         "dense 6.000 ms, compressed 5.250 ms (1.14x)",
     )
@@ -388,10 +388,10 @@ def test_transposable_masks_make_the_input_gradient_sparse_and_others_do_not(
     ):
         model = mlp()
         _, handle = sparse(model, recipe, **options)
-        chosen = accelerate(handle, passing(model))[0]
-        assert chosen.shape is not None
-        assert chosen.shape.both is both
-        assert chosen.reason.startswith(f"dense 6.000 ms, compressed {2 if both else 4}.000 ms")
+        choice = accelerate(handle, passing(model))[0]
+        assert choice.shape is not None
+        assert choice.shape.both is both
+        assert choice.reason.startswith(f"dense 6.000 ms, compressed {2 if both else 4}.000 ms")
 
 
 def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(
@@ -474,9 +474,9 @@ def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
     model = nn.Sequential(Conv1D()).bfloat16()
     _, handle = sparse(model)
     x = normal(16, 48).bfloat16().requires_grad_()
-    (chosen,) = accelerate(handle, lambda: model(x))
-    assert chosen.shape is not None
-    assert (chosen.path, chosen.shape.rows, chosen.shape.columns) == ("compressed", 32, 48)
+    (choice,) = accelerate(handle, lambda: model(x))
+    assert choice.shape is not None
+    assert (choice.path, choice.shape.rows, choice.shape.columns) == ("compressed", 32, 48)
     used = handle.sparse[0].weight.clone().requires_grad_()
     z, expected = model(x), torch.addmm(model[0].bias, x, used)
     torch.testing.assert_close(z, expected)

@@ -264,11 +264,11 @@ def test_another_schedule_moves_the_added_group_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", [3, 6])
 def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_path: Path) -> None:
     """As the page recommends. By the Trainer's own AdamW another recipe trains the same groups."""
-    chosen = {
+    options = {
         "optimizer_cls_and_kwargs": (nmrun.optim.AdamW, {"lr": 0.01}),
         "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 3,
     }  # fmt: skip
-    whole = hf.trainer(tmp_path / "whole", [callback("step")], **chosen)
+    whole = hf.trainer(tmp_path / "whole", [callback("step")], **options)
     whole.train()
     stock = hf.trainer(tmp_path / "stock", [callback("sr_ste")], weight_decay=0.1)
     stock.train()
@@ -278,7 +278,7 @@ def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_pat
     ]
     assert groups[0] == groups[1]
     assert [decay for _, decay in groups[0]] == [0.1, 0.0]
-    again = hf.trainer(tmp_path / "again", [callback("step")], **chosen)
+    again = hf.trainer(tmp_path / "again", [callback("step")], **options)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
     assert weights(again.model) == weights(whole.model)
 

@@ -110,17 +110,17 @@ def test_lbc() -> None:
     optimizer = torch.optim.SGD(model.parameters(), LR)
     handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", TOTAL, t_f=0.6)
     batches = data(2)
-    left = []
+    counts = []
     for t in range(TOTAL):
         torch.testing.assert_close(
             model.used, reference.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
         )
-        left.append(handle.metrics()["lbc/candidates"])
-        assert handle.is_sparse == (left[-1] == 1)
+        counts.append(handle.metrics()["lbc/candidates"])
+        assert handle.is_sparse == (counts[-1] == 1)
         train_step(model, optimizer, batches(t))
         reference.step(batches(t))
         hand.drop(t + 1)
-    assert left == [6, 4, 3, 2, 2, 2, 1, 1, 1, 1]  # 1 + ceil(5 (1 - t/6)^3)
+    assert counts == [6, 4, 3, 2, 2, 2, 1, 1, 1, 1]  # 1 + ceil(5 (1 - t/6)^3)
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4")
     assert not any("scores" in name for name in model.state_dict())

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import nmrun
 
 
-def rows(chosen: Tensor) -> Tensor:
+def rows(numbers: Tensor) -> Tensor:
     """The masks of groups of 4 by the number of their candidate, one row after the other."""
-    mask = torch.zeros(chosen.numel(), 4)
-    for row, number in zip(mask, chosen.flatten().tolist(), strict=True):
+    mask = torch.zeros(numbers.numel(), 4)
+    for row, number in zip(mask, numbers.flatten().tolist(), strict=True):
         row[MASKS[number]] = 1.0
     return mask
 

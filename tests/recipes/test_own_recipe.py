@@ -113,9 +113,9 @@ def test_a_yaml_of_its_own_needs_no_name(folder, nmrun_cli):
     swept = nmrun_cli("-m", *words)
     assert swept.returncode == 0, swept.stderr
     assert "saliency" in swept.stdout
-    shown = nmrun_cli("help", "recipe=slow", "--config-dir", "mine").stdout
-    assert "recipe.beta" in shown
-    assert "default 0.999" in shown
+    page = nmrun_cli("help", "recipe=slow", "--config-dir", "mine").stdout
+    assert "recipe.beta" in page
+    assert "default 0.999" in page
 
 
 def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmrun_cli):

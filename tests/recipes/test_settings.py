@@ -35,5 +35,5 @@ def test_defaults_are_those_of_the_papers(name: str) -> None:
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_recipe_shows_its_hyperparameters_alone(name: str) -> None:
-    shown = repr(recipes.build(name, {}))
-    assert re.findall(r"(\w+)=", shown) == list(checks(recipes.find(name)))
+    text = repr(recipes.build(name, {}))
+    assert re.findall(r"(\w+)=", text) == list(checks(recipes.find(name)))

@@ -283,9 +283,9 @@ def test_several_seeds_of_a_job_are_several_runs() -> None:
 
 def test_a_result_shows_itself() -> None:
     run = nmrun.run(SHORT, output_dir="a<b>&c")
-    shown, plain = run._repr_html_(), repr(run)
-    assert "a&lt;b&gt;&amp;c" in shown
-    assert "a<b>" not in shown
+    html, plain = run._repr_html_(), repr(run)
+    assert "a&lt;b&gt;&amp;c" in html
+    assert "a<b>" not in html
     for text in (
         "finished",
         "digits",
@@ -294,7 +294,7 @@ def test_a_result_shows_itself() -> None:
         "2:4",
         f"{run.metrics['test/accuracy']:.4g}",
     ):
-        assert f"<td>{text}</td>" in shown
+        assert f"<td>{text}</td>" in html
         assert text in plain
 
 

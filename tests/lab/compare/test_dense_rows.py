@@ -94,11 +94,11 @@ def test_lines_do_not_lead_from_one_optimizer_to_the_other(kind, tmp_path):
     figure = plots.draw(kind, table, "eval/accuracy")
     (axes,) = figure.axes
     assert {each[0].get_marker() for each in axes.containers} >= {"s"}  # seen where no line is
-    drawn = {each.get_label(): each[0].get_ydata().tolist() for each in axes.containers}
+    lines = {each.get_label(): each[0].get_ydata().tolist() for each in axes.containers}
     for name, values in (("STE", STE), ("dense", DENSE)):
         means = [100 * sum(v) / 3 for v in values.values()]
-        shown = drawn[name]
+        points = lines[name]
         if name == "dense" and kind == "ratio":
             means = [means[0], *means]  # in both of Adam's columns
-        assert [v for v in shown if not math.isnan(v)] == pytest.approx(means)
-        assert [math.isnan(v) for v in shown] == [False] * (len(means) - 1) + [True, False]
+        assert [v for v in points if not math.isnan(v)] == pytest.approx(means)
+        assert [math.isnan(v) for v in points] == [False] * (len(means) - 1) + [True, False]

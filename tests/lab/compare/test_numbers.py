@@ -8,7 +8,7 @@ from nmrun.lab.compare.notation import places, printed, signed, unit
 
 
 @pytest.mark.parametrize(
-    ("value", "spread", "metric", "shown", "of_spread"),
+    ("value", "spread", "metric", "text", "of_spread"),
     [
         (0.98712, 0.0021, "test/accuracy", "98.7", "0.2"),
         (0.98712, 0.0012, "test/accuracy", "98.71", "0.12"),
@@ -22,13 +22,13 @@ from nmrun.lab.compare.notation import places, printed, signed, unit
         (3.5021e10, 2.3e8, "flops/training_dense", "35.0G", "200M"),
     ],
 )
-def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, shown, of_spread) -> None:
+def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, text, of_spread) -> None:
     at = places(value, metric, spread)
-    assert (printed(value, metric, at), printed(spread, metric, at)) == (shown, of_spread)
+    assert (printed(value, metric, at), printed(spread, metric, at)) == (text, of_spread)
 
 
 @pytest.mark.parametrize(
-    ("value", "metric", "shown"),
+    ("value", "metric", "text"),
     [
         (0.98712, "test/accuracy", "98.7"),
         (0.9, "test/accuracy", "90.0"),
@@ -42,9 +42,9 @@ def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, shown, of
         (1.5e-5, "test/loss", "0.000015"),
     ],
 )
-def test_without_a_deviation(value, metric, shown) -> None:
-    assert printed(value, metric) == shown
-    assert printed(value, metric, places(value, metric, 1e-9 * abs(value))).startswith(shown[:3])
+def test_without_a_deviation(value, metric, text) -> None:
+    assert printed(value, metric) == text
+    assert printed(value, metric, places(value, metric, 1e-9 * abs(value))).startswith(text[:3])
 
 
 def test_signs_and_units() -> None:

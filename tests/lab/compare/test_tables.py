@@ -302,8 +302,8 @@ def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write,
     write("step", "2:4", 1, 0.9, recipe__switch=0.3)
     write("ste", "2:4", 0, 0.8)
     assert "differ in recipe.switch;" in table()[2]
-    chosen = cells(table("--filter", "recipe.switch=auto")[1])
-    assert chosen == {"ste": {"2:4": "80.0 (1)"}, "step": {"2:4": "**90.0 (1)**"}}
+    rows = cells(table("--filter", "recipe.switch=auto")[1])
+    assert rows == {"ste": {"2:4": "80.0 (1)"}, "step": {"2:4": "**90.0 (1)**"}}
     mixed = table("--rows", "optimizer.lr")[2]
     assert "differ in recipe;" in mixed, "the recipe says it: its settings need no mention"
 

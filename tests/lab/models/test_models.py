@@ -55,10 +55,10 @@ def parameters(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", IMAGENET)
 def test_for_imagenet(name: str) -> None:
     count, sparse_layers = IMAGENET[name]
-    model, chosen = built(name, 224, 1000), options(name)
+    model, settings = built(name, 224, 1000), options(name)
     assert parameters(model) == count
     assert model(torch.zeros(2, 3, 224, 224, device="meta")).shape == (2, 1000)
-    sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
+    sparse, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
     assert len(sparse) == sparse_layers
     first, *_, last = [candidate.name for candidate in candidates(model)]
     assert {first, last} <= {left.name for left in dense}
@@ -85,10 +85,10 @@ def test_for_small_images(name: str, side: int) -> None:
         ):
             built(name, side, 10)
         return
-    channels, chosen = (1 if side == 28 else 3), options(name)
+    channels, settings = (1 if side == 28 else 3), options(name)
     model = built(name, side, 10, channels)
     assert model(torch.zeros(2, channels, side, side, device="meta")).shape == (2, 10)
-    sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
+    sparse, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
     first, *_, last = [candidate.name for candidate in candidates(model)]
     assert {first, last} <= {left.name for left in dense}
     assert len(sparse) >= 12
@@ -141,13 +141,13 @@ def test_forms_differ_in_the_resolution_of_the_maps(
 
 
 def test_depthwise_convolutions_cannot_be_sparse() -> None:
-    model, chosen = built("mobilenet_v2", 32, 10), options("mobilenet_v2")
+    model, settings = built("mobilenet_v2", 32, 10), options("mobilenet_v2")
     modules = dict(model.named_modules())
     depthwise = {
         f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1
     }
     for pattern in ("2:4", "1:4", "1:16"):
-        _, dense = select(model, Pattern.parse(pattern), chosen["include"], chosen["exclude"])
+        _, dense = select(model, Pattern.parse(pattern), settings["include"], settings["exclude"])
         assert depthwise <= {left.name for left in dense}
     assert len(depthwise) == 17
 
@@ -211,10 +211,10 @@ def test_sizes_that_do_not_divide(name: str, changed: dict[str, int], message: s
 
 def test_timm_networks() -> None:
     pytest.importorskip("timm")
-    chosen = options("timm", name_in_timm="vit_tiny_patch16_224")
+    settings = options("timm", name_in_timm="vit_tiny_patch16_224")
     model = built("timm", 224, 1000, name_in_timm="vit_tiny_patch16_224")
     assert parameters(model) == 5_717_416
-    sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
+    sparse, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
     assert [left.name for left in dense] == [
         "cls_token",
         "pos_embed",

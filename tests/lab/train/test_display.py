@@ -46,10 +46,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_bar_stays_and_no_figure_is_cut(width: int, terminal: Any) -> None:
     """Whatever the terminal's width; figures have their places below each other."""
-    shown = terminal(width)
+    screen = terminal(width)
     console = Console(None)
     console.progress(lambda: NOW)
-    lines = shown.lines()
+    lines = screen.lines()
     assert len(re.findall("[━╸╺]", "".join(lines))) >= 10
     words = " ".join(" ".join(lines).split())
     for word in (
@@ -66,24 +66,24 @@ def test_the_bar_stays_and_no_figure_is_cut(width: int, terminal: Any) -> None:
     if width == 80:
         assert lines[2].index("3.46k items/s") == lines[1].index("val accuracy")
     console.clear()
-    assert shown.lines() == [""]
+    assert screen.lines() == [""]
 
 
 def test_an_evaluation_has_a_bar_of_its_own(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = terminal(80)
+    screen = terminal(80)
     console = Console(None)
     console.progress(lambda: NOW)
     monkeypatch.setattr(console_of, "REFRESH", 0.0)
     with console.evaluation("validating"):
         evaluating.get()(34, 79)
     assert evaluating.get() is None
-    assert re.fullmatch(" validating ━+╸?╺?━+ 34/79", shown.lines()[-1])
+    assert re.fullmatch(" validating ━+╸?╺?━+ 34/79", screen.lines()[-1])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_lines_break_at_words(width: int, terminal: Any, tmp_path: Path) -> None:
     """And only on a terminal; a path that is longer than a line stays whole."""
-    shown = terminal(width)
+    screen = terminal(width)
     console = Console(tmp_path / "run.log")
     sentence = (
         "  masks only, nothing is accelerated: small networks are left alone by nmrun, always"
@@ -91,11 +91,11 @@ def test_lines_break_at_words(width: int, terminal: Any, tmp_path: Path) -> None
     path = "outputs/" + 30 * "deep/"
     console.say(sentence)
     console.say(f"  {path}", style="yellow")
-    lines = shown.lines()
+    lines = screen.lines()
     last = next(number for number, line in enumerate(lines) if "outputs/" in line)
     assert [word for line in lines[:last] for word in line.split()] == sentence.split()
     assert {line[:2] for line in lines[:last]} == {"  "}
-    assert shown.colour(last, "outputs/") == "brown"
+    assert screen.colour(last, "outputs/") == "brown"
     assert "".join(lines[last:]).strip() == path
     assert (tmp_path / "run.log").read_text() == f"{sentence}\n  {path}\n"
 
@@ -103,13 +103,13 @@ def test_lines_break_at_words(width: int, terminal: Any, tmp_path: Path) -> None
 def test_no_colours_where_they_are_not_wanted(
     terminal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = terminal(80)
+    screen = terminal(80)
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(None)
     console.progress(lambda: NOW)
     console.say("a line", style="red")
-    assert shown.lines() == ["a line"]
-    assert shown.colour(0, "a line") == "default"
+    assert screen.lines() == ["a line"]
+    assert screen.colour(0, "a line") == "default"
 
 
 @pytest.mark.parametrize(

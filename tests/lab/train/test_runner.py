@@ -62,7 +62,7 @@ def test_the_folder_of_a_finished_run(
     cfg = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
     folder = run_folder(cfg)
     returned = run(cfg)
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == FILES
     result = json.loads((folder / "result.json").read_text())
     assert returned == {**result, "folder": str(folder)}
@@ -97,11 +97,11 @@ def test_the_folder_of_a_finished_run(
         zeros = weights[layer["name"]][weights[layer["name"]] == 0]
         assert not zeros.signbit().any()
     assert all(
-        reason in shown
+        reason in output
         for reason in (() if recipe == "dense" else ("excluded", "2 x inner.*.weight"))
     )
-    assert str(folder) in shown
-    assert (folder / "run.log").read_text() == f"{title(cfg)}\n{shown}"
+    assert str(folder) in output
+    assert (folder / "run.log").read_text() == f"{title(cfg)}\n{output}"
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "step"])
@@ -150,10 +150,10 @@ def test_in_a_sweep_the_screen_has_less_and_the_log_all(
 ) -> None:
     cfg = config(tmp_path, "recipe=ste")
     run(cfg, "some-sweep")
-    shown, log = capsys.readouterr().out, (run_folder(cfg) / "run.log").read_text()
-    assert "excluded" not in shown
+    output, log = capsys.readouterr().out, (run_folder(cfg) / "run.log").read_text()
+    assert "excluded" not in output
     assert "excluded" in log
-    assert set(shown.splitlines()) < set(log.splitlines())
+    assert set(output.splitlines()) < set(log.splitlines())
 
 
 def test_a_dry_run_tells_the_plan_and_leaves_nothing(
@@ -162,13 +162,13 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(
     cfg = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
     assert run(cfg)["status"] == "planned"
     assert not (tmp_path / "out").exists()
-    shown = capsys.readouterr().out
-    assert "  sparse  inner.1.weight  64x64x3x3  2:8\n" in shown
+    output = capsys.readouterr().out
+    assert "  sparse  inner.1.weight  64x64x3x3  2:8\n" in output
     total = 320 + 18_496 + 36_928 + 2_570
     nonzeros = total - 0.75 * (64 * 32 * 9 + 64 * 64 * 9)
-    assert f"density {nonzeros / total:.1%} of {total:,} parameters" in shown
+    assert f"density {nonzeros / total:.1%} of {total:,} parameters" in output
     forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 * 4 + 16 * 64 * 64 * 9 + 2560)
-    assert f"{forward / 1e6:.3g}M dense" in shown
+    assert f"{forward / 1e6:.3g}M dense" in output
 
 
 # --- runs that do not finish ----------------------------------------------------------------------

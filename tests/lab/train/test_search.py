@@ -111,9 +111,9 @@ def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
         functools.reduce(np.add.outer, map(np.array, side)).ravel() for side in (costs, gains)
     )
     for most in (2.5, 4.0, 6.0, 8.5):
-        chosen = best_choice(costs, gains, most)
-        spent = sum(layer[at] for layer, at in zip(costs, chosen, strict=True))
-        gained = sum(layer[at] for layer, at in zip(gains, chosen, strict=True))
+        choice = best_choice(costs, gains, most)
+        spent = sum(layer[at] for layer, at in zip(costs, choice, strict=True))
+        gained = sum(layer[at] for layer, at in zip(gains, choice, strict=True))
         assert spent <= most
         assert gained >= gain[cost <= most * (1 - 10 / 300)].max()
 

@@ -88,13 +88,13 @@ def test_plain_lines_where_there_is_no_terminal(
 
 @pytest.mark.parametrize("width", [30, 80, 120])
 def test_one_table_on_a_terminal(width: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Terminal(monkeypatch, width)
-    monkeypatch.setattr(sys, "stdout", shown)
+    screen = Terminal(monkeypatch, width)
+    monkeypatch.setattr(sys, "stdout", screen)
     with SweepTable(folder, lambda: None) as table:
         while not table.is_drawn:
             pass
-        lines = [line.split() for line in shown.lines()]
-        assert max(map(len, shown.lines())) <= width
+        lines = [line.split() for line in screen.lines()]
+        assert max(map(len, screen.lines())) <= width
         if width >= 80:
             at = lines.index(["job", "phase", "epoch", "metric", "left"])
             job = ["[4/6]", "recipe=sr_ste", "seed=1"]
@@ -103,7 +103,7 @@ def test_one_table_on_a_terminal(width: int, folder: Path, monkeypatch: pytest.M
             assert lines[at + 2] == [*job, "sparse", "3/12", "accuracy", "0.5000", "19", "s"]
             assert lines[at + 3][:7] == ["2", "of", "6", "jobs", "done,", "1", "failed,"]
     # the table has gone, the lines stay
-    assert "".join("".join(shown.lines()).split()) == "".join("".join(lines_of(folder)).split())
+    assert "".join("".join(screen.lines()).split()) == "".join("".join(lines_of(folder)).split())
 
 
 def test_a_reader_who_leaves_ends_the_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

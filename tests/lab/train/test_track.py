@@ -43,9 +43,9 @@ WANDB = {
 }
 
 
-def tracker(folder: Path, chosen: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
+def tracker(folder: Path, cfg: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
     messages: list[str] = []
-    return Tracker(folder, chosen, "0123456789", "some-sweep", step, messages.append), messages
+    return Tracker(folder, cfg, "0123456789", "some-sweep", step, messages.append), messages
 
 
 def test_rows_are_strict_json(tmp_path: Path) -> None:
@@ -318,12 +318,12 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
     """Read by TensorBoard itself; a resumed run's history is there once."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    chosen = {**LOCAL, "track": {"name": "local", "tags": [], "also": ["tensorboard"]}}
-    first, _ = tracker(tmp_path, chosen)
+    cfg = {**LOCAL, "track": {"name": "local", "tags": [], "also": ["tensorboard"]}}
+    first, _ = tracker(tmp_path, cfg)
     for step in (1, 2, 3):
         first.log({"step": step, "epoch": 1, "train/loss": step / 4, "gone": None})
     first.finish({}, 1)
-    second, messages = tracker(tmp_path, chosen, step=2)
+    second, messages = tracker(tmp_path, cfg, step=2)
     second.log({"step": 3, "epoch": 1, "train/loss": 8.0})
     second.finish({"test/accuracy": 0.5}, 0)
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -343,11 +343,11 @@ def test_mlflow_has_one_run_that_goes_on(
     tracking = pytest.importorskip("mlflow.tracking")
     place = f"sqlite:///{tmp_path / 'some.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
-    chosen = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
-    first, _ = tracker(tmp_path, chosen)
+    cfg = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
+    first, _ = tracker(tmp_path, cfg)
     first.log({"step": 1, "epoch": 1, "train/loss": 0.25})
     first.finish({}, 1)
-    second, messages = tracker(tmp_path, chosen, step=1)
+    second, messages = tracker(tmp_path, cfg, step=1)
     second.log({"step": 2, "epoch": 1, "train/loss": 0.5})
     second.finish({"test/accuracy": 0.75, "status": "finished"}, 0)
     assert messages == []

@@ -95,8 +95,8 @@ def test_layers_that_are_known_without_building_are_those_of_the_model(name: str
 
 def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
-    chosen = {"name": "local", "also": ["tensorboard", "mlflow"]}
-    assert list(rules._no_logger(chosen)) == [
+    settings = {"name": "local", "also": ["tensorboard", "mlflow"]}
+    assert list(rules._no_logger(settings)) == [
         "track=tensorboard is not installed: pip install 'nmrun[tensorboard]'"
     ]
 
