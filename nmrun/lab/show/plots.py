@@ -17,7 +17,7 @@ from nmrun.lab.compare.runs import check_name, usual_metric
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import curves, points
 from nmrun.lab.show.curves import History
-from nmrun.lab.show.style import GREY, INK, LETTERS, Layout, high_enough, legend, looks, of_number
+from nmrun.lab.show.style import GREY, INK, LETTERS, Layout, fit, legend, looks, of_number
 
 BESIDE = 0.13  # of the distance between two rows, between data sets
 PLAIN = Layout()
@@ -68,7 +68,7 @@ def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure
         figure = KINDS[kind].draw(table, History(table), logged, layout)
         if figure is not None:
             legend(figure)
-            high_enough(figure, layout)
+            fit(figure, layout)
     return figure
 
 
@@ -159,7 +159,7 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
         if text := own_title if layout.title is None else layout.title:
             figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
         legend(figure)
-        high_enough(figure, layout)
+        fit(figure, layout)
     return figure
 
 

@@ -182,13 +182,22 @@ def legend(figure: Figure) -> None:
     )
 
 
-def high_enough(figure: Figure, layout: Layout) -> None:
-    """Give a finished picture the user's height, or as much as its axes need."""
+def fit(figure: Figure, layout: Layout) -> None:
+    """Give a finished picture the user's height, or as much as its axes need, and labels of x that
+    would leave it as many lines as they need.
+    """
+    _turn_off_formulas(figure)
+    figure.draw_without_rendering()  # sizes are known after the layout
+    for axes in figure.axes:
+        label, room = axes.xaxis.label, axes.get_window_extent().width
+        box = label.get_window_extent()
+        if box.x0 < 0 or box.x1 > figure.bbox.width:
+            text = label.get_text()
+            label.set_text(textwrap.fill(text, int(len(text) * room / box.width)))
+            figure.draw_without_rendering()
     if layout.height is not None:
         figure.set_figheight(layout.height)
         return
-    _turn_off_formulas(figure)
-    figure.draw_without_rendering()  # sizes are known after the layout
     boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
     lacking = AXES - min(box.height for box in boxes) / figure.dpi
     if lacking > 0:

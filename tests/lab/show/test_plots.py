@@ -242,6 +242,24 @@ def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) 
     assert not axes.texts
 
 
+def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(
+    write: Any, tmp_path: Path
+) -> None:
+    for moment in ("frozen", "live"):
+        own = {"recipe__second_moment": moment, "recipe__decay": 2e-4, "recipe__lr_factor": 1.5}
+        spent(write("step", "1:8", 0, 0.9, **own), 1e9)
+    keys = ["recipe", "recipe.second_moment", "recipe.decay", "recipe.lr_factor"]
+    table = build(collect([tmp_path]), "test/accuracy", keys, ["sparsity"], "mean")
+    figure = plots.draw("flops", table, "eval/accuracy")
+    assert figure is not None
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    box = axes.xaxis.label.get_window_extent()
+    assert "\n" in axes.get_xlabel()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert box.y0 >= 0
+
+
 def test_rows_without_the_setting_are_lines_of_their_own(write: Any, tmp_path: Path) -> None:
     for switch in (0.05, 0.5, 0.75):
         write("step", "1:8", 0, 0.8, recipe__switch=switch)
