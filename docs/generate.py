@@ -7,7 +7,7 @@ on every page about recipes. On the pages of ``results/`` it writes what stands 
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
   training is better; ``leads``, what is better than the baseline in most cells;
-- ``verdicts``, whether the papers' claims hold;
+- ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``);
 - ``settings``, what the trials beside the command's runs chose;
 - ``commands``, those of the page.
 
@@ -246,17 +246,38 @@ def _leads(command: str) -> list[str]:
     return [f"- **Ahead of {_baseline(command)} in most cells:** {names}."]
 
 
-def _verdicts(command: str) -> list[str]:
-    """What a table against SR-STE over all cells says of each paper's claim."""
-    found = _cells(command).set_index("recipe")
-    lines = ["| claim | row | verdict |", "|---|---|---|"]
-    for recipe, (claim, side) in CLAIMS.items():
+def _verdicts(commands: str) -> list[str]:
+    """What tables against SR-STE say of each paper's claim, a column a table: ``NAME = COMMAND;
+    NAME = COMMAND``.
+    """
+    columns = dict(part.split(" = ", 1) for part in commands.split("; "))
+    verdicts = {name: _verdicts_of(command) for name, command in columns.items()}
+    rows = [
+        [f"{claim} | `{recipe}`", *(verdicts[name].get(recipe, "-") for name in columns)]
+        for recipe, (claim, _) in CLAIMS.items()
+        if any(recipe in column for column in verdicts.values())
+    ]
+    head = ["claim", "row", *columns]
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def _verdicts_of(command: str) -> dict[str, str]:
+    """By recipe, whether its claim holds in a table of one column of differences, and the figure
+    there. Of a recipe with several rows the first counts: as published.
+    """
+    found = _cells(command).drop_duplicates("recipe").set_index("recipe")
+    table = [line.strip("| ").split("|") for line in _printed(command)[-1].splitlines()]
+    figures: dict[str, str] = {}
+    for cells in table:
+        figures.setdefault(cells[0].strip(), cells[-1].strip().partition(" p")[0])
+    verdicts = {}
+    for recipe, (_, side) in CLAIMS.items():
         if recipe in found.index:
             row = found.loc[recipe]
-            verdict = "**holds**" if row[side] else "does not hold"
+            word = "**holds**" if row[side] else "does not hold"
             decided = row.ahead or row.behind
-            lines += [f"| {claim} | `{recipe}` | {verdict if decided else 'not decided'} |"]
-    return lines
+            verdicts[recipe] = f"{word if decided else 'not decided'}: {figures[recipe]}"
+    return verdicts
 
 
 def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
@@ -332,7 +353,8 @@ def _short(value: object) -> str:
 
 def _commands(text: str) -> list[str]:
     """Every command that a table or a picture of the page comes from."""
-    found = re.findall(r"<!-- [^:]*: (nmrun (?:table|plot) .*?) -->", text)
+    found = re.findall(r"<!-- [^\n]*-->", text)
+    found = re.findall(r"nmrun (?:table|plot) .*?(?=; | -->)", "\n".join(found))
     return ["```bash", *dict.fromkeys(found), "```"]
 
 

@@ -123,12 +123,19 @@ def test_verdicts_and_leads_over_all_cells(generate, tmp_path):
     page = tmp_path / "page.md"
     command = f"nmrun table {runs} --baseline sr_ste --overall"
     page.write_text(
-        f"<!-- leads: {command} -->\n<!-- end -->\n\n<!-- verdicts: {command} -->\n<!-- end -->\n"
+        f"<!-- leads: {command} -->\n<!-- end -->\n\n<!-- verdicts: all = {command}; "
+        f"no STE = {command} --filter recipe=sr_ste,step,s_ste -->\n<!-- end -->\n"
     )
     text = generate.result(page)
     assert "in most cells:** S-STE.\n" in text
-    verdicts = dict(re.findall(r"`(\w+)` \| (.*) \|", text))
-    assert verdicts == {"ste": "not decided", "step": "not decided", "s_ste": "**holds**"}
+    verdicts = {row: rest for row, *rest in re.findall(r"`(\w+)` \| (.*) \| (.*) \|", text)}
+    assert {row: rest[0].partition(":")[0] for row, rest in verdicts.items()} == {
+        "ste": "not decided",
+        "step": "not decided",
+        "s_ste": "**holds**",
+    }
+    assert verdicts["ste"][1] == "-"
+    assert re.fullmatch(r"\*\*holds\*\*: \+[\d.]+ \[\+[\d.]+, \+[\d.]+\]", verdicts["s_ste"][1])
 
 
 def test_the_picture_of_which_recipe_is_of_the_runs():
