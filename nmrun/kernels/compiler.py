@@ -151,12 +151,10 @@ def _region() -> Callable[..., int] | None:
         region = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):  # TypeError: Windows has no such handle
         return None
-    if (parts := library("nm_parts", ("nm_parts",))) is None:
+    parts = CFunctions("threads", ("nm_parts",), (), __package__, {"nm_parts": "pnppn"})
+    if parts.obstacle():
         return None
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    parts.nm_parts.argtypes = [pointer, size, pointer, pointer, size]
-    parts.nm_parts.restype = ctypes.c_int
-    return partial(parts.nm_parts, ctypes.cast(region, pointer))
+    return partial(parts.load().nm_parts, ctypes.cast(region, ctypes.c_void_p))
 
 
 @cache

@@ -13,7 +13,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels import compiler
 from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.kernels.operands import Operands
@@ -110,16 +109,14 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
     None where no C compiler works."""
     names = ("nm_project", "nm_adam") if adam else ("nm_project",)
     flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
-    kernel = compiler.library(f"{names[-1]}-{pattern.slug}", names, flags)
-    if kernel is None:
-        return None
-    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    kernel.nm_project.argtypes = [pointer] * 2 + [size] * 3 + [flag, pointer]
-    kernel.nm_mask.argtypes = [pointer] * 2 + [size] * 3
-    kernel.nm_project_rows.argtypes = [pointer] * 3 + [size] * 3
-    if adam:
-        kernel.nm_adam.argtypes = [pointer] * 6 + [size] * 3 + [pointer] + [flag] * 3
-    return kernel
+    functions = {
+        "nm_project": "ppnnnip",
+        "nm_mask": "ppnnn",
+        "nm_project_rows": "pppnnn",
+        "nm_adam": "p" * 6 + "nnn" + "p" + "iii",  # with ``adam`` alone
+    }
+    kernels = CFunctions(f"projection to {pattern}", names, flags, "nmrun.kernels", functions)
+    return None if kernels.obstacle() else kernels.load()
 
 
 def takes_step(o: Operands) -> bool:
