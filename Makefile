@@ -54,7 +54,7 @@ compare-%: $(VENV)/installed-all  ## a comparison of recipes that are tuned equa
 bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
 	$(BIN)/nmrun bench
 
-bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, its tests, then gemm, masks, layer, train and infer (ten minutes at most)
+bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, tests, inference, training, products (ten minutes a call; again does the rest)
 	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
 docs: $(VENV)/installed-docs  ## the site of docs/, in site/; every page, link and name in it has to be there

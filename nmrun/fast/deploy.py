@@ -44,7 +44,11 @@ Path = Callable[[Tensor, Tensor | None], nn.Module]
 
 
 def deploy(
-    model: nn.Module, sample: Any, precision: str | None = None, tolerance: float = TOLERANCE
+    model: nn.Module,
+    sample: Any,
+    precision: str | None = None,
+    tolerance: float = TOLERANCE,
+    compile: bool = False,
 ) -> list[Choice]:
     """Pack, in place, every weight of a model that is N:M and is computed faster so.
 
@@ -71,6 +75,9 @@ def deploy(
             oneDNN (:class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`); by default all keep theirs.
         tolerance: how far off the outputs of such a layer may be for the tokens of the sample, as a
             share of their norm; a layer that is further off keeps its precision.
+        compile: compile the model in place as well (``model.compile()``), on a GPU into CUDA graphs,
+            as which its layers are timed then: the host takes longer to call a small product than
+            the GPU to compute it. Calls of another shape are compiled anew.
 
     Returns:
         What each weight got: a path, or None for dense by torch, and the reason, with the times; and
@@ -88,10 +95,11 @@ def deploy(
     all_sites = [site for module_sites in by_module.values() for site in module_sites]
     model.eval()
     choices, groups, notes = dict[str, Choice](), dict[Any, list[Site]](), dict[str, str]()
+    algorithms: dict[Any, str] = {}
     with torch.no_grad():
         watch(model, by_module, sample)
         for site in all_sites:
-            reason, pattern = _try(site)
+            reason, pattern = _try(site, compile, algorithms)
             notes[site.name] = ""
             if precision and site.tokens is not None:
                 near, note = int8_layers(site, pattern is not None, tolerance)
@@ -103,7 +111,7 @@ def deploy(
                     site
                 )
         for (*_, pattern, _), group in groups.items():
-            path, timing = _fastest(group)
+            path, timing = _fastest(group, compile)
             for site in group:
                 site.layer = None if path is None else site.candidates[path]
                 reason = f"{pattern or 'dense'}, {timing}{notes[site.name]}"
@@ -112,6 +120,9 @@ def deploy(
             if any(site.layer is not None for site in module_sites):
                 install(model, module, module_sites)
         others = fuse(model, sample, tolerance if precision else None)
+    if compile:
+        on_cuda = any(t.device.type == "cuda" for t in model.parameters())
+        model.compile(mode="reduce-overhead" if on_cuda else None)
     dense = (Choice(name, None, reason) for name, reason in reasons.items())
     return [*choices.values(), *dense, *others]
 
@@ -223,8 +234,9 @@ def _dense(site: Site) -> dict[str, Path]:
     return {ONEDNN: lambda _, bias: OneDNNLinear(site.weight, bias)}
 
 
-def _try(site: Site) -> tuple[str, Pattern | None]:
-    """What speaks against packing a weight, and its pattern; its right candidates at the site."""
+def _try(site: Site, graph: bool, algorithms: dict[Any, str]) -> tuple[str, Pattern | None]:
+    """What speaks against packing a weight, and its pattern; its right candidates at the site.
+    ``algorithms`` are those of weights alike, which are looked for once."""
     if site.dtype is None:
         return "the sample does not call it as a layer", None
     if site.weight.dtype != site.dtype:
@@ -242,8 +254,11 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
         try:
             layer = make(site.weight.contiguous(), site.bias)
             if isinstance(layer, SemiStructuredLinear):
-                (common, _), *_ = site.shapes.most_common(1)
-                layer.choose(_input(site, common), site.weight)
+                key = *site.timing_key, site.bias is None, name
+                if key not in algorithms:
+                    (common, _), *_ = site.shapes.most_common(1)
+                    layer.choose(_input(site, common), site.weight, graph)
+                layer.path = algorithms.setdefault(key, layer.path)
             problem = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
         except (*measurement.ERRORS, MemoryError) as error:
             problem = measurement.first_line(error)
@@ -261,11 +276,11 @@ def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
     return measurement.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
 
 
-def _fastest(group: Sequence[Site]) -> tuple[str | None, str]:
+def _fastest(group: Sequence[Site], graph: bool) -> tuple[str | None, str]:
     """The path that does all that the sample brought in the least time, None for dense, and the
     times of the commonest call."""
     site = group[0]
-    total, timing = times(group)
+    total, timing = times(group, graph)
     best = min(site.candidates, key=lambda name: total[name])
     # packed has to beat all that is dense, a dense candidate what torch calls, by more than noise
     candidate = best in (ONEDNN, DENSE_INT8)
@@ -275,7 +290,7 @@ def _fastest(group: Sequence[Site]) -> tuple[str | None, str]:
     return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{timing} ({ratio:.2f}x)"
 
 
-def times(group: Sequence[Site]) -> tuple[dict[str, float], str]:
+def times(group: Sequence[Site], graph: bool = False) -> tuple[dict[str, float], str]:
     """The milliseconds that each way takes for all calls of the sample, and in words those of the
     commonest call. Weights alike take turns, since in the model, too, others come in between and a
     weight may have left the caches.
@@ -285,7 +300,7 @@ def times(group: Sequence[Site]) -> tuple[dict[str, float], str]:
     for shape, count in site.shapes.items():
         ways = [s.ways(_input(s, shape)) for s in group]
         durations = milliseconds(
-            {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device
+            {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device, graph
         )
         for name, ms in durations.items():
             total[name] += ms * count
@@ -302,12 +317,13 @@ def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
 
 
 def milliseconds(
-    arms: Mapping[str, Sequence[Callable[[], object]]], device: torch.device
+    arms: Mapping[str, Sequence[Callable[[], object]]], device: torch.device, graph: bool = False
 ) -> dict[str, float]:
-    """The milliseconds of one call of each arm, all of them in a row; on a CPU arms take turns."""
+    """The milliseconds of one call of each arm, all of them in a row, on a GPU as a CUDA ``graph`` or
+    called one by one; on a CPU arms take turns."""
     rows = {name: partial(_all, calls) for name, calls in arms.items()}
     if device.type == "cuda":
-        durations = [semi_structured.milliseconds(row) for row in rows.values()]
+        durations = [semi_structured.milliseconds(row, graph=graph) for row in rows.values()]
     else:
         durations = on_cpu.side_by_side(*rows.values())
     return {name: ms / len(arms[name]) for name, ms in zip(arms, durations, strict=True)}

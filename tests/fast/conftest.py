@@ -29,6 +29,6 @@ def deploy_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The milliseconds that ``nmrun.deploy`` finds for products by their name; all others take 1."""
     times: dict[str, float] = {}
     monkeypatch.setattr(
-        deploy, "milliseconds", lambda arms, device: {name: times.get(name, 1.0) for name in arms}
+        deploy, "milliseconds", lambda arms, *how: {name: times.get(name, 1.0) for name in arms}
     )
     return times

@@ -364,3 +364,36 @@ def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
     assert "3:4 does not fit into 2:4" in choices[1].reason
     torch.testing.assert_close(model(x), expected)
     assert model[0].path == "compressed"
+
+
+def test_on_cuda_the_algorithm_of_layers_alike_is_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    machine = played_gpu.play(monkeypatch.setattr, tmp_path)
+    real, timed = deploying.paths, []
+    monkeypatch.setattr(
+        deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
+    )
+
+    def milliseconds(call: Any, repeats: int = 20, graph: bool = False) -> float:
+        timed.append(graph)
+        return machine.fast
+
+    monkeypatch.setattr(deploying.semi_structured, "milliseconds", milliseconds)
+    monkeypatch.setattr(nn.Module, "compile", lambda model, **how: None)
+    for compiled in (False, True):
+        layers = [nn.Linear(32, 32) for _ in range(3)] + [nn.Linear(32, 16)]
+        model = prune(nn.Sequential(*layers), "2:4", "2:4", "2:4", "2:4").bfloat16()
+        nmrun.deploy(model, torch.randn(6, 32).bfloat16(), compile=compiled)
+        assert timed == [compiled] * 2
+        timed.clear()
+
+
+def test_a_model_is_compiled_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda model, **how: compiled.append(model))
+    model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "1:4", "1:4")
+    nmrun.deploy(copy.deepcopy(model), torch.randn(6, 32))
+    assert not compiled
+    nmrun.deploy(model, torch.randn(6, 32), compile=True)
+    assert compiled == [model]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.packed_linear import check_operands, over_tokens
+from nmrun.fast.cpu.packed_linear import check_operands
+from nmrun.fast.operators import over_tokens
 
 ENGINE = "onednn"
 # oneDNN's own copies of weights, which a compiled graph names by their number

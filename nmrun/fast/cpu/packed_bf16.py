@@ -17,9 +17,8 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.packed_linear import (
     PackedLinear,
     check_operands,
-    over_tokens,
-    register_operator,
 )
+from nmrun.fast.operators import over_tokens, register_operator
 
 
 class Bf16Linear(PackedLinear):

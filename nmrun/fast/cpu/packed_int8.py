@@ -17,9 +17,8 @@ from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.packed_linear import (
     PackedLinear,
     check_operands,
-    over_tokens,
-    register_operator,
 )
+from nmrun.fast.operators import over_tokens, register_operator
 
 INT8 = "int8"
 TOLERANCE = 0.05  # normal operands are 0.01 off; outliers among the inputs make it more

@@ -24,8 +24,9 @@ from torch.nn import functional
 
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
+from nmrun.fast.operators import over_tokens
 from nmrun.patterns import Pattern
-from nmrun.products.simulation import backward_product, compute_dtype, estimate
+from nmrun.products.simulation import backward_product, estimate
 
 
 class SemiStructuredProducts(nn.Module):
@@ -113,12 +114,14 @@ def linear24(
     return semi_structured.named(path).multiply(x, parts, bias)
 
 
-@torch.library.custom_op("nmrun::multiply24", mutates_args=())
-def multiply24(
+def _product(
     x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
 ) -> Tensor:
     """x S^T + bias, (tokens, rows), with S as it was packed."""
     return semi_structured.named(path).multiply(x, parts, bias)
+
+
+multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args=())
 
 
 @torch.library.custom_op("nmrun::pack_multiply24", mutates_args=())
@@ -200,22 +203,21 @@ class SemiStructuredLinear(nn.Module):
             self.register_buffer(f"part{i}", part)
         self.register_buffer("bias", None if bias is None else bias.detach())
 
-    def choose(self, x: Tensor, weight: Tensor) -> None:
-        """Take the library's fastest right algorithm for inputs (..., in_features) of this size and dtype;
-        ``weight`` is what was packed. Raises ValueError where none is right."""
+    def choose(self, x: Tensor, weight: Tensor, graph: bool = False) -> None:
+        """Take the library's fastest right algorithm for inputs (..., in_features) of this size and dtype,
+        in a CUDA ``graph`` or without; ``weight`` is what was packed. Raises ValueError where none is right."""
         flat, kind = x.reshape(-1, x.shape[-1]), self.path.partition(":")[0]
         bias = None if self.bias is None else self.bias.float()
         expected = functional.linear(flat.float(), weight.float(), bias)
-        self.path, _ = semi_structured.fastest(kind, flat, self._parts(), self.bias, expected)
+        operands = flat, self._parts(), self.bias
+        self.path, _ = semi_structured.fastest(kind, *operands, expected, graph)
 
     def _parts(self) -> list[Tensor]:
         return [getattr(self, f"part{i}") for i in range(self.parts)]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(compute_dtype(x))
-        flat = x.reshape(-1, x.shape[-1])
-        z = multiply24(flat, self._parts(), self.out_features, self.path, self.bias)
-        return z.view(*x.shape[:-1], self.out_features)
+        operands = self._parts(), self.out_features, self.path, self.bias
+        return over_tokens(x, multiply24, _product, *operands)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, path={self.path}"

@@ -224,30 +224,30 @@ def named(name: str) -> Path:
 
 
 def fastest(
-    name: str, x: Tensor, parts: Parts, bias: Tensor | None, expected: Tensor
+    name: str, x: Tensor, parts: Parts, bias: Tensor | None, expected: Tensor, graph: bool = False
 ) -> tuple[str, float]:
     """The fastest right algorithm of a path of ``PATHS`` for a ``multiply`` of these operands: its name,
-    for :func:`named`, and its milliseconds; ``expected`` is the product in float32.
+    for :func:`named`, and its milliseconds, as :func:`milliseconds` has them; ``expected`` is the
+    product in float32.
 
     Raises ValueError, which says what is wrong, where none is right.
     """
     times: dict[str, float] = {}
     names, wrong = _with_algorithms(name, x, parts), ""
+    calls = {each: partial(named(each).multiply, x, parts, bias) for each in names}
     if len(names) > 1:
-        for each in names:
-            path = named(each)
+        for each, call in calls.items():
             try:
-                times[each] = milliseconds(lambda path=path: path.multiply(x, parts, bias), 5)  # type: ignore[misc]
+                times[each] = milliseconds(call, 5, graph)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 wrong = first_line(error)
         names = sorted(times, key=lambda each: times[each])
     for each in names:
-        path = named(each)
-        wrong = fault(lambda path=path: path.multiply(x, parts, bias), expected, fp8=path.fp8)  # type: ignore[misc]
+        wrong = fault(calls[each], expected, fp8=named(each).fp8)
         if not wrong:
-            return each, milliseconds(lambda path=path: path.multiply(x, parts, bias))  # type: ignore[misc]
+            return each, milliseconds(calls[each], graph=graph)
     raise ValueError(wrong)
 
 
@@ -286,10 +286,13 @@ def verdict(path: Path, device: torch.device | str = "cuda") -> str:
     )
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """The median time of ``call`` on the current GPU, after three calls to warm up."""
+def milliseconds(call: Callable[[], object], repeats: int = 20, graph: bool = False) -> float:
+    """The median time of ``call`` on the current GPU, after three calls to warm up; as a CUDA ``graph``
+    without the time that the host takes to call it."""
     for _ in range(3):
         call()
+    if graph:
+        call = captured(call)
     times = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -299,6 +302,25 @@ def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return sorted(times)[len(times) // 2]
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """What ``call`` does on the GPU, to be repeated without the host; it has been called before."""
+    graph, stream, current = (
+        torch.cuda.CUDAGraph(),
+        torch.cuda.Stream(),
+        torch.cuda.current_stream(),
+    )
+    stream.wait_stream(current)
+    # torch.cuda.graph collects garbage and empties the cache first, which takes longer than all else
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            call()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph.replay
 
 
 def bandwidth(weights: int = 1 << 22) -> tuple[float, float]:

@@ -40,12 +40,12 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.bench import options
 
     arguments = vars(options.parse(what, words))
-    out, on_cpu = arguments.pop("out"), arguments.pop("on_cpu")
+    out = arguments.pop("out")
     import torch
 
     from nmrun.lab.bench import harness
 
-    module = importlib.import_module(f"nmrun.lab.bench.{'infer_cpu' if on_cpu else what}")
+    module = importlib.import_module(f"nmrun.lab.bench.{what}")
     threads = torch.get_num_threads()
     try:
         harness.run(what, module.benchmark(**arguments), out, words)

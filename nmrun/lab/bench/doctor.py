@@ -164,7 +164,7 @@ def packed() -> Iterator[tuple[str, str]]:
     from nmrun.fast.cpu.kernels import products
     from nmrun.fast.cpu.packed_linear import PackedLinear
     from nmrun.fast.deploy import milliseconds
-    from nmrun.lab.bench.infer_cpu import OneDNN
+    from nmrun.lab.bench.infer import OneDNN
     from nmrun.sparsity.masks import hard_threshold
 
     if products.KERNELS.obstacle():

@@ -1,216 +1,431 @@
-"""``nmrun bench infer``: forward passes of a whole network in evaluation, dense and with its sparse
-layers 2:4, by batch size; on a CPU see ``infer_cpu``.
+"""``nmrun bench infer``: forward passes of networks, dense by whatever is installed and with N:M weights
+by ``nmrun.deploy``, in the precisions that this machine multiplies.
 
-Weights and products are bfloat16. The layers that a run would make sparse are packed once, for each
-2:4 path that is right on this GPU; what cannot be packed stays dense, and how many are is said.
-Times are those of a call, with the time that the host takes to launch it.
+Weights are random. Dense arms are torch as it is, torch compiled (on a GPU into CUDA graphs), and on a
+CPU ``onednn`` (torch's oneDNN
+products and convolutions of reordered weights, convolutions between channels last; in int8 its
+dynamically quantised linear layers), ONNX Runtime
+and OpenVINO (:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude;
+``packed_compiled`` is compiled as well.
+All arms of a network and size take turns in one process. Times on a GPU are between two events and
+have in them what the host takes to launch; on a CPU they are those of the wall, with one
+thread the CPU time of the process, threads of runtimes among it.
 """
 
 from __future__ import annotations
 
 import copy
-import tempfile
+import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast import measurement
-from nmrun.fast.gpu import semi_structured
-from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.lab import models
-from nmrun.lab.bench import gemm, harness
-from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
-from nmrun.lab.bench.networks import composed, each, random_text
-from nmrun.lab.keys.datasets import TokenBin
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
+from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.deploy import deploy
+from nmrun.fast.sites import ConvolutionSite, install, sites, watch
+from nmrun.lab.bench import harness, peers
+from nmrun.lab.bench.harness import Benchmark, Row, quartiles, ratios, rounds
+from nmrun.lab.bench.options import INFERRED, INFERRING, INFERRING_ON_GPU, PRECISIONS
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import hard_threshold
-from nmrun.sparsity.select import select
+from nmrun.sparsity.masks import nm_mask
 
-PATTERN = Pattern(2, 4)
+PAST = 128  # tokens that a decoder has in its cache
+PROMPT = "_prompt"  # behind a decoder's name: no cache, a whole prompt
+# layers, width, heads
+ENCODERS = {
+    "transformer": (6, 512, 8),
+    "bert_base": (12, 768, 12),
+    "bert_large": (24, 1024, 16),
+    "tiny": (1, 64, 2),
+}
+GPT2 = {
+    "gpt2": (12, 768, 12),
+    "gpt2_medium": (24, 1024, 16),
+    "gpt2_large": (36, 1280, 20),
+    "gpt2_xl": (48, 1600, 25),
+}
+LLAMA = {"llama_7b_block": (2, 4096, 32)}  # two of the 32 blocks, with the embeddings
+IMAGES = {"resnet18": 32, "vit_large": 224}  # pixels of a side
 
 
-def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Module, int]:
-    """Pack layers of a copy of a model.
+class OneDNN(nn.Module):
+    """A dense linear layer by oneDNN.
 
     Args:
-        model: the model.
-        names: of the linear layers.
-        path: one of ``nmrun.fast.gpu.semi_structured``.
-
-    Returns:
-        The copy, and how many layers could be packed.
+        weight: (outputs, inputs), float32.
+        bias: (outputs,), or None.
+        tokens: the number of rows that the weight is reordered for.
     """
-    twin, count = copy.deepcopy(model), 0
-    for name in names:
-        layer = twin.get_submodule(name)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
+        super().__init__()
+        self.bias, self.rows = bias, len(weight)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self.weight = reorder(weight.contiguous(), tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.weight, self.bias, "none", [], ""
+        )
+        return output
+
+
+class OneDNNConvolution(nn.Module):
+    """A dense convolution by oneDNN, its weight reordered for inputs of one shape."""
+
+    def __init__(self, site: ConvolutionSite) -> None:
+        super().__init__()
+        (shape, *_), w = site.shapes, site.window
+        self.bias, self.moves = site.bias, [list(p) for p in (w.padding, w.stride, w.dilation)]
+        reorder = torch.ops.mkldnn._reorder_convolution_weight
+        self.weight = reorder(site.weight, *self.moves, 1, list(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolve = torch.ops.mkldnn._convolution_pointwise
+        x = x.contiguous(memory_format=torch.channels_last)
+        output: Tensor = convolve(x, self.weight, self.bias, *self.moves, 1, "none", [], "")
+        return output
+
+
+class Decoder(nn.Module):
+    """A language model of transformers, random weights.
+
+    Args:
+        name: of ``GPT2`` or ``LLAMA``.
+        past: how many tokens it has in its cache; None for a prompt, without a cache, of which the
+            last token alone goes through the head.
+    """
+
+    def __init__(self, name: str, past: int | None) -> None:
+        super().__init__()
+        self.past = past
         try:
-            weight = hard_threshold(layer.weight, PATTERN)  # type: ignore[arg-type]
-            twin.set_submodule(name, SemiStructuredLinear(weight, layer.bias, path))  # type: ignore[arg-type]
-            count += 1
-        except torch.OutOfMemoryError:
-            raise
-        except measurement.ERRORS:
-            continue
-    return twin, count
+            from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+        except ImportError:
+            raise ConfigError(
+                f"{name} needs transformers: pip install 'nmrun[transformers]'"
+            ) from None
+        layers, width, heads = (GPT2 | LLAMA)[name]
+        config: Any = LlamaConfig() if name in LLAMA else GPT2Config()
+        config.num_hidden_layers, config.hidden_size, config.num_attention_heads = (
+            layers,
+            width,
+            heads,
+        )
+        self.model = AutoModelForCausalLM.from_config(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.past is None:
+            last: Tensor = self.model(x, use_cache=False, logits_to_keep=1).logits
+            return last
+        from transformers import DynamicCache
+
+        cache, config = DynamicCache(), self.model.config
+        heads = config.num_attention_heads
+        shape = (len(x), heads, self.past, config.hidden_size // heads)
+        for layer in range(config.num_hidden_layers):
+            past = torch.zeros(shape, dtype=self.model.dtype, device=x.device)
+            cache.update(past, past.clone(), layer)
+        output: Tensor = self.model(x, past_key_values=cache).logits
+        return output
+
+
+def network(name: str) -> nn.Module:
+    """A network of ``options.NETWORKS``, random weights."""
+    if (decoder := name.removesuffix(PROMPT)) in GPT2 | LLAMA:
+        return Decoder(decoder, None if name.endswith(PROMPT) else PAST).eval()
+    if name == "vit_large":
+        from torchvision import models
+
+        model = models.vit_l_16(num_classes=1000)
+        nn.init.normal_(model.heads.head.weight)  # 0 in the beginning
+        return model.eval()
+    if name in IMAGES:
+        from nmrun.lab.models import images
+
+        return images.of_torchvision(name, (3, IMAGES[name], IMAGES[name]), 10, "auto").eval()
+    layers, width, heads = ENCODERS[name]
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+
+
+def example(name: str, size: tuple[int, int]) -> Tensor:
+    """Sequences of so many tokens; for a decoder with a cache of one new token each, as many as
+    tokens and sequences, and as many images."""
+    sequences, tokens = size
+    if (decoder := name.removesuffix(PROMPT)) in GPT2 | LLAMA:
+        shape = size if name.endswith(PROMPT) else (sequences * tokens, 1)
+        return torch.randint(50257 if decoder in GPT2 else 32000, shape)
+    if name in IMAGES:
+        return torch.randn(sequences * tokens, 3, IMAGES[name], IMAGES[name])
+    return torch.randn(*size, ENCODERS[name][1])
 
 
 @torch.no_grad()
-def choose(model: nn.Module, dense: nn.Module, x: Tensor) -> None:
-    """Let each packed layer take the library's fastest algorithm for what it is given.
+def prune(model: nn.Module, pattern: Pattern) -> None:
+    """Every weight that a packed layer could hold, by magnitude."""
+    for module_sites in sites(model)[0].values():
+        for site in module_sites:
+            site.weight.mul_(nm_mask(site.weight.contiguous(), pattern, 1, pad=True))
+
+
+@torch.no_grad()
+def by_onednn(model: nn.Module, x: Tensor, precision: str) -> nn.Module:
+    """Let the linear layers and convolutions of a copy of a model go by oneDNN.
 
     Args:
-        model: with packed layers.
-        dense: what it was packed from.
-        x: an input.
+        model: the model.
+        x: an input of the size that is measured.
+        precision: float32, or int8 for the linear layers, quantised in the call.
     """
-    layers = {m: name for name, m in model.named_modules() if isinstance(m, SemiStructuredLinear)}
-
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        weight = hard_threshold(dense.get_parameter(f"{layers[layer]}.weight"), PATTERN)  # type: ignore[index]
-        layer.choose(inputs[0], weight)  # type: ignore[operator]
-
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    model(x)
-    for hook in hooks:
-        hook.remove()
-
-
-def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
-    """The paths that compute the right thing here, and rows that say what is wrong with the others."""
-    x, weight = (
-        torch.randn(256, 512, device=device).to(gemm.DTYPE),
-        semi_structured.transposable(384, 512, device),
-    )
-    expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
-    for name, path in semi_structured.candidates(fp8=False).items():
-        why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
-        try:
-            if not why:
-                semi_structured.fastest(name, x, path.pack(weight, None)[0], None, expected)
-        except measurement.ERRORS as error:
-            why = measurement.first_line(error)
-        if why:
-            rows.append({"arm": name, "wrong": why})
-        else:
-            right.append(name)
-    return right, rows
+    twin = copy.deepcopy(model)
+    by_module, _ = sites(twin)
+    watch(twin, by_module, x)
+    for module, module_sites in by_module.items():
+        for site in module_sites:
+            if isinstance(site, ConvolutionSite):
+                site.layer = OneDNNConvolution(site)
+            elif precision == peers.INT8:
+                site.layer = DenseInt8Linear.of(site.weight, site.bias)
+            else:
+                (tokens, _), *_ = site.shapes
+                site.layer = OneDNN(site.weight, site.bias, tokens)
+        install(twin, module, module_sites)
+    return twin
 
 
+@torch.no_grad()
 def measure(
-    words: Sequence[str],
-    paths: Sequence[str],
-    batches: Sequence[int],
-    compiled: bool,
+    name: str,
+    patterns: Sequence[Pattern],
+    size: tuple[int, int],
+    precisions: Sequence[str],
+    names: Sequence[str],
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """Measure one network, dense and by each path.
+    """Measure one network at one size.
 
     Args:
-        words: the network's overrides.
-        paths: names of paths.
-        batches: numbers of sequences or images.
-        compiled: compile all arms.
+        name: of the network, of ``options.INFERRED_NETWORKS``.
+        patterns: of all linear layers and convolutions, each packed by itself.
+        size: of the input, see :func:`example`.
+        precisions: of ``options.PRECISIONS``.
+        names: of arms, of ``options.INFERRING``.
         count: rounds.
-        device: a GPU.
 
-    Raises:
-        ConfigError: for words that are no overrides.
+    Returns:
+        A row for each arm, precision and pattern, and one for each runtime that is missing.
     """
-    with tempfile.TemporaryDirectory() as name:
-        random_text(Path(name))
-        config = composed(Path(name), ["recipe=dense", *words])
-    if isinstance(config.dataset, TokenBin):
-        inputs: dict[str, Any] = {
-            "vocabulary": config.dataset.vocabulary,
-            "context": config.dataset.context,
-        }
-    else:
-        side = config.dataset.values()["side"]
-        inputs = {"shape": (3, side, side), "classes": 1000}
     torch.manual_seed(0)
-    dense = (
-        models.build(config.model.mapping(), inputs)
-        .to(device, gemm.DTYPE)
-        .eval()
-        .requires_grad_(False)
+    with device:
+        model, x = network(name), example(name, size)
+    runtime_calls, missing = peers.arms(
+        [n for n in names if n in peers.RUNTIMES], model, x, precisions
     )
-    candidates, _ = select(
-        dense, PATTERN, include=config.model.include, exclude=config.model.exclude or ()
-    )
-    names = [weight.module_name for weight in candidates if isinstance(weight.module, nn.Linear)]
-    rows: list[Row] = []
-    try:
-        networks = {"dense": (dense, 0)} | {path: compressed(dense, names, path) for path in paths}
-    except torch.OutOfMemoryError:
-        return [
-            {"arm": arm, "batch": batch, "wrong": NO_MEMORY}
-            for arm in ("dense", *paths)
-            for batch in batches
-        ]
-    forward = {
-        arm: torch.compile(network) if compiled else network
-        for arm, (network, _) in networks.items()
+    calls: dict[Arm, Callable[[], Tensor]] = {
+        (precision, arm, ""): partial(call, x) for (precision, arm), call in runtime_calls.items()
     }
-    for batch in batches:
-        try:
-            x = example(inputs, batch, device)
-            for network, _ in networks.values():
-                choose(network, dense, x)
-            with torch.inference_mode():
-                arms: dict[str, Callable[[], object]] = {
-                    arm: partial(network, x) for arm, network in forward.items()
+    if "torch" in names:
+        if peers.FLOAT32 in precisions or device.type == "cpu":
+            calls[peers.FLOAT32, "torch", ""] = partial(model, x)
+        if peers.BF16 in precisions:
+            low = copy.deepcopy(model).bfloat16()
+            calls[peers.BF16, "torch", ""] = partial(low, peers.cast(x, peers.BF16))
+    for precision in {peers.FLOAT32, peers.INT8} & {*precisions} if "onednn" in names else ():
+        calls[precision, "onednn", ""] = partial(by_onednn(model, x, precision), x)
+    expected = {"": model(x)}
+    about: dict[Arm, Row] = {}
+    packed = [name for name in names if name.startswith("packed")]
+    for pattern in patterns if packed else ():
+        pruned = copy.deepcopy(model)
+        prune(pruned, pattern)
+        expected[str(pattern)] = pruned(x)
+        for precision in precisions:
+            inputs = peers.cast(x, precision)
+            for kind in packed:
+                low = copy.deepcopy(pruned)
+                low = low.bfloat16() if precision == peers.BF16 else low
+                choices = deploy(
+                    *(low, inputs, "int8" if precision == peers.INT8 else None),
+                    compile=kind == "packed_compiled",
+                )
+                weights = [choice for choice in choices if not choice.always_dense]
+                arm = precision, kind, str(pattern)
+                calls[arm] = partial(low, inputs)
+                about[arm] = {
+                    "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
+                    "bytes": model_bytes(low) / model_bytes(model),
                 }
-                times = rounds(arms, count, Clock(device, flush=False))
-        except torch.OutOfMemoryError:
-            rows += [{"arm": arm, "batch": batch, "wrong": NO_MEMORY} for arm in networks]
-            continue
-        for arm, samples in times.items():
-            layers = {"layers": f"{networks[arm][1]} of {len(names)}"}
-            rows.append({"arm": arm, "batch": batch, **layers, **speedup(samples, times["dense"])})
-    return rows
+    calls = {arm: calls[arm] for arm in sorted(calls, key=_order)}
+    errors = {arm: _relative_error(call(), expected[arm[2]]) for arm, call in calls.items()}
+    times = rounds(calls, count, _clock(device))
+    right = [arm for arm in times if not arm[2] and errors[arm] <= TOLERANCES[arm[0]]]
+    best = {
+        precision: min(dense, key=lambda arm: statistics.median(times[arm]))
+        for precision in precisions
+        if (dense := [arm for arm in right if arm[0] == precision])
+    }
+    rows = []
+    (sequences, tokens), numbers = size, peers.versions()
+    shared = {"model": name, "sequences": sequences, "tokens": tokens}
+    for arm, samples in times.items():
+        precision, kind, ratio = arm
+        row: Row = {**shared, "precision": precision, "arm": kind, "pattern": ratio}
+        row |= {
+            "n": len(samples),
+            **quartiles("ms", samples),
+            "off": errors[arm],
+            **about.get(arm, {}),
+        }
+        row |= {"version": numbers[kind]} if kind in numbers else {}
+        if not errors[arm] <= TOLERANCES[precision]:
+            row["wrong"] = "WRONG results"
+        over = {"torch": (peers.FLOAT32, "torch", "")} | best
+        for base, other in over.items():
+            if other in times:
+                row |= quartiles(f"over_{base}", ratios(times[other], samples))
+                row[f"over_{base}_by"] = other[1]
+        rows.append(row)
+    return rows + [{**shared, "arm": runtime, "missing": why} for runtime, why in missing.items()]
 
 
-def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
-    """A batch of random tokens at full context, or of random images."""
-    if "context" in inputs:
-        return torch.randint(inputs["vocabulary"], (batch, inputs["context"]), device=device)
-    return torch.randn(batch, *inputs["shape"], device=device).to(gemm.DTYPE)
+Arm = tuple[str, str, str]  # precision, kind, pattern
+# how far off the outputs of an arm may be, as a share of their norm
+TOLERANCES = {peers.FLOAT32: 1e-3, peers.BF16: 0.05, peers.INT8: 0.2}
+
+
+def _order(arm: Arm) -> tuple[int, int]:
+    return INFERRING.index(arm[1]), PRECISIONS.index(arm[0])
+
+
+def _relative_error(output: Tensor, expected: Tensor) -> float:
+    return float((output.float() - expected).norm() / expected.norm())
+
+
+def _clock(device: torch.device) -> harness.Clock:
+    """On a CPU with one thread it counts whatever thread of the process computes."""
+    if device.type == "cuda":
+        return harness.Clock(device, flush=False)
+    clock = harness.cpu_clock()
+    if torch.get_num_threads() == 1:
+        clock.now = time.process_time
+    return clock
+
+
+def size_in_words(row: Row) -> str:
+    """``8 x 128 tokens``, ``64 images``."""
+    if row["model"] in IMAGES:
+        return f"{row['sequences'] * row['tokens']} images"
+    return (
+        f"{row['sequences']} x {row['tokens']} tokens"
+        if row["sequences"] > 1
+        else f"{row['tokens']} tokens"
+    )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """What a model's weights and buffers take."""
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def benchmark(
-    models: Sequence[str], batches: Sequence[int], compile: bool, overrides: Sequence[str], rounds: int, device: str
+    models: Sequence[str] | None, patterns: Sequence[Pattern] | None, tokens: Sequence[tuple[int, int]] | None,
+    precisions: Sequence[str] | None, arms: Sequence[str] | None, threads: int | None, rounds: int, device: str,
 ) -> Benchmark:  # fmt: skip
-    """``nmrun bench infer`` where there are 2:4 products."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     place = harness.device_of(device)
-    harness.needs_products(place)
+    if device == "auto" and acceleration.obstacle(place):
+        place = torch.device("cpu")
+    if on_gpu := place.type == "cuda":
+        harness.needs_products(place)
+    possible = INFERRING_ON_GPU if on_gpu else INFERRING
+    if impossible := [arm for arm in arms or () if arm not in possible]:
+        raise ConfigError(f"--arms {impossible[0]}: on a GPU there are {', '.join(possible)}")
+    supported = dict.fromkeys(PRECISIONS, not on_gpu)
+    supported[peers.BF16] = on_gpu or peers.has_bf16()
+    supported[peers.INT8] &= not int8.KERNELS.obstacle()
+    if unsupported := [p for p in precisions or () if not supported[p]]:
+        why = (
+            "2:4 products on a GPU are bf16"
+            if on_gpu
+            else "this processor has no instructions for it"
+        )
+        raise ConfigError(f"--precisions {unsupported[0]}: {why}")
+    usual = INFERRED[place.type]
+    precisions = precisions or [p for p in PRECISIONS if supported[p]]
+    arms = arms or [arm for arm in possible if on_gpu or arm != "packed_compiled"]
+    patterns = patterns or [Pattern.parse(ratio) for ratio in usual.ratios]
 
     def cases() -> Iterator[list[Row]]:
-        paths, wrong = right_paths(place)
-        yield wrong
-        yield from each(
-            models,
-            lambda words: measure([*words, *overrides], paths, batches, compile, rounds, place),
-        )
+        for name in models or usual.networks:
+            for size in tokens or usual.sizes:
+                harness.note(f"{name}, {size[0]} x {size[1]}")
+                try:
+                    yield measure(name, patterns, size, precisions, arms, rounds, place)
+                except torch.OutOfMemoryError:
+                    yield [{"arm": f"{name}, {size[0]} x {size[1]}", "missing": harness.NO_MEMORY}]
+                torch.compiler.reset()  # the compiler keeps what it compiled
+                gc.collect()
 
-    def page(rows: list[Row]) -> str:
-        title = (
-            "Forward passes in evaluation, bfloat16: milliseconds of dense ones, of those with 2:4 layers times as fast. "
-            f"Median [quartiles] of paired rounds, n = {rounds}. Compiled: {'yes' if compile else 'no'}."
-        )
+    variant = "" if on_gpu else f"_{torch.get_num_threads()}_threads"
+    return Benchmark(cases(), partial(page, count=rounds, device=place), place, variant)
 
-        def cell(row: Row) -> str:
-            layers = "" if row["arm"] == "dense" else f", {row['layers']} layers 2:4"
-            return harness.speed(row) + layers
 
-        lines = [
-            {**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row
+def page(rows: list[Row], count: int, device: torch.device) -> str:
+    """What is printed: times by precision, and how many times as fast packed is."""
+    measured = [row for row in rows if "missing" not in row]
+    lines, over = list[Row](), list[Row]()
+    for row in measured:
+        network = f"{row['model']}, {size_in_words(row)}"
+        arm = f"{row['arm'].replace('_', ', ')} {row['pattern']}".strip()
+        lines.append({**row, "network": f"{network}: {arm}"})
+        if row["pattern"]:
+            line = f"{network}: {row['pattern']} in {row['precision']}"
+            line += ", compiled" if row["arm"] == "packed_compiled" else ""
+            over += [
+                {**row, "network": line, "over": _title(base), "base": f"over_{base}"}
+                for base in ("torch", *PRECISIONS)
+                if f"over_{base}" in row
+            ]
+    threads = torch.get_num_threads()
+    clock = f"{harness.cpu_clock_name()}, {harness.amount(threads, 'thread')}"
+    if device.type == "cuda":
+        clock = "between two events of the GPU"
+    parts = [
+        f"Forward passes: milliseconds, median of paired rounds, n = {count}; {clock}. "
+        "Packed: layers that are, bytes of the model over dense float32, and how far off the outputs are.",
+        harness.grid(lines, "network", "precision", _cell),
+    ]
+    if over:
+        parts += [
+            "How many times as fast packed is as torch's own float32 and as the fastest dense arm of each precision, median [quartiles] of pairs:",
+            harness.grid(
+                over,
+                "network",
+                "over",
+                lambda row: f"{harness.spread(row, row['base'])} {row[row['base'] + '_by']}",
+            ),
         ]
-        unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
-        return "\n\n".join([title, harness.grid(lines, "batch", "arm", cell), *unused])
+    missing = dict.fromkeys(f"{r['arm']}: {r['missing']}" for r in rows if "missing" in r)
+    versions = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
+    return "\n\n".join([*parts, *missing, *([versions] if versions else [])])
 
-    return Benchmark(cases(), page, place)
+
+def _title(base: str) -> str:
+    return "torch float32" if base == "torch" else f"best {base}"
+
+
+def _cell(row: Row) -> str:
+    if not row["pattern"]:
+        return f"{row['ms']:.4g}"
+    return f"{row['ms']:.4g} ({row['layers']}; {row['bytes']:.0%}; {row['off']:.1g} off)"

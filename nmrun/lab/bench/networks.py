@@ -1,4 +1,4 @@
-"""The networks that ``nmrun bench train`` and ``infer`` measure, as overrides, and their random data."""
+"""The networks that ``nmrun bench train`` measures, as overrides, and their random data."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ NETWORKS: dict[str, tuple[str, ...]] = {
     "gpt2": (*GPT, "model=gpt2", "trainer.batch_size=16"),
     "gpt2_medium": (*GPT, "model=gpt2_medium", "trainer.batch_size=16"),
     "gpt2_large": (*GPT, "model=gpt2_large", "trainer.batch_size=16"),
+    "gpt_1_3b": (  # GPT-3 XL's sizes
+        *GPT,
+        "model=gpt2",
+        "model.layers=24",
+        "model.width=2048",
+        "model.heads=16",
+        "trainer.batch_size=8",
+    ),
     # two blocks as wide as those of language models of 7 thousand million parameters
     "gpt_4096": (
         *GPT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nmrun.errors import ConfigError
 from nmrun.lab.bench import KINDS
@@ -50,23 +51,38 @@ TRAINED = {
     "cpu": ("gpt_tiny", "vit_small_32"),
 }
 TRAINING_ARMS = ("dense", "torch", "masked", "accelerated", "bare")
-# of infer, on a CPU (infer_cpu.network) and on a GPU
-CPU_NETWORKS = ("transformer", "bert_base", "tiny", "gpt2", "gpt2_prompt", "resnet18")
+# of infer (infer.network)
+INFERRED_NETWORKS = (
+    "transformer", "bert_base", "bert_large", "tiny", "resnet18", "vit_large",
+    *(f"{name}{kind}" for name in ("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "llama_7b_block") for kind in ("", "_prompt")),
+)  # fmt: skip
 INFERRING = (
     "torch", "compiled", "onednn", "onnxruntime", "openvino", "packed", "packed_compiled",
 )  # fmt: skip
+INFERRING_ON_GPU = ("torch", "compiled", "packed", "packed_compiled")
 PRECISIONS = ("float32", "bf16", "int8")
-INFERRED = {"cuda": ("gpt2", "vit_large"), "cpu": ("transformer", "bert_base")}
+
+
+class Inferred(NamedTuple):
+    """What infer measures where nobody says it."""
+
+    networks: Sequence[str]
+    ratios: Sequence[str]
+    sizes: Sequence[tuple[int, int]]
+
+
+INFERRED = {
+    "cuda": Inferred(("bert_large", "gpt2_prompt"), ("2:4",), ((1, 512), (8, 512), (32, 512))),
+    "cpu": Inferred(("transformer", "bert_base"), CPU_RATIOS, ((1, 1), (1, 128), (8, 128))),
+}
 
 
 def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
     """Read the options of a benchmark, and make the folder of its results.
 
-    Those of ``infer`` have ``on_cpu``: whether it is the one for CPUs. ConfigError for a mistake,
-    as far as it shows before torch is imported.
+    ConfigError for a mistake, as far as it shows before torch is imported.
     """
-    on_cpu = what == "infer" and _infers_on_cpu(argv)
-    parser = _infer_cpu() if on_cpu else PARSERS[what]()
+    parser = PARSERS[what]()
     options = parser.parse_args(argv)
     if getattr(options, "device", None) == "cuda" and no_gpu():
         parser.error("--device cuda: torch sees no CUDA device here")
@@ -75,31 +91,12 @@ def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
         for ratio in options.sparsity:
             sparse = [f"recipe={options.recipe}", f"sparsity='{ratio}'"]
             _check(names, [*sparse, *options.overrides])
-    elif what == "infer" and not on_cpu:
-        _check(options.models, ["recipe=dense", *options.overrides])
     if options.out:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             parser.error(f"--out {options.out}: {error.strerror}")
-    return argparse.Namespace(**vars(options), on_cpu=on_cpu)
-
-
-def _infers_on_cpu(argv: Sequence[str]) -> bool:
-    """Whether these words ask for a CPU, or leave the choice to a machine without 2:4 products."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--device", nargs="?", default="auto")
-    device = first.parse_known_args(argv)[0].device
-    if device == "cuda":
-        return False
-    if no_gpu():
-        return True
-    import torch
-
-    from nmrun.fast.gpu import probe
-
-    name = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
-    return bool(probe.obstacle(torch.device(name)))
+    return options
 
 
 def _check(names: Sequence[str], words: Sequence[str]) -> None:
@@ -263,32 +260,41 @@ def _train() -> Parser:
 
 
 def _infer() -> Parser:
-    parser = _parser("infer", 20)
-    _add_list(parser, "--models", INFERRED["cuda"], choices=NETWORKS)
-    text = "sequences or images (default: 1 8 32)"
-    _add_list(parser, "--batches", [1, 8, 32], type=positive, help=text)
-    parser.add_argument("--compile", action="store_true", help="torch.compile all arms")
-    _overrides(parser, "dataset.context=256")
-    return parser
-
-
-def _infer_cpu() -> Parser:
     parser = _parser("infer", 12)
-    _add_list(parser, "--models", INFERRED["cpu"], choices=CPU_NETWORKS)
-    _add_list(parser, "--patterns", [*map(pattern, CPU_RATIOS)], type=pattern, metavar="N:M")
+    usual = {name: INFERRED[name] for name in ("cuda", "cpu")}
+    networks, ratios, sizes = (
+        "default: {cuda}; on a CPU {cpu}".format(
+            **{k: " ".join(map(_size, v[i])) for k, v in usual.items()}
+        )
+        for i in range(3)
+    )
+    add = parser.add_argument
+    add(
+        "--models",
+        nargs="+",
+        choices=INFERRED_NETWORKS,
+        metavar="NAME",
+        help=f"{', '.join(INFERRED_NETWORKS)} ({networks})",
+    )
+    add("--patterns", nargs="+", type=pattern, metavar="N:M", help=ratios)
     text = (
-        "of a sequence, or sequences x tokens; for gpt2 sequences, with one new token each "
-        "(gpt2_prompt: of a prompt); for resnet18 images (default: 1 128 8x128)"
+        "of a sequence, or sequences x tokens; for language models sequences, with one new token each "
+        f"(NAME_prompt: of a prompt); for resnet18 and vit_large images ({sizes})"
     )
-    _add_list(
-        parser, "--tokens", [(1, 1), (1, 128), (8, 128)], type=sequences, metavar="N", help=text
-    )
-    text = "default: those that this processor has"
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help=text)
-    text = "default: all but packed_compiled; those of runtimes where these are installed"
-    _add_list(parser, "--arms", INFERRING[:-1], choices=INFERRING, help=text)
-    parser.add_argument("--threads", type=positive, help="default: as many as torch takes")
+    add("--tokens", nargs="+", type=sequences, metavar="N", help=text)
+    text = "default: those that this processor has; on a GPU it is bf16"
+    add("--precisions", nargs="+", choices=PRECISIONS, help=text)
+    text = "default: all; on a CPU all but packed_compiled, those of runtimes where these are installed"
+    add("--arms", nargs="+", choices=INFERRING, help=text)
+    add("--threads", type=positive, help="of the CPU (default: as many as torch takes)")
     return parser
+
+
+def _size(value: str | tuple[int, int]) -> str:
+    """``8x128`` for (8, 128), ``128`` for (1, 128)."""
+    if isinstance(value, str):
+        return value
+    return "x".join(map(str, value[value[0] == 1 :]))
 
 
 def _overrides(parser: Parser, example: str) -> None:

@@ -1,4 +1,4 @@
-"""What other people's runtimes make of a dense network on a CPU: arms of ``nmrun bench infer``.
+"""What other people's runtimes make of a dense network: arms of ``nmrun bench infer``.
 
 None of them is needed (``pip install 'nmrun[bench]'``): one that is missing, or that cannot take a
 network, is a line of the page.
@@ -86,14 +86,19 @@ def cast(x: Tensor, precision: str) -> Tensor:
 
 
 def compiled(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator[tuple[str, Call]]:
-    """``torch.compile`` with the weights as constants, which lets oneDNN lay them out."""
+    """``torch.compile``: on a GPU into CUDA graphs, on a CPU with the weights as constants, which lets
+    oneDNN lay them out."""
     import copy
+
+    how: dict[str, Any] = {"options": {"freezing": True}}
+    if x.device.type == "cuda":
+        how = {"mode": "reduce-overhead"}
 
     for precision in precisions:
         if precision == INT8:
             continue
         dense = copy.deepcopy(model).bfloat16() if precision == BF16 else model
-        inner = torch.compile(dense, options={"freezing": True})
+        inner = torch.compile(dense, **how)
 
         def call(x: Tensor, inner: Any = inner, precision: str = precision) -> Tensor:
             with slow_path():

@@ -13,7 +13,7 @@ from typing import Any
 import played_gpu
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from verbs import verb
 
@@ -23,7 +23,6 @@ from nmrun.lab import bench, models
 from nmrun.lab.bench import (
     harness,
     infer,
-    infer_cpu,
     layer,
     masks,
     networks,
@@ -167,6 +166,7 @@ def test_what_was_measured_is_reported_whatever_comes(
         ("layer --shapes 64x12", "64x12: inputs x outputs, multiples of 16"),
         ("layer --accumulate -1", "-1"),
         ("infer --device cpu --tokens 8x0", "8x0: a whole number, or two such as"),
+        ("infer --device cuda", "torch sees no CUDA device here"),
     ],
 )
 def test_a_mistake_gets_a_line(
@@ -184,7 +184,8 @@ def test_the_names_that_the_options_know_without_torch() -> None:
     assert set(options.UPDATED) <= set(recipes.ARMS)
     assert tuple(masks.ARMS) == options.ARMS
     assert tuple(masks.FUNCTIONS) == options.FUNCTIONS
-    assert {*options.CPU_NETWORKS} == {*infer_cpu.ENCODERS, *infer_cpu.GPT2, *infer_cpu.IMAGES}
+    decoders = {f"{name}{kind}" for name in infer.GPT2 | infer.LLAMA for kind in ("", infer.PROMPT)}
+    assert {*options.INFERRED_NETWORKS} == {*infer.ENCODERS, *infer.IMAGES} | decoders
     assert options.PARSERS.keys() == bench.KINDS.keys()
 
 
@@ -413,31 +414,6 @@ def test_a_step_of_a_layer(name: str, accumulate: int, monkeypatch: pytest.Monke
     assert int((groups != 0).sum(1).max()) == 2
 
 
-@pytest.mark.slow
-def test_infer(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--models",
-        "gpt_tiny",
-        "vit_small_32",
-        "--batches",
-        "1",
-        "3",
-        "--rounds",
-        "1",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert bench.main(["infer", *words]) == 0
-    rows = written(tmp_path / "out", "infer", printed := capsys.readouterr().out)
-    layers = [
-        (row["model"], row["batch"], row["layers"]) for row in rows if row["arm"] == "compressed"
-    ]
-    assert layers == [
-        (m, b, n) for m, n in (("gpt_tiny", "8 of 8"), ("vit_small_32", "4 of 4")) for b in (1, 3)
-    ]
-    assert "broken: WRONG results" in printed
-
-
 @pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
 def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
@@ -484,17 +460,17 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
     def unable(*_: Any) -> Any:
         raise TypeError("no such\noperator")
 
-    model, x, asked = infer_cpu.network("tiny"), infer_cpu.example("tiny", (1, 3)), ["float32"]
+    model, x, asked = infer.network("tiny"), infer.example("tiny", (1, 3)), ["float32"]
     for runtime, message in (
         (absent, "far is not installed: pip install 'nmrun[bench]'"),
         (unable, "cannot take this network: TypeError: no such"),
     ):
         monkeypatch.setitem(peers.RUNTIMES, name, runtime)
         assert peers.arms([name], model, x, asked) == ({}, {name: message})
-        (first, second) = infer_cpu.measure("tiny", [], (1, 3), asked, ["torch", name], 1)
+        (first, second) = infer.measure("tiny", [], (1, 3), asked, ["torch", name], 1, CPU)
         assert first["arm"] == "torch"
         assert (second["arm"], second["missing"]) == (name, message)
-        assert f"{name}: {message}" in infer_cpu.page([first, second], 1).splitlines()
+        assert f"{name}: {message}" in infer.page([first, second], 1, CPU).splitlines()
 
 
 @pytest.mark.slow
@@ -505,7 +481,7 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
 def test_runtimes_compute_what_torch_does(name: str, module: str) -> None:
     pytest.importorskip(module)
     torch.manual_seed(0)
-    model, x = infer_cpu.network("tiny"), infer_cpu.example("tiny", (2, 9))
+    model, x = infer.network("tiny"), infer.example("tiny", (2, 9))
     precisions = ["float32"] if name == "compiled" else ["float32", "int8"]
     calls, missing = peers.arms([name], model, x, precisions)
     assert missing == {}
@@ -532,13 +508,12 @@ def test_infer_of_a_small_gpt2(
     name: str, inputs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    small = partial(infer_cpu.Decoder, n_layer=2, n_embd=32, n_head=2)
-    monkeypatch.setattr(infer_cpu, "Decoder", small)
-    x, model = infer_cpu.example(name, (1, 5)), infer_cpu.network(name)
+    monkeypatch.setitem(infer.GPT2, "gpt2", (2, 32, 2))
+    x, model = infer.example(name, (1, 5)), infer.network(name)
     assert x.shape == inputs
     assert model(x).shape == (inputs[0], 1, 50257)
     arms = ["torch", "onednn", "packed"]
-    rows = infer_cpu.measure(name, [Pattern(1, 4)], (1, 5), ["float32"], arms, 2)
+    rows = infer.measure(name, [Pattern(1, 4)], (1, 5), ["float32"], arms, 2, CPU)
     assert [row["arm"] for row in rows] == arms
     assert not any("wrong" in row for row in rows)
     assert rows[-1]["layers"].endswith("of 9")  # four a block, and the tied head
@@ -557,17 +532,6 @@ def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     assert all("wrong" not in row and row["ms"] > 0 for row in rows)
     assert rows[-1]["layers"].endswith(" of 21")
     assert "resnet18, 2 images: 1:8 in float32" in file.with_suffix(".md").read_text()
-
-
-def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played_gpu.Machine) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    twin, done = infer.compressed(model, ["0", "2"], "compressed")
-    assert done == 2
-    for i in (0, 2):
-        model[i].weight.data = hard_threshold(model[i].weight, "2:4")
-    x = torch.randn(5, 3, 32)
-    torch.testing.assert_close(twin(x), model(x))
 
 
 # --- train ----------------------------------------------------------------------------------------
@@ -639,6 +603,7 @@ def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) 
         "gpt2": 124,
         "gpt2_medium": 355,
         "gpt2_large": 774,
+        "gpt_1_3b": 1314,
         # embeddings, positions, and twelve matrices of 4096 x 4096 in each of two blocks
         "gpt_4096": 445,
         "vit_large": 304,

@@ -303,6 +303,20 @@ def test_cuda_graphs_see_the_weights_of_every_step(right: list[str]) -> None:
     torch.testing.assert_close(graphs, eager, rtol=2e-2, atol=2e-2)
 
 
+@torch.no_grad()
+def test_a_deployed_model_computes_the_same_as_cuda_graphs(right: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    model = model.to(DEVICE, torch.bfloat16)
+    for layer in (model[0], model[2]):
+        layer.weight.copy_(hard_threshold(layer.weight, Pattern(2, 4)))
+    inputs = [normal(2048, 1024, seed=seed).bfloat16() for seed in range(3)]
+    expected = [model(x) for x in inputs]
+    choices = nmrun.deploy(model, inputs[0], compile=True)
+    print(*choices, sep="\n")
+    for x, truth in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(model(x), truth, rtol=2**-6, atol=2**-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("ratio", "shape", "dim"), [
     ("2:4", (1031, 4096), 1), ("1:4", (7, 36), 1), ("2:8", (512, 768), 0), ("1:16", (300, 1024), 1), ("8:32", (96, 2048), 1),
@@ -335,7 +349,7 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
         ("gemm", "--shapes", "256x512", "--tokens", "512"),
         ("layer", "--shapes", "256x512", "--tokens", "512"),
         ("train", "--models", "gpt_tiny", "--steps", "1", "--no-compile"),
-        ("infer", "--models", "gpt_tiny", "--batches", "2"),
+        ("infer", "--models", "tiny", "--tokens", "2x64"),
     ],
     ids=lambda words: words[0],
 )
