@@ -114,12 +114,13 @@ class Decoder(nn.Module):
                 f"{name} needs transformers: pip install 'nmrun[transformers]'"
             ) from None
         layers, width, heads = (GPT2 | LLAMA)[name]
-        config: Any = LlamaConfig() if name in LLAMA else GPT2Config()
-        config.num_hidden_layers, config.hidden_size, config.num_attention_heads = (
-            layers,
-            width,
-            heads,
-        )
+        config: Any
+        if name in LLAMA:
+            config = LlamaConfig(
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads
+            )
+        else:
+            config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads)
         self.model = AutoModelForCausalLM.from_config(config)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -503,20 +503,33 @@ def test_a_precision_without_instructions_is_one_line(
 
 
 @pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
-@pytest.mark.parametrize(("name", "inputs"), [("gpt2", (5, 1)), ("gpt2_prompt", (1, 5))])
-def test_infer_of_a_small_gpt2(
-    name: str, inputs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "inputs", "vocabulary", "layers"),
+    [
+        ("gpt2", (5, 1), 50257, 9),  # four a block, and the tied head
+        ("gpt2_prompt", (1, 5), 50257, 9),
+        ("llama_7b_block", (5, 1), 32000, 15),  # seven a block, and the head
+        ("llama_7b_block_prompt", (1, 5), 32000, 15),
+    ],
+)
+def test_infer_of_a_small_language_model(
+    name: str,
+    inputs: tuple[int, int],
+    vocabulary: int,
+    layers: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setitem(infer.GPT2, "gpt2", (2, 32, 2))
+    monkeypatch.setitem(infer.LLAMA, "llama_7b_block", (2, 32, 2))
     x, model = infer.example(name, (1, 5)), infer.network(name)
     assert x.shape == inputs
-    assert model(x).shape == (inputs[0], 1, 50257)
+    assert model(x).shape == (inputs[0], 1, vocabulary)
     arms = ["torch", "onednn", "packed"]
     rows = infer.measure(name, [Pattern(1, 4)], (1, 5), ["float32"], arms, 2, CPU)
     assert [row["arm"] for row in rows] == arms
     assert not any("wrong" in row for row in rows)
-    assert rows[-1]["layers"].endswith("of 9")  # four a block, and the tied head
+    assert rows[-1]["layers"].endswith(f"of {layers}")
 
 
 @pytest.mark.slow
