@@ -46,10 +46,10 @@ bench infer_prompt 200 infer --models llama_7b_block_prompt gpt2_xl_prompt gpt2_
 bench infer_encoder 100 infer --models bert_large --tokens 32x128 32x512 --rounds 8
 bench infer_images 100 infer --models vit_large --tokens 1 32 --rounds 8
 bench infer_token 150 infer --models llama_7b_block gpt2_xl gpt2_medium gpt2 --tokens 1 32 --rounds 8
-bench train 300 train --models gpt_4096 gpt2_medium gpt2_large --rounds 8
-bench train_t_sr_ste 150 train --models gpt_4096 gpt2_medium --recipe t_sr_ste --arms accelerated --rounds 8
-bench train_s_ste 150 train --models gpt_4096 gpt2_medium --recipe s_ste --arms accelerated --rounds 8
-bench train_others 300 train --models gpt2 vit_large gpt_1_3b --rounds 8
+bench train 300 train --models gpt_4096 gpt2_medium gpt2_large --rounds 8 trainer.deterministic=false
+bench train_t_sr_ste 150 train --models gpt_4096 gpt2_medium --recipe t_sr_ste --arms accelerated --rounds 8 trainer.deterministic=false
+bench train_s_ste 150 train --models gpt_4096 gpt2_medium --recipe s_ste --arms accelerated --rounds 8 trainer.deterministic=false
+bench train_others 300 train --models gpt2 vit_large gpt_1_3b --rounds 8 trainer.deterministic=false
 bench gemm 100 gemm --tokens 2048 8192 32768
 bench gemm_fp8 40 gemm --fp8 --shapes 1024x4096 4096x16384 --tokens 8192 --rounds 10
 bench masks 60 masks --arms nmrun reference topk nm_mask

@@ -289,6 +289,12 @@ class Trainer(Group):
         "auto (a GPU where there is one), cpu, cuda, free (waits for a GPU that no other run "
         "with this setting uses)",
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        FLAG,
+        "on a GPU take operations that have the same bits every time, where there are some; false: "
+        "faster ones, such as attention's backward pass",
+    ] = True
     distributed: Annotated[
         str,
         one_of("ddp", "fsdp"),

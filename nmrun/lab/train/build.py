@@ -69,7 +69,7 @@ def prepare(config: Config) -> torch.device:
     # threads), mostly on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # use_deterministic_algorithms does the same and imports the compiler
-    torch.set_deterministic_debug_mode("warn")
+    torch.set_deterministic_debug_mode("warn" if trainer.deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
     seed_everything(config.seed)
     return device_of(trainer.device)

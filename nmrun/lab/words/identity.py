@@ -18,7 +18,7 @@ SETTINGS = (*GROUPS, "init")  # what can change a result
 IRRELEVANT = {
     "dataset": {"workers"},
     "trainer": {
-        *("device", "threads", "on_oom", "distributed", "acceleration"),
+        *("device", "deterministic", "threads", "on_oom", "distributed", "acceleration"),
         *("log_every", "diagnose_every", "checkpoint_every"),
     },
 }
@@ -58,7 +58,7 @@ DEPENDENT = {
 # keys that change nothing while another is not null
 REPLACED = {"steps": {"epochs"}}
 # what decides how many steps a budget of seconds buys
-SPEED = {"device", "threads", "distributed", "acceleration"}
+SPEED = {"device", "deterministic", "threads", "distributed", "acceleration"}
 
 
 def identity(config: Config) -> str:

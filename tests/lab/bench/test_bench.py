@@ -508,8 +508,9 @@ def test_a_precision_without_instructions_is_one_line(
     [
         ("gpt2", (5, 1), 50257, 9),  # four a block, and the tied head
         ("gpt2_prompt", (1, 5), 50257, 9),
-        ("llama_7b_block", (5, 1), 32000, 15),  # seven a block, and the head
-        ("llama_7b_block_prompt", (1, 5), 32000, 15),
+        # seven a block, and the head
+        pytest.param("llama_7b_block", (5, 1), 32000, 15, marks=pytest.mark.slow),
+        pytest.param("llama_7b_block_prompt", (1, 5), 32000, 15, marks=pytest.mark.slow),
     ],
 )
 def test_infer_of_a_small_language_model(

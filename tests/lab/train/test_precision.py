@@ -1,4 +1,5 @@
-"""Which precision ``trainer.precision=auto`` is on a CPU, whose flags are played."""
+"""Which precision ``trainer.precision=auto`` is on a CPU, whose flags are played; which operations torch
+may take."""
 
 from __future__ import annotations
 
@@ -99,3 +100,15 @@ def test_a_run_of_an_earlier_version_goes_on_in_float32(
     assert runner.run(run, run_folder(run))["status"] == "finished"
     result = json.loads((run_folder(run) / "result.json").read_text())
     assert result["environment"]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(("deterministic", "mode"), [("true", 1), ("false", 0)])
+def test_operations_with_other_bits_every_time_are_for_those_who_want_them(
+    deterministic: str, mode: int, tmp_path: Path
+) -> None:
+    before = torch.get_deterministic_debug_mode()
+    try:
+        build.prepare(config(tmp_path, f"trainer.deterministic={deterministic}"))
+        assert torch.get_deterministic_debug_mode() == mode  # 1 warns of what there is no other for
+    finally:
+        torch.set_deterministic_debug_mode(before)

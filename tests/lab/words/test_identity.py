@@ -23,6 +23,7 @@ from nmrun.lab.words.identity import completed, identity, run_folder
 IRRELEVANT = {
     "output_dir", "resume", "force", "dry", "track.mode", "track.project", "trainer.device", "trainer.threads",
     "trainer.log_every", "trainer.diagnose_every", "trainer.checkpoint_every", "trainer.acceleration",
+    "trainer.deterministic",
 }  # fmt: skip
 
 
