@@ -4,6 +4,7 @@ or torch's optimizers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -253,4 +254,23 @@ def top(w: Tensor, n: int, m: int) -> Tensor:
         for start in range(0, len(row), m):
             best = sorted(range(start, start + m), key=lambda j: (-abs(row[j]), j))[:n]
             mask[r, best] = 1.0
+    return mask
+
+
+TWO = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
+BLOCKS = torch.tensor(
+    [b for b in itertools.product(TWO, repeat=4) if all(sum(c) == 2 for c in zip(*b, strict=True))],
+    dtype=torch.float64,
+)
+
+
+def best_block(w: Tensor) -> Tensor:
+    """The 2:4 mask along rows and columns of a 4 x 4 block that keeps the most, by trying all 90."""
+    return BLOCKS[(BLOCKS * w.abs()).sum((1, 2)).argmax()].to(w.dtype)
+
+
+def transposable(w: Tensor) -> Tensor:
+    mask = torch.zeros_like(w)
+    for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 4)):
+        mask[r : r + 4, c : c + 4] = best_block(w[r : r + 4, c : c + 4])
     return mask

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import build_noisy, config, kill, rows
+from runs import build_noisy, config, kill, outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
@@ -22,23 +22,23 @@ from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.models.images import MLPNetwork, SmallConvNetwork
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.train import runner
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
 from nmrun.permutation.channels import input_channels
-from nmrun.permutation.order import best_order, kept_magnitude
+from nmrun.permutation.order import assigned_order, best_order, kept_magnitude
 from nmrun.permutation.permute import permute_inputs
 
 
-def kept_by_hand(matrix: Tensor, pattern: Pattern, order: list[int]) -> float:
+def kept_by_hand(layers: list[tuple[Tensor, Pattern]], order: list[int]) -> float:
     total = 0.0
-    for row in matrix.tolist():
-        values = [abs(row[c]) for c in order]
-        for start in range(0, len(values), pattern.m):
-            total += sum(sorted(values[start : start + pattern.m], reverse=True)[: pattern.n])
+    for matrix, pattern in layers:
+        for row in matrix.tolist():
+            values = [abs(row[c]) for c in order]
+            for start in range(0, len(values), pattern.m):
+                group = sorted(values[start : start + pattern.m], reverse=True)
+                total += sum(group[: pattern.n])
     return total
 
 
@@ -67,16 +67,11 @@ def test_few_channels_are_searched_exactly(parts: list[tuple[int, str]]) -> None
     """Against all 720 permutations of 6 channels."""
     for seed in range(3):
         layers = layers_of(*parts, channels=6, seed=seed)
-        every = (
-            sum(kept_by_hand(w, p, list(order)) for w, p in layers)
-            for order in itertools.permutations(range(6))
-        )
+        every = (kept_by_hand(layers, list(order)) for order in itertools.permutations(range(6)))
         best = max(every)
         order = best_order(layers)
         assert sorted(order.tolist()) == list(range(6))
-        assert sum(kept_by_hand(w, p, order.tolist()) for w, p in layers) == pytest.approx(
-            best, rel=1e-12
-        )
+        assert kept_by_hand(layers, order.tolist()) == pytest.approx(best, rel=1e-12)
         assert kept_magnitude(layers, order) == pytest.approx(best, rel=1e-12)
 
 
@@ -96,17 +91,14 @@ def test_no_swap_of_two_channels_is_missed(
 ) -> None:
     layers = layers_of(*parts, channels=channels, pad=pad)
 
-    def magnitude(order: list[int]) -> float:
-        return sum(kept_by_hand(w, p, order) for w, p in layers)
-
     order = best_order(layers).tolist()
     assert sorted(order) == list(range(channels))
-    best = magnitude(order)
-    assert best > magnitude(list(range(channels)))
+    best = kept_by_hand(layers, order)
+    assert best > kept_by_hand(layers, list(range(channels)))
     for a, b in itertools.combinations(range(channels), 2):
         other = list(order)
         other[a], other[b] = other[b], other[a]
-        assert magnitude(other) <= best * (1 + 1e-9)
+        assert kept_by_hand(layers, other) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("n", "m", "groups"), [(1, 4, 6), (2, 4, 5), (2, 8, 3), (1, 8, 4)])
@@ -124,21 +116,27 @@ def test_a_hidden_perfect_order_is_found(n: int, m: int, groups: int) -> None:
     assert kept_magnitude(layers, best_order(layers)) == pytest.approx(float(matrix.double().sum()))
 
 
-def test_more_regressions_keep_no_less_and_the_same_input_gives_the_same_order() -> None:
+def test_more_regressions_keep_no_less() -> None:
     layers = layers_of((16, "2:4"), channels=32)
     magnitudes = [
         kept_magnitude(layers, best_order(layers, regressions)) for regressions in (0, 5, 20)
     ]
     assert kept_magnitude(layers) < magnitudes[0] <= magnitudes[1] <= magnitudes[2]
     assert magnitudes[0] < magnitudes[2]
+    assert not torch.equal(best_order(layers), best_order(layers, seed=1))
+
+
+@pytest.mark.parametrize("find", [best_order, assigned_order])
+def test_the_same_input_gives_the_same_order(find: Any) -> None:
+    layers = layers_of((16, "2:4"), channels=32)
     torch.manual_seed(1)
-    first = best_order(layers)
+    first = find(layers)
     torch.manual_seed(2)
-    assert torch.equal(first, best_order(layers))
-    assert not torch.equal(first, best_order(layers, seed=1))
+    assert torch.equal(first, find(layers))
 
 
-def test_what_no_order_improves_stays() -> None:
+@pytest.mark.parametrize("find", [best_order, assigned_order])
+def test_what_no_order_improves_stays(find: Any) -> None:
     matrix = layers_of((4, "1:4"), channels=16)[0][0]
     broken = matrix.clone()
     broken[0, 0] = torch.nan
@@ -149,7 +147,7 @@ def test_what_no_order_improves_stays() -> None:
         (broken, "1:4"),
         (matrix, "2:16"),
     ]:
-        assert torch.equal(best_order([(weight, Pattern.parse(text))]), torch.arange(16))
+        assert torch.equal(find([(weight, Pattern.parse(text))]), torch.arange(16))
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -686,24 +684,12 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
         "trainer.diagnose_every=2",
     )
 
-    def outcome(folder: Path) -> tuple[Any, ...]:
-        cfg = config(folder, *overrides)
-        result = runner.run(cfg, run_folder(cfg))
-        assert result["status"] == "finished", result
-        assert any(
-            "input channels permuted of inner.0.weight" in event for event in result["events"]
-        )
-        return (
-            (run_folder(cfg) / "model.safetensors").read_bytes(),
-            rows(run_folder(cfg)),
-            result["metrics"],
-            result["events"],
-        )
-
-    alone = outcome(tmp_path / "alone")
+    alone = outcome(config(tmp_path / "alone", *overrides))
+    assert any("input channels permuted of inner.0.weight" in event for event in alone.events)
     for step in (5, 7, 10):
-        kill(config(tmp_path / f"cut{step}", *overrides), TrainingSteps, "train_step", step)
-        assert outcome(tmp_path / f"cut{step}") == alone
+        cfg = config(tmp_path / f"cut{step}", *overrides)
+        kill(cfg, TrainingSteps, "train_step", step)
+        assert outcome(cfg) == alone
 
 
 def test_the_config_takes_true_or_false(tmp_path: Path) -> None:

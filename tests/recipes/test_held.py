@@ -8,28 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, Net, data, follow, top
+from reference import LR, TOTAL, ByHand, Net, data, follow, top, transposable
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.lab.train.flops import densities
 
-TWO = [r for r in itertools.product((0.0, 1.0), repeat=4) if sum(r) == 2]
 # all 4 x 4 masks with two in each row and column
-BLOCKS = [c for c in itertools.product(TWO, repeat=4) if all(sum(k) == 2 for k in zip(*c, strict=True))]  # fmt: skip
-
-
-def best_block(w: Tensor) -> Tensor:
-    """The mask of a 4 x 4 block that keeps the most, by trying all of them."""
-    choices = torch.tensor(BLOCKS, dtype=w.dtype)
-    return choices[(choices * w.abs()).sum((1, 2)).argmax()]
-
-
-def transposable(w: Tensor) -> Tensor:
-    mask = torch.zeros_like(w)
-    for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 4)):
-        mask[r : r + 4, c : c + 4] = best_block(w[r : r + 4, c : c + 4])
-    return mask
 
 
 def in_blocks(w: Tensor) -> Tensor:
