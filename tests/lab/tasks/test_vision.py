@@ -24,13 +24,12 @@ import pytest
 import torch
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from runs import config, rows
+from runs import config, cut_off, resumed, rows
 from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
-from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision import images
 from nmrun.lab.tasks.vision.stream import ImageStream
@@ -120,16 +119,6 @@ def test_images_are_decoded_once_unless_they_change(
     assert len(decoded) == 96
     assert torch.equal(changed.splits["train"][0][0], 255 - first.splits["train"][0][0])
     assert images.load_folder("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
-
-
-@pytest.mark.parametrize("left", [0, 40, 100_000])
-def test_kept_arrays_that_are_cut_off_are_made_again(left: int, tmp_path: Path) -> None:
-    values = np.random.default_rng(0).integers(0, 256, (40, 100, 50), np.uint8)
-    for _ in range(2):
-        arrays = storage.cached("what", [], lambda: {"values": values})
-        assert np.array_equal(arrays["values"], values)
-        (file,) = storage.cache_folder().rglob("*.npy")
-        file.write_bytes(file.read_bytes()[:left])
 
 
 def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path: Path) -> None:
@@ -529,39 +518,15 @@ ALL = (
 
 
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
-def test_a_run_cut_off_ends_with_the_same_bits(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_cut_off_ends_with_the_same_bits(dataset: str, tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some", (10, 12))
     options = [
-        option for option in ALL if dataset == "image_folder" or "crop_padding" not in option
+        *("dataset.path=some", "dataset.resolution=8", "dataset.val_size=6"),
+        *("trainer.batch_size=10", "trainer.limit_batches=2"),
+        *(option for option in ALL if dataset == "image_folder" or "crop_padding" not in option),
+        *(["dataset.workers=0"] if dataset == "imagenet" else []),
     ]
-    options += [
-        "dataset.path=some",
-        "dataset.resolution=8",
-        "dataset.val_size=6",
-        "trainer.batch_size=10",
-        "trainer.limit_batches=2",
-    ]
-    options += ["dataset.workers=0"] if dataset == "imagenet" else []
-    alone, broken = (
-        config(tmp_path / name, f"dataset={dataset}", *options) for name in ("alone", "broken")
-    )
-    assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    original, calls = TrainingSteps.train_step, []
-
-    def dying(self: TrainingSteps, *args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        if len(calls) in (4, 7):
-            raise KeyboardInterrupt
-        original(self, *args, **kwargs)
-
-    monkeypatch.setattr(TrainingSteps, "train_step", dying)
-    statuses = [runner.run(broken, run_folder(broken))["status"] for _ in range(3)]
-    assert statuses == ["interrupted", "interrupted", "finished"]
-    assert rows(run_folder(alone)) == rows(run_folder(broken))
-    for name in ("model.safetensors", "best.safetensors"):
-        assert (run_folder(alone) / name).read_bytes() == (run_folder(broken) / name).read_bytes()
+    resumed(tmp_path, f"dataset={dataset}", *options, by=cut_off, steps=(3, 5))
 
 
 class Nothing(nn.Module):
@@ -860,15 +825,3 @@ def test_the_number_of_workers_makes_no_other_run(tmp_path: Path) -> None:
     one, two, other = (dataset_config(tmp_path, "imagenet", option) for option in
                        ("dataset.workers=1", "dataset.workers=2", "dataset.resolution=64"))  # fmt: skip
     assert identity(one) == identity(two) != identity(other)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "dataset.train_size=0", "dataset.val_size=-1", "dataset.test_size=x", "dataset.crop_padding=-1", "dataset.flip=2",
-        "dataset.randaugment=-1", "dataset.randaugment_magnitude=31", "dataset.erasing=1.5", "dataset.mixup=-1", "dataset.cutmix=no",
-    ],
-)  # fmt: skip
-def test_values_that_are_refused(wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{wrong.partition('=')[0]}=.*: it takes "):
-        dataset_config(tmp_path, "cifar10", wrong)

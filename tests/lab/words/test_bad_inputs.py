@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import bad_inputs
 import pytest
 from torch import nn
+from verbs import python
 
 from nmrun.lab import models
 from nmrun.lab.keys import options
@@ -31,10 +29,8 @@ from nmrun.papers.translation.keys import PAIRS
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All lines answered by one process without a GPU and without data."""
     places = {"NMRUN_DATA": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(
-        [sys.executable, bad_inputs.__file__],
-        cwd=tmp_path_factory.mktemp("typed"), capture_output=True, text=True, timeout=300, env={**os.environ, **places},
-    )  # fmt: skip
+    place = tmp_path_factory.mktemp("typed")
+    process = python(bad_inputs.__file__, cwd=place, timeout=300, **places)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 

@@ -22,8 +22,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
-from runs import TINY
-from verbs import verb
+from runs import TINY, result_of
+from verbs import python, verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
@@ -43,37 +43,17 @@ print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules], file=sys.std
 sys.exit(status)
 """
 
-MISTAKES = {  # one for each way to find it; bad_inputs.py has all of them
-    "tabel": ["tabel", "did you mean table?"],
-    "-m recipe=ste,sr_ste recipe.decay=0,1": ["recipe.decay", "no such key with"],
-}
 
-
-def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROBE, *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_costs_one_helpful_line_and_no_torch(tmp_path, line):
-    process = probe(tmp_path, *line.split())
-    lines = [text for text in process.stderr.splitlines() if not text.startswith("HEAVY")]
-    assert process.returncode == 2
-    assert len(lines) == 1
-    assert lines[0].startswith("nmrun: ")
-    assert all(part in lines[0] for part in MISTAKES[line]), lines[0]
-    assert "HEAVY []" in process.stderr
-    assert list(tmp_path.iterdir()) == []
+def probe(tmp_path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", PROBE, *arguments, cwd=tmp_path, **environment)
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):
+    """One is in test_bad_inputs."""
     process = probe(tmp_path, "recipe=stpe", "sparsity=5:4", "optimizer.lr=abc", "foo=1")
     assert process.returncode == 2
+    assert "HEAVY []" in process.stderr
+    assert list(tmp_path.iterdir()) == []
     for part in ("did you mean step?", "5:4", "optimizer.lr=abc", "foo"):
         assert part in process.stderr
     assert process.stderr.count("nmrun: ") == 4
@@ -81,15 +61,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
 
 @pytest.mark.parametrize("line", ["--help", "--cfg job", "-sc query=bash"])
 def test_help_config_and_completion_stay_light(tmp_path, line):
-    env = {"COMP_LINE": "nmrun sparsity=2:", "COMP_POINT": "17"}
-    process = subprocess.run(
-        [sys.executable, "-c", PROBE, *line.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **env},
-    )
+    process = probe(tmp_path, *line.split(), COMP_LINE="nmrun sparsity=2:", COMP_POINT="17")
     assert process.returncode == 0, process.stderr
     assert "HEAVY []" in process.stderr
     if line == "--help":
@@ -107,7 +79,7 @@ def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
     (folder,) = [path.parent for path in tmp_path.rglob("result.json")]
     assert folder.parent == tmp_path / "out" / "digits" / "small_conv" / "step" / "2of8"
     assert folder.name.startswith("s0-")
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     assert result["status"] == "finished"
     assert result["sparsity"]["pattern"] == "2:8"
     assert all(
@@ -188,7 +160,7 @@ def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli)
     process = nmrun_cli(*words)
     assert process.returncode == 0, process.stderr
     assert "changes nothing" not in process.stdout + process.stderr
-    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    results = [result_of(path.parent) for path in tmp_path.rglob("result.json")]
     commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in results}
     assert commands == {
         "dense": "nmrun recipe=dense debug=fast output_dir=out",
@@ -272,7 +244,7 @@ def test_several_seeds_in_one_job(tmp_path: Path) -> None:
     assert sorted(
         p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
     ) == ["s3", "s5"]
-    results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
+    results = [result_of(p.parent) for p in sorted(tmp_path.rglob("result.json"))]
     assert (outcome["status"], again["status"]) == ("finished", "skipped")
     assert [result["config"]["seed"] for result in results] == [3, 5]
     assert "seeds" not in results[0]["config"]
@@ -285,17 +257,9 @@ def test_help_is_what_hydra_would_say(tmp_path: Path, flags: list[str]) -> None:
         (tmp_path / "mine" / name).parent.mkdir(parents=True)
         (tmp_path / "mine" / f"{name}.yaml").write_text("name: ste\n")
     code = "import sys; from nmrun.lab import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
-    quick = subprocess.run(
-        [sys.executable, "-c", code, *flags, "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    quick = python("-c", code, *flags, "--help", cwd=tmp_path)
     code = f"from nmrun.lab.train import jobs; jobs._hydra({[*flags, '--help']}, [])"
-    whole = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    whole = python("-c", code, cwd=tmp_path)
     assert quick.stderr == "[]\n"
     assert quick.stdout == whole.stdout
     assert "recipe: asp" in quick.stdout
@@ -490,9 +454,7 @@ def test_torch_that_cannot_be_loaded_is_told_in_a_line(
 
 def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
     messages = [
-        subprocess.run(
-            [sys.executable, *start, "recipe=stpe"], cwd=tmp_path, capture_output=True, text=True
-        )
+        python(*start, "recipe=stpe", cwd=tmp_path)
         for start in (
             ("-m", "nmrun"),
             ("-c", "import sys, nmrun.lab.cli; sys.exit(nmrun.lab.cli.main())"),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from runs import TINY
+from verbs import python
 
 from nmrun.lab.words import composition
 from nmrun.lab.words.composition import Cache, composed, composing
@@ -134,9 +132,6 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path: Path, nmrun_cli: 
 def test_a_run_in_a_process_that_has_imported_fairseq(tmp_path: Path) -> None:
     words = [*TINY, "trainer.epochs=1", "recipe=ste"]
     lines = f"import fairseq\nimport nmrun\nprint(nmrun.run({words!r}).metrics['test/accuracy'])"
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", lines],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, env=dict(os.environ),
-    )  # fmt: skip
+    process = python("-W", "ignore", "-c", lines, cwd=tmp_path, timeout=300)
     assert process.returncode == 0, process.stderr
     assert 0 < float(process.stdout.splitlines()[-1]) < 1

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from runs import result_of
 from verbs import verb
 
 from nmrun.errors import ConfigError
@@ -450,7 +451,7 @@ def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
         if line.startswith("| ")
     ]
     table = lines[: [line[0] for line in lines].index("recipe", 1)]
-    results = [json.loads(path.read_text()) for path in (swept / "outputs").rglob("result.json")]
+    results = [result_of(path.parent) for path in (swept / "outputs").rglob("result.json")]
     ours = {
         r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)"
         for r in results

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from test_schema import EACH, VALUES, changed
+from verbs import python
 
 from nmrun.lab.words import schema
 from nmrun.lab.words.identity import completed, identity, run_folder
@@ -99,6 +97,7 @@ def test_the_order_of_overrides_counts() -> None:
         ({"trainer.clip": 1}, {"trainer.clip": 1.0}),
         ({"trainer.mvue": "2:4"}, {"trainer.mvue": "2of4"}),
         ({"trainer.budget": "flops:1e9"}, {"trainer.budget": "flops:1000000000"}),
+        ({"trainer.budget": "seconds:60"}, {"trainer.budget": "seconds:6e1"}),
         ({"model.exclude": "stem"}, {"model.exclude": ["stem"]}),
         ({"sparsity.overrides": {"inner.1": "1:8"}}, {"sparsity.overrides": {"inner.1": "1of8"}}),
         ({"sparsity.overrides": None}, {"sparsity.overrides": {}}),
@@ -162,14 +161,7 @@ from nmrun.lab.words import identity, schema
 from nmrun.patterns import Pattern
 print(identity.identity(schema.Config(json.loads({json.dumps(plain)!r}), Pattern(2, 4))))"""
     for seed in "12":
-        process = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        assert process.stdout.strip() == identity(config)
+        assert python("-c", code, PYTHONHASHSEED=seed).stdout.strip() == identity(config)
     assert len(identity(config)) == 10
     assert set(identity(config)) <= set("0123456789abcdef")
 

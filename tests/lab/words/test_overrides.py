@@ -4,11 +4,11 @@ cannot be read.
 
 from __future__ import annotations
 
-import json
 import shlex
 
 import pytest
 import torch
+from runs import result_of
 from safetensors.torch import load_file
 
 import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
@@ -148,7 +148,7 @@ def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path) -> None
     process = nmrun_cli(*words)
     assert process.returncode == 0, process.stderr
     (folder,) = [path.parent for path in tmp_path.rglob("result.json")]
-    layers = json.loads((folder / "result.json").read_text())["sparsity"]["layers"]
+    layers = result_of(folder)["sparsity"]["layers"]
     assert {layer["name"]: layer["pattern"] for layer in layers} == {
         "inner.0.weight": "2:8", "inner.1.weight": "1:8", "head.weight": "1:4"
     }  # fmt: skip

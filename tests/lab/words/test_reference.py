@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
 from hydra import compose
 from omegaconf import OmegaConf
-from verbs import verb
+from verbs import python, verb
 
 import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
 from nmrun.errors import ConfigError
@@ -129,7 +127,7 @@ def test_help_imports_no_torch():
         "  print('PROBE', topic, status, 'torch' in sys.modules)"
     )
     topics = ["recipe.decay", "model", "table", "bench", "export", "status"]
-    process = subprocess.run([sys.executable, "-c", code, *topics], capture_output=True, text=True)
+    process = python("-c", code, *topics)
     probes = [line for line in process.stdout.splitlines() if line.startswith("PROBE")]
     assert probes == [f"PROBE {topic} 0 False" for topic in topics], process.stderr
     assert len(process.stdout.splitlines()) > 2 * len(topics)

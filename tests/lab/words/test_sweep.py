@@ -24,6 +24,7 @@ from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
+from runs import result_of
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, verbs
@@ -177,7 +178,7 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
         f"{jobs[2]} (?)",
     ]
     assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
-    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    results = [result_of(path.parent) for path in tmp_path.rglob("result.json")]
     expected = {
         f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}"
         for i, ratio in enumerate(("2:4", "1:4", "1:8"))
