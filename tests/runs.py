@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import save_file
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from nmrun import recipes
 from nmrun.lab.models.images import SmallConvNetwork
+from nmrun.lab.runs.locks import NAME
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
@@ -70,6 +73,19 @@ def config(output_dir: Path | str, *overrides: str) -> schema.Config:
         return schema.check(composed(words, COMPOSED))
 
 
+def result_of(folder: Path) -> dict[str, Any]:
+    """result.json of a run."""
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Other values of some keys in result.json; of ``None`` none."""
+    result = result_of(folder) | changes
+    left = {key: value for key, value in result.items() if value is not None}
+    (folder / "result.json").write_text(json.dumps(left))
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -81,6 +97,45 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         }
         for line in lines
     ]
+
+
+@contextmanager
+def at_work(*folders: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Other processes, each of which works in one of the folders."""
+    code = (
+        "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_CREAT), fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    others = []
+    for folder in folders:
+        words = [sys.executable, "-c", code, str(folder / NAME)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        others.append(other := subprocess.Popen(words, text=True, **pipes))
+        other.stdout.readline()
+    try:
+        yield others
+    finally:
+        for other in others:
+            other.communicate()
+
+
+class Outcome(NamedTuple):
+    """All of a finished run that must not depend on interruptions."""
+
+    weights: list[bytes]
+    rows: list[dict[str, Any]]
+    metrics: dict[str, Any]
+    events: list[str]
+    flops: dict[str, int]
+
+
+def outcome(cfg: schema.Config) -> Outcome:
+    """Run to the end, from wherever the run is."""
+    folder = run_folder(cfg)
+    result = runner.run(cfg, folder)
+    assert result["status"] == "finished", result
+    weights = [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
+    return Outcome(weights, rows(folder), result["metrics"], result["events"], result["flops"])
 
 
 class NoisyNetwork(SmallConvNetwork):
@@ -126,15 +181,22 @@ def signal_after(step: int, *numbers: int) -> Iterator[None]:
     """The process gets signals after so many steps of a run."""
     original = TrainingSteps.train_step
 
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
-        original(loop, *args, **kwargs)
+    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> Any:
+        result = original(loop, *args, **kwargs)
         if loop.step == step:
             for number in numbers:
                 os.kill(os.getpid(), number)
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", signalled)
         yield
+
+
+def stopped(cfg: schema.Config, step: int) -> None:
+    """A run that a signal ends after so many steps: all of them are saved."""
+    with signal_after(step, signal.SIGTERM):
+        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
 
 
 def write_run(
@@ -163,14 +225,31 @@ def cut_off(cfg: schema.Config, step: int) -> None:
     """A run that Ctrl-C ends after so many steps, in the middle of it: the loop itself saves nothing."""
     original = TrainingSteps.train_step
 
-    def dying(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def dying(loop: TrainingSteps, *args: Any, **kwargs: Any) -> Any:
         if loop.step == step:
             raise KeyboardInterrupt
-        original(loop, *args, **kwargs)
+        return original(loop, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingSteps, "train_step", dying)
         assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
+
+
+def resumed(
+    place: Path,
+    *words: str,
+    by: Callable[[schema.Config, int], None] = stopped,
+    steps: tuple[int, ...] = (7,),
+) -> Outcome:
+    """The outcome of a run that was ended ``by`` something at each of the steps; it is that of one
+    left alone.
+    """
+    cut = config(place / "cut", *words)
+    for step in steps:
+        by(cut, step)
+    ended = outcome(cut)
+    assert ended == outcome(config(place / "alone", *words))
+    return ended
 
 
 def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:

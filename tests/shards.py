@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import one_rank
 import torch
-from runs import config, stopping
+from runs import config, signal_after
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -120,13 +121,8 @@ def run(
 ) -> dict[str, Any]:
     """Train in this process, one of several or not; ``stop`` as by a signal after so many steps."""
     cfg = config(output_dir, *CASES[case], *overrides)
-    train = Loop.train
-
-    Loop.train = stopping(train, stop)  # type: ignore[method-assign]
-    try:
+    with signal_after(stop, signal.SIGTERM) if stop else nullcontext():
         return runner.run(cfg, run_folder(cfg))
-    finally:
-        Loop.train = train  # type: ignore[method-assign]
 
 
 def check_shards(loop: Loop) -> None:

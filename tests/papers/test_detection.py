@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import config, rows, stopping
+from runs import config, result_of, resumed
 from torch import Tensor, nn
 
 pytest.importorskip("pycocotools")
 from nmrun.lab import tasks
 from nmrun.lab.tasks.items import Split
-from nmrun.lab.train import runner
-from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.detection import data
 from nmrun.papers.detection.task import Detection, coco_detections, precision
@@ -186,21 +184,14 @@ def test_average_precision_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_and_one_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_and_one_that_goes_on(tmp_path: Path) -> None:
     words = (*SHAPES, "trainer.batch_size=4", "trainer.epochs=2", "trainer.accumulate=2")
     words = (*words, "recipe=sr_ste", "optimizer=sgd", "trainer.limit_evaluation=4")
-    cfg = config(tmp_path / "whole", *words)
-    result = runner.run(cfg, run_folder(cfg))
+    resumed(tmp_path, *words, steps=(3,))
+    cfg = config(tmp_path / "alone", *words)
+    result = result_of(run_folder(cfg))
     names = {f"{kind}_ap{at}" for kind in ("box", "mask") for at in ("", "50", "75")}
     assert {f"test/{name}" for name in names} <= set(result["metrics"]["final"])
     assert result["metric"] == "box_ap"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     assert result["flops"]["training_arithmetic"] < result["flops"]["training_dense"]
-    again, name = config(tmp_path / "cut", *words), "model.safetensors"
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train", stopping(Loop.train, 3))
-        assert runner.run(again, run_folder(again))["status"] == "interrupted"
-    assert runner.run(again, run_folder(again))["status"] == "finished"
-    folders = [run_folder(one) for one in (cfg, again)]
-    assert rows(folders[0]) == rows(folders[1])
-    assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()

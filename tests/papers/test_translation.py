@@ -18,14 +18,12 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from runs import config, rows
+from runs import config, cut_off, result_of, resumed
 from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
-from nmrun.lab.train import runner
 from nmrun.lab.train.optimizers import inverse_sqrt_factor
-from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation import prepare
 from nmrun.papers.translation.data import Symbols, detokenizer
@@ -625,40 +623,13 @@ def test_prepare_writes_a_whole_folder_or_nothing(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = (
-        *RUN,
-        "recipe=step",
-        "recipe.switch=0.5",
-        "schedule=inverse_sqrt",
-        "schedule.warmup_steps=4",
-    )
-    results = []
-    for name in ("alone", "cut"):
-        cfg = config(tmp_path / name, *options)
-        folder = run_folder(cfg)
-        if name == "cut":
-            step, calls = TrainingSteps.train_step, itertools.count(1)
-
-            def dying(
-                self: TrainingSteps, *args: Any, step: Any = step, calls: Any = calls, **kwargs: Any
-            ) -> None:
-                if next(calls) == 8:
-                    raise KeyboardInterrupt
-                step(self, *args, **kwargs)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(TrainingSteps, "train_step", dying)
-                assert runner.run(cfg, folder)["status"] == "interrupted"
-        result = runner.run(cfg, folder)
-        assert result["status"] == "finished", result
-        assert "tok:13a" in result["notes"]["bleu"]
-        results.append(
-            ((folder / "model.safetensors").read_bytes(), result["metrics"], rows(folder))
-        )
-    assert results[0][:2] == results[1][:2]
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    schedule = ("schedule=inverse_sqrt", "schedule.warmup_steps=4")
+    words = (*RUN, "recipe=step", "recipe.switch=0.5", *schedule)
+    resumed(tmp_path, *words, by=cut_off)
+    folder = run_folder(config(tmp_path / "cut", *words))
+    result = result_of(folder)
+    assert "tok:13a" in result["notes"]["bleu"]
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     assert {left["name"] for left in result["sparsity"]["left_dense"]} == {
         "encoder.embed_tokens.weight",

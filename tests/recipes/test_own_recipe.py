@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from runs import result_of
 from safetensors.torch import load_file
 
 import nmrun
@@ -73,7 +74,7 @@ def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
     assert first.returncode == 0, first.stderr
     (run,) = [file.parent for file in folder.rglob("result.json")]
     assert run.parent == folder / "out" / "digits" / "small_conv" / "saliency" / "2of8"
-    result = json.loads((run / "result.json").read_text())
+    result = result_of(run)
     assert (result["status"], result["sparsity"]["pattern"]) == ("finished", "2:8")
     bits = (run / "model.safetensors").read_bytes()
     weights = load_file(run / "model.safetensors")

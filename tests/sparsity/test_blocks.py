@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import result_of
 from torch import Tensor, nn
 
 import nmrun
@@ -229,7 +230,7 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
             "prune", str(run.folder), "method=wanda", f"sparsity={ratio}", "samples=8"
         )
         assert process.returncode == 0, process.stderr
-        pruned = json.loads((Path(root, process.stdout.split()[-1]) / "result.json").read_text())
+        pruned = result_of(Path(root, process.stdout.split()[-1]))
         assert pruned["config"]["sparsity"]["v"] == v
         assert {layer["pattern"] for layer in pruned["sparsity"]["layers"]} == {ratio}
 
@@ -246,7 +247,7 @@ def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
     process = nmrun_cli(*words, "sparsity=16:2:8")
     assert process.returncode == 0, process.stderr
     (folder,) = (tmp_path / "outputs").glob("*/mlp/sr_ste/16of2of8/*")
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     assert result["config"]["sparsity"] == {
         "n": 2,
         "m": 8,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import result_of
 from safetensors.torch import save_file
 from verbs import verb
 
@@ -37,7 +38,7 @@ def folder(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def seal(folder: Path, command: str, **changes: Any) -> None:
     (folder / "config.yaml").write_text(f"# {command}\nseed: 0\n")
     save_file({"w": torch.zeros(4, 4)}, folder / "model.safetensors")
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     for key, value in changes.items():
         result[key] = {**result[key], **value}
     (folder / "result.json").write_text(json.dumps(sealed(result, folder)))

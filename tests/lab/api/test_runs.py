@@ -18,7 +18,7 @@ import pytest
 import torch
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from runs import TINY
+from runs import TINY, result_of
 from safetensors.torch import load_file
 
 import nmrun
@@ -67,7 +67,7 @@ def test_a_run_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> No
     a, b = (load_file(folder / "model.safetensors") for folder in (ours.folder, theirs))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    result = json.loads((ours.folder / "result.json").read_text())
+    result = result_of(ours.folder)
     assert ours.config == result["config"]
     best = {f"best/{name}": value for name, value in result["metrics"]["best"].items()}
     assert ours.metrics == {**result["metrics"]["final"], **best}

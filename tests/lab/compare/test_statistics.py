@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 import math
 import re
 import statistics
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import result_of, rewrite
 from scipy import stats
 from test_tables import cells
 from verbs import verb
@@ -380,10 +380,9 @@ def test_other_data_and_other_budgets(write, table) -> None:
 
 def test_how_many_epochs_the_best_is_of(write, table) -> None:
     for recipe, number in (("ste", 6), ("asp", 4), ("lbc", 4)):
-        path = write(recipe, "2:4", 0, 0.9) / "result.json"
-        result = json.loads(path.read_text())
-        result["metrics"]["best"]["candidates"] = number
-        path.write_text(json.dumps(result))
+        folder = write(recipe, "2:4", 0, 0.9)
+        metrics = result_of(folder)["metrics"]
+        rewrite(folder, metrics=metrics | {"best": metrics["best"] | {"candidates": number}})
     best = ("--metric", "best/test/accuracy")
     assert "of epochs with N:M weights: 4 (asp, lbc), 6 (ste)" in table(*best)[1]
     assert "epochs with N:M" not in table()[1]
@@ -455,8 +454,7 @@ def test_several_metrics_side_by_side(write, table) -> None:
 def test_versions_of_the_code_are_told(write, table) -> None:
     write("ste", "2:4", 0, 0.9)
     assert "versions of the code" not in table()[1]
-    path = write("ste", "2:4", 1, 0.9) / "result.json"
-    path.write_text(path.read_text().replace('"abc"', '"0123456789"'))
+    rewrite(write("ste", "2:4", 1, 0.9), environment={"commit": "0123456789"})
     assert "made by 2 versions of the code" in table()[1]
     assert "The versions of the code are 0123456, abc" in table("--method")[1]
 
@@ -482,7 +480,7 @@ def test_runs_from_wandb_are_those_of_the_folders(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    result = json.loads((write("ste", "2:4", 3, 0.9) / "result.json").read_text())
+    result = result_of(write("ste", "2:4", 3, 0.9))
     summary = logged.summary(result) | {"_step": 9, "_wandb": {"x": 1}}
     ours = SimpleNamespace(
         config=result["config"],

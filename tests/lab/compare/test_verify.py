@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from runs import result_of, rewrite
 from verbs import verb
 
 from nmrun.errors import RunError
@@ -24,7 +25,7 @@ def sealed(write):
         folder: Path = write(*arguments, **other)
         for name in (*WEIGHTS, "metrics.jsonl"):
             (folder / name).write_bytes(name.encode() * 3)
-        result = json.loads((folder / "result.json").read_text())
+        result = result_of(folder)
         (folder / "result.json").write_text(json.dumps(run_folder.sealed(result, folder), indent=2))
         return folder
 
@@ -77,11 +78,8 @@ def test_changed_rows_are_not_drawn(sealed, tmp_path: Path, capsys) -> None:
     folder = sealed("ste", "2:4", 0, 0.8)
     rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    result = json.loads((folder / "result.json").read_text())
-    result = {key: value for key, value in result.items() if key not in ("files", "sha256")}
-    (folder / "result.json").write_text(
-        json.dumps(run_folder.sealed(result | {"metric": "accuracy"}, folder))
-    )
+    rewrite(folder, files=None, sha256=None)
+    rewrite(folder, **run_folder.sealed(result_of(folder) | {"metric": "accuracy"}, folder))
     words = ("plot", str(tmp_path), "--kind", "curves", "--out", str(tmp_path / "a.svg"))
     assert verb(*words) == 0
     assert capsys.readouterr().err == ""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from reference import top
-from runs import write_run
+from runs import result_of, rewrite, write_run
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from verbs import verb
@@ -374,10 +374,8 @@ def test_what_was_changed_is_not_copied(
     assert export() == 0
     assert "kept no hashes" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.5}\n')
-    result = json.loads((run / "result.json").read_text()) | {
-        "metrics": {"final": {"eval/accuracy": 0.5}, "best": {}}
-    }
-    (run / "result.json").write_text(json.dumps(run_folder.sealed(result, run)))
+    result = result_of(run) | {"metrics": {"final": {"eval/accuracy": 0.5}, "best": {}}}
+    rewrite(run, **run_folder.sealed(result, run))
     assert export() == 0
     assert capsys.readouterr().err == ""
     shutil.rmtree(to)

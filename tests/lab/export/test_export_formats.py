@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import config, write_run
+from runs import config, result_of, rewrite, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -196,11 +196,11 @@ def test_a_dense_run_and_a_run_without_a_report(
     dense = write_run(tmp_path / "dense", {"a": torch.ones(2, 4)}, [])
     assert "is a dense run" in refused(dense, tmp_path / "to", capsys)
     run = small(tmp_path / "run")
-    result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps({**result, "sparsity": {}}))
+    sparsity = result_of(run)["sparsity"]
+    rewrite(run, sparsity={})
     assert "does not say which layers are sparse" in refused(run, tmp_path / "to", capsys)
-    result["sparsity"]["layers"][0]["name"] = "gone"
-    (run / "result.json").write_text(json.dumps(result))
+    sparsity["layers"][0]["name"] = "gone"
+    rewrite(run, sparsity=sparsity)
     assert "has no gone" in refused(run, tmp_path / "to", capsys)
 
 
@@ -272,8 +272,7 @@ def test_no_mix_of_two_exports(
     first = exported(one := small(tmp_path / "one"))
     torch.manual_seed(1)
     other = small(tmp_path / "other")
-    result = json.loads((other / "result.json").read_text())
-    (other / "result.json").write_text(json.dumps({**result, "id": "other"}))
+    rewrite(other, id="other")
     second = exported(other)
     assert None not in (*first, *second)
     assert [a == b for a, b in zip(first, second, strict=True)] == [False, False]

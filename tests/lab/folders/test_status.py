@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from runs import at_work, result_of
 from terminal import Terminal
+from verbs import python
 
 from nmrun.errors import ConfigError
 from nmrun.lab.folders import status
-from nmrun.lab.runs.locks import NAME
 from nmrun.lab.words import sweep
 
 Place = Callable[..., Path]
@@ -73,17 +74,6 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def locked(folder: Path) -> subprocess.Popen[str]:
-    """A live process that works in the folder."""
-    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder / NAME)!r}, os.O_CREAT), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
-
-
 def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     place("s0-a", "finished")
     place("s1-b", "finished")
@@ -96,12 +86,8 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     running.with_name("s7-h").mkdir()  # nothing ever happened there
     (files := killed / "wandb" / "files").mkdir(parents=True)
     (files / "config.yaml").write_text("a: 1\n")  # no run of its own
-    alive = [locked(running), locked(begins)]
-    try:
+    with at_work(running, begins):
         lines = output(capsys).splitlines()
-    finally:
-        for process in alive:
-            process.communicate()
     here = "digits/small_conv/ste/2of4"
     assert lines == [
         "runs in outputs: 2 finished, 2 running, 1 interrupted, 1 failed, 1 killed",
@@ -167,15 +153,10 @@ def test_runs_are_listed_with_what_differs_and_how_far_they_are(
     done = {"step": 200, "epoch": 10, "eval/loss": 0.1, "eval/accuracy": 0.9375}
     run_with(place, "s0-a", "finished", [evaluated, done])
     run_with(place, "s1-b", "finished", [evaluated, {**evaluated, "eval/accuracy": "no"}], seed=1)
-    alive = [
-        locked(run_with(place, "s2-c", None, [evaluated, on], seed=2, lr=0.1)),
-        locked(run_with(place, "s3-d", None, [on], seed=3, steps=100)),
-    ]
-    try:
+    running = run_with(place, "s2-c", None, [evaluated, on], seed=2, lr=0.1)
+    by_steps = run_with(place, "s3-d", None, [on], seed=3, steps=100)
+    with at_work(running, by_steps):
         _, head, *rows = output(capsys).splitlines()
-    finally:
-        for process in alive:
-            process.communicate()
     columns = ["state", "recipe", "ratio", "seed", "optimizer.lr"]
     assert head.split()[:5] == columns
     assert not {"dataset", "model"} & set(head.split()), "what is the same in all"
@@ -268,12 +249,8 @@ def test_sweeps(
     monkeypatch.chdir("outputs")
     assert output(capsys, ".").splitlines()[:2] == [cut, "  cd .. && nmrun -m 3-third"]
     monkeypatch.chdir("..")
-    alive = [locked(folder) for folder in folders[:2]]
-    try:
+    with at_work(*folders[:2]):
         lines = output(capsys).splitlines()
-    finally:
-        for process in alive:
-            process.communicate()
     assert lines == [
         "sweep 1-first, running: 2 of 8 jobs done (2 finished); 10 min so far, 12 min left",
         "sweep 2-second, running: 3 of 8 jobs done (1 finished, 1 skipped, 1 failed); 10 min so far, 10 min left",
@@ -290,7 +267,6 @@ def test_sweeps(
 def test_watching_ends_with_what_runs(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = locked(place("s0-a", steps=20))
     looks: list[float] = []
 
     def next_look(seconds: float) -> None:
@@ -300,7 +276,8 @@ def test_watching_ends_with_what_runs(
             holder.wait()
 
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
-    out = output(capsys, "--watch")
+    with at_work(place("s0-a", steps=20)) as (holder,):
+        out = output(capsys, "--watch")
     assert looks == [status.PAUSE] * 3
     assert "1 killed" in out
     assert "running" not in out, "the last look alone is left on the screen"
@@ -311,7 +288,7 @@ def test_the_list_stays_at_one_place_of_the_terminal(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"step": 20, "epoch": 1, "eval/accuracy": 0.75}]
-    holder = locked(folder := run_with(place, "s0-a", None, rows))
+    folder = run_with(place, "s0-a", None, rows)
     terminal = Terminal(monkeypatch, width=120)
     monkeypatch.setattr(sys, "stdout", terminal)
     shown: list[list[str]] = []
@@ -324,7 +301,8 @@ def test_the_list_stays_at_one_place_of_the_terminal(
             holder.communicate()
 
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
-    assert status.main(["--watch"]) == 0
+    with at_work(folder) as (holder,):
+        assert status.main(["--watch"]) == 0
     assert [len(lines) for lines in shown] == [3, 3], shown
     assert "1/10   accuracy 0.7500" in shown[0][2]
     assert "2/10   accuracy 0.8750" in shown[1][2]
@@ -382,9 +360,7 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     ]
     assert watched["sweeps"][0]["left"] > 0
     light = "import sys; from nmrun.lab import cli; status = cli.main(); print('torch' in sys.modules); sys.exit(status)"
-    done = subprocess.run(
-        [sys.executable, "-c", light, "status"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python("-c", light, "status", cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr, lines[-1]) == (0, "", "False")
     assert "cut off: 1 of 2 jobs done (1 failed)" in lines[0]
@@ -416,7 +392,7 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
         time.sleep(0.05)
     again.send_signal(signal.SIGINT)
     again.communicate()
-    assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
+    assert result_of(folder)["status"] == "interrupted"
     assert "runs in outputs: 1 interrupted, 1 failed" in nmrun_cli("status").stdout
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import result_of
 from verbs import verb
 
 from nmrun.lab import cli
@@ -55,7 +56,7 @@ def test_a_run_without_a_result_is_compared_by_its_config(
     write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = write("ste", "2:4", 0, 0.5), write("ste", "2:4", 1)
-    result = json.loads((other / "result.json").read_text())
+    result = result_of(other)
     (other / "config.yaml").write_text(json.dumps(result["config"]))  # JSON is YAML
     (other / "result.json").unlink()
     assert verb("compare", str(one), str(other)) == 0

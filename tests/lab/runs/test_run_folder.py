@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import result_of
 
 from nmrun.errors import RunError
 from nmrun.lab.runs.run_folder import RunFolder, sealed
@@ -50,7 +51,7 @@ def broken(folder: Path, contents: bool = True) -> dict[str, str]:
 
 
 def test_sizes_and_hashes_are_those_of_the_files(folder: Path) -> None:
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     bound = {name: data for name, data in CONTENT.items() if name != "run.log"}
     assert result["files"] == {
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import browser
 import pytest
+from runs import rewrite
 from verbs import verb
 
 
@@ -130,12 +131,8 @@ def test_what_did_not_finish_with_its_error_and_command(
 ) -> None:
     write("step", "2:4", 0, 0.98)
     failed = write("step", "2:4", 1, status="failed")
-    result = json.loads((failed / "result.json").read_text())
-    result |= {
-        "error": "step 7: the loss is nan",
-        "environment": {"command": "nmrun recipe=step seed=1 'model.exclude=[a,b]'"},
-    }
-    (failed / "result.json").write_text(json.dumps(result))
+    command = {"command": "nmrun recipe=step seed=1 'model.exclude=[a,b]'"}
+    rewrite(failed, error="step 7: the loss is nan", environment=command)
     curve(failed, 0.1)
     killed = tmp_path / "outputs/digits/small_conv/ste/2of4/s0-0123456789"
     killed.mkdir(parents=True)
@@ -155,10 +152,7 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
     for seed in (0, 1):
         write("step", "2:4", seed, 0.98)
         other = write("step", "2:4", seed, 0.97, optimizer__lr=0.01)
-    result = json.loads((other / "result.json").read_text())
-    (other / "result.json").write_text(
-        json.dumps(result | {"environment": {"commit": "fff", "torch": "9.9"}})
-    )
+    rewrite(other, environment={"commit": "fff", "torch": "9.9"})
     assert report("--rows", "recipe,optimizer.lr")[0] == 0
     document = page(tmp_path)
     runs, configurations, same, environments = document.tables[1:]
@@ -182,9 +176,7 @@ def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> No
     note = "<script>alert(1)</script>"
     write("step", "2:4", 0, 0.98, model__note=note)
     folder = write("step", "2:4", 1, status="failed", model__note=note)
-    result = json.loads((folder / "result.json").read_text())
-    result |= {"error": "<img src=http://x/y>", "environment": {"command": 'nmrun "<b>"'}}
-    (folder / "result.json").write_text(json.dumps(result))
+    rewrite(folder, error="<img src=http://x/y>", environment={"command": 'nmrun "<b>"'})
     assert report()[::2] == (0, "")
     document = page(tmp_path)
     assert "script" not in document.tags

@@ -15,6 +15,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from runs import rewrite
 from verbs import verb
 
 from nmrun.lab.compare.runs import collect
@@ -33,14 +34,11 @@ def _close() -> Iterator[None]:
 def log(folder: Path, lines: list[dict[str, float]], **other: Any) -> None:
     rows = [{"step": step, "epoch": 1, **line} for step, line in zip(STEPS, lines, strict=True)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps(result | other))
+    rewrite(folder, **other)
 
 
 def spent(folder: Path, flops: float) -> None:
-    result = json.loads((folder / "result.json").read_text())
-    result["flops"] = {"training_arithmetic": flops}
-    (folder / "result.json").write_text(json.dumps(result))
+    rewrite(folder, flops={"training_arithmetic": flops})
 
 
 def drawn(

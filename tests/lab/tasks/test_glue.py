@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from glue_files import FILES, write
-from runs import config, cut_off, rows
+from runs import config, cut_off, resumed
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
@@ -350,17 +350,7 @@ def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
 
 
 def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp_path: Path):
-    alone, cut = (
-        config(tmp_path / name, *overrides(encoder, "recipe=step", "recipe.switch=0.5"))
-        for name in ("alone", "cut")
-    )
-    assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    cut_off(cut, 7)
-    assert runner.run(cut, run_folder(cut))["status"] == "finished"
-    assert (run_folder(cut) / "model.safetensors").read_bytes() == (
-        run_folder(alone) / "model.safetensors"
-    ).read_bytes()
-    assert rows(run_folder(cut)) == rows(run_folder(alone))
+    resumed(tmp_path, *overrides(encoder, "recipe=step", "recipe.switch=0.5"), by=cut_off)
 
 
 def refusal(tmp_path: Path, encoder: Path, *more: str) -> str:

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -620,29 +619,9 @@ def test_runs_learn(tmp_path, alternating, recipe):
 def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path):
     for name, length in (("train", 3000), ("val", 200)):
         write(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(60, size=length))
-    data = (
-        "dataset=token_bin",
-        f"dataset.folder={tmp_path}",
-        "dataset.vocabulary=64",
-        "model.dropout=0.1",
-        "recipe=step",
-    )
-    config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
-    runner.run(config, tmp_path / "whole")
-
-    with runs.signal_after(7, signal.SIGTERM):
-        assert runner.run(config, tmp_path / "cut")["status"] == "interrupted"
-    torch.manual_seed(99)
-    assert runner.run(config, tmp_path / "cut")["status"] == "finished"
-    assert "goes on at step 7 of 20" in (tmp_path / "cut/run.log").read_text()
-    assert (tmp_path / "cut/model.safetensors").read_bytes() == (
-        tmp_path / "whole/model.safetensors"
-    ).read_bytes()
-    whole, cut = (
-        json.loads((tmp_path / name / "result.json").read_text())["metrics"]
-        for name in ("whole", "cut")
-    )
-    assert whole == cut
+    data = ("dataset=token_bin", f"dataset.folder={tmp_path}", "dataset.vocabulary=64")
+    words = (*TEXT, *data, "model.dropout=0.1", "recipe=step", "trainer.epochs=2")
+    runs.resumed(tmp_path, *words)
 
 
 def test_speed_is_logged_in_tokens(tmp_path, alternating, monkeypatch):

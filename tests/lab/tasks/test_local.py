@@ -97,6 +97,8 @@ DAMAGES = {
     "a bit of a label": ("labels.npy", flipped),
     "a page": ("train.npy", lost),
     "cut off": ("test.npy", lambda file: file.write_bytes(file.read_bytes()[:-8])),
+    "cut off early": ("train.npy", lambda file: file.write_bytes(file.read_bytes()[:40])),
+    "empty": ("labels.npy", lambda file: file.write_bytes(b"")),
     "an array of another": (
         "test.npy",
         lambda f: f.write_bytes((f.parent / "labels.npy").read_bytes()),

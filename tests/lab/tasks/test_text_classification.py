@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, cut_off, rows
+from runs import config, cut_off, resumed
 from torch import Tensor, nn
 
 import nmrun
@@ -291,14 +291,7 @@ SMALL = (
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_bits(tmp_path: Path):
-    overrides = (*SMALL, "recipe=step", "trainer.accumulate=2")
-    alone, cut = config(tmp_path / "alone", *overrides), config(tmp_path / "cut", *overrides)
-    assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    cut_off(cut, 7)
-    assert runner.run(cut, run_folder(cut))["status"] == "finished"
-    for name in ("model.safetensors", "best.safetensors"):
-        assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
-    assert rows(run_folder(cut)) == rows(run_folder(alone))
+    resumed(tmp_path, *SMALL, "recipe=step", "trainer.accumulate=2", by=cut_off)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import config, cut_off, rows
+from runs import config, cut_off, result_of, rows
 from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
@@ -110,7 +109,7 @@ def tiny(root: Path) -> Config:
 
 
 def outcome(folder: Path) -> Any:
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     weights = [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
     return weights, rows(folder), result["metrics"]
 

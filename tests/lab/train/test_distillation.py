@@ -4,7 +4,6 @@ logits, and in whole runs.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows, stopping
+from runs import config, result_of, resumed, rewrite, rows
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build, runner
 from nmrun.lab.train.distillation import Distilled, divergence
-from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
@@ -170,22 +168,10 @@ def test_weight_0_is_the_run_without_a_teacher(tmp_path: Path, teacher: Path) ->
     ("recipe", "by"), [("sr_ste", "start"), ("dense", "finished"), ("step", "finished")]
 )
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    tmp_path: Path, teacher: Path, recipe: str, by: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, teacher: Path, recipe: str, by: str
 ) -> None:
     distill = "start" if by == "start" else f"'{teacher}'"
-    configs = [
-        config(tmp_path / name, f"recipe={recipe}", f"trainer.distill={distill}")
-        for name in ("alone", "cut")
-    ]
-    alone, cut = map(run_folder, configs)
-    assert runner.run(configs[0], alone)["status"] == "finished"
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train", stopping(Loop.train, 7))
-        assert runner.run(configs[1], cut)["status"] == "interrupted"
-    assert runner.run(configs[1], cut)["status"] == "finished"
-    name = "model.safetensors"
-    assert (alone / name).read_bytes() == (cut / name).read_bytes()
-    assert rows(alone) == rows(cut)
+    resumed(tmp_path, f"recipe={recipe}", f"trainer.distill={distill}")
 
 
 def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
@@ -194,7 +180,7 @@ def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
     flops = []
     for each in (plain, cfg):
         assert runner.run(each, run_folder(each))["status"] == "finished"
-        flops.append(json.loads((run_folder(each) / "result.json").read_text())["flops"])
+        flops.append(result_of(run_folder(each))["flops"])
     forward = build.build(plain).cost.forward
     items = 12 * 32
     for kind in ("training_arithmetic", "training_hardware"):
@@ -275,8 +261,7 @@ def test_a_teacher_s_place_is_no_part_of_the_id(
 ) -> None:
     places = [shutil.copytree(teacher, tmp_path / name) for name in ("here", "start")]
     assert len({identity(taught(tmp_path, place)) for place in (teacher, *places)}) == 1
-    result = json.loads((places[0] / "result.json").read_text())
-    (places[0] / "result.json").write_text(json.dumps({**result, "id": "another"}))
+    rewrite(places[0], id="another")
     assert identity(taught(tmp_path, places[0])) != identity(taught(tmp_path, teacher))
     monkeypatch.chdir(tmp_path)  # "start" is no folder, even if there is one
     begins = identity(config(tmp_path, "recipe=sr_ste", "trainer.distill=start"))

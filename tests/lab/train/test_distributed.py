@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch
 import two_killed
 import two_ranks
 from played_gpu import play
-from runs import RECIPES, TINY, config, rows
+from runs import RECIPES, TINY, config, result_of, rows
 from safetensors.torch import load_file
 
 import nmrun
@@ -52,7 +51,7 @@ def test_two_processes_train_the_weights_of_one(
     for one, two in zip(rows(alone), rows(other), strict=True):
         assert one.keys() == two.keys()
         assert one.get("train/loss", 0.0) == pytest.approx(two.get("train/loss", 0.0), rel=1e-4)
-    assert json.loads((other / "result.json").read_text())["environment"]["ranks"] == 2
+    assert result_of(other)["environment"]["ranks"] == 2
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
@@ -95,7 +94,7 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     assert output.count("interrupted at step") == 1
-    result = json.loads((run_folder(cfg) / "result.json").read_text())
+    result = result_of(run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state is not None

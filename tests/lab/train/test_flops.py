@@ -5,14 +5,13 @@ budget.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import config, stopping
+from runs import config, result_of
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from nmrun.lab.train import build, flops, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.flops import Densities, densities, hardware_density, weight_density
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import identity, run_folder
+from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.step.activations import SquaredReLU
@@ -435,7 +434,7 @@ WEIGHTS = 8 * 8 * 9  # of each sparse layer of the tiny network
 
 
 def used(folder: Path) -> dict[str, int]:
-    return json.loads((folder / "result.json").read_text())["flops"]
+    return result_of(folder)["flops"]
 
 
 def finished(*arguments: Any) -> dict[str, int]:
@@ -482,20 +481,6 @@ def test_result_of_a_run_with_pruned_activations(tmp_path: Path) -> None:
         config(tmp_path, *options, "trainer.activations=1:4", "trainer.budget=flops:dense")
     ).total_steps
     assert planned == round(12 * usual["training_dense"] / counts["training_arithmetic"])
-
-
-def test_a_resumed_run_counts_all_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ["recipe=step", "recipe.switch=0.6"]
-    alone = finished(tmp_path / "alone", *options)
-    cfg, train = config(tmp_path / "cut", *options), Loop.train
-    monkeypatch.setattr(Loop, "train", stopping(train, 5))
-    assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
-    assert used(run_folder(cfg))["training_dense"] == alone["training_dense"] * 5 / 12
-    monkeypatch.undo()
-    runner.run(cfg, run_folder(cfg))
-    assert used(run_folder(cfg)) == alone
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -559,35 +544,3 @@ def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
     assert loop.handle.recipe.dense_steps == round(loop.steps.total_steps / 2)
     assert loop.steps.lr_factor(loop.steps.total_steps) == 0.0
     assert loop.epochs == -(-loop.steps.total_steps // 3)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "dense",
-        "flops:",
-        "flops:-1",
-        "flops:0",
-        "flops:inf",
-        "flops:many",
-        "1e12",
-        "0",
-        "seconds:0",
-        "seconds:dense",
-        "seconds:",
-    ],
-)
-def test_what_is_no_budget(value: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"trainer.budget=.*: it takes flops:dense, flops:<number above 0> .*, seconds:<number above 0>",
-    ):
-        config(tmp_path, f"trainer.budget={value}")
-
-
-def test_one_budget_in_two_spellings_is_one_run(tmp_path: Path) -> None:
-    configs = [
-        config(tmp_path, f"trainer.budget={value}")
-        for value in ("flops:1e12", "flops:1000000000000", "flops:1e13")
-    ]
-    assert identity(configs[0]) == identity(configs[1]) != identity(configs[2])

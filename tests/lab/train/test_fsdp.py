@@ -12,7 +12,7 @@ import preloaded
 import pytest
 import shards
 import torch
-from runs import config, rows
+from runs import config, result_of, rows
 from safetensors.torch import load_file
 
 from nmrun.errors import ConfigError
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compare(alone: Path, other: Path) -> None:
     """Same weights, same masks, same log up to rounding, same events."""
-    results = [json.loads((run / "result.json").read_text()) for run in (alone, other)]
+    results = [result_of(run) for run in (alone, other)]
     assert results[0]["sparsity"] == results[1]["sparsity"]
     assert results[0]["events"] == results[1]["events"]
     for name in sorted(path.name for path in alone.glob("*.safetensors")):

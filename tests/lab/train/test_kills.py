@@ -17,6 +17,7 @@ from typing import Any
 
 import preloaded
 import pytest
+from runs import result_of
 
 from nmrun.lab.train import checkpoint
 
@@ -113,7 +114,7 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
         assert "a worker was killed" in output
         assert "[1/4] seed=0: killed" in output or "[1/4] recipe=ste seed=0: killed" in output
         return
-    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    results = [result_of(path.parent) for path in tmp_path.rglob("result.json")]
     assert [result["status"] for result in results] == ["interrupted"] * 2
     for run in {path.parent for path in tmp_path.rglob("result.json")}:
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]

@@ -3,13 +3,12 @@ may take."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import config, cut_off
+from runs import config, cut_off, result_of
 from torch import nn
 
 from nmrun.fast.cpu import probe
@@ -78,7 +77,7 @@ def test_a_run_that_goes_on_keeps_its_precision(
             cut_off(cfg, 8)
             played(monkeypatch, *flags["fp32" if precision == "bf16" else "bf16"])
         assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
-        result = json.loads((run_folder(cfg) / "result.json").read_text())
+        result = result_of(run_folder(cfg))
         assert result["environment"]["precision"] == precision
         results.append((result["metrics"], (run_folder(cfg) / "model.safetensors").read_bytes()))
     assert results[0] == results[1]
@@ -98,7 +97,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_float32(
     torch.save(state, checkpoint)
     played(monkeypatch, "avx512_bf16")
     assert runner.run(run, run_folder(run))["status"] == "finished"
-    result = json.loads((run_folder(run) / "result.json").read_text())
+    result = result_of(run_folder(run))
     assert result["environment"]["precision"] == "fp32"
 
 

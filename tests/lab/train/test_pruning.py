@@ -54,7 +54,7 @@ def prune(*words: str, capsys) -> tuple[dict, str]:
 @pytest.mark.slow
 def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     result, printed = prune(dense, "method=wanda", "sparsity=1:4", "samples=10", capsys=capsys)
-    before, config = json.loads((dense / "result.json").read_text()), pruning.read([str(dense)])
+    before, config = runs.result_of(dense), pruning.read([str(dense)])
     assert result["config"]["recipe"] == {"name": "wanda", "samples": 10, "permute": False}
     assert "/stdlib_text/gpt_tiny/wanda/1of4/s0-" in result["folder"]
     run = finished_run.load(Path(result["folder"]))  # all files are sealed, all layers 1:4

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import KINDS, config, rows, signal_after
+from runs import KINDS, at_work, config, result_of, rewrite, rows, signal_after
 from safetensors.torch import load_file
 from sklearn import datasets
 from torch.nn import functional
@@ -64,7 +61,7 @@ def test_the_folder_of_a_finished_run(
     returned = run(cfg)
     output = capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == FILES
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     assert returned == {**result, "folder": str(folder)}
     assert (result["status"], result["id"], result["config"]) == (
         "finished",
@@ -185,7 +182,7 @@ def test_a_failure_is_told_in_a_line_and_kept_in_full(
     result = run(cfg)
     captured = capsys.readouterr()
     assert (result["status"], result["error"]) == ("failed", "ZeroDivisionError: first line")
-    assert json.loads((run_folder(cfg) / "result.json").read_text())["error"] == result["error"]
+    assert result_of(run_folder(cfg))["error"] == result["error"]
     assert "Traceback" in (run_folder(cfg) / "run.log").read_text()
     assert "Traceback" not in captured.out + captured.err
     assert "nmrun: failed: ZeroDivisionError: first line" in captured.err
@@ -308,9 +305,7 @@ def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_pat
     cfg = config(tmp_path, "recipe=ste")
     run(cfg)
     folder = run_folder(cfg)
-    result = json.loads((folder / "result.json").read_text())
-    del result["files"], result["sha256"]
-    (folder / "result.json").write_text(json.dumps(result))
+    rewrite(folder, files=None, sha256=None)
     assert run(cfg)["status"] == "skipped"
     (folder / "model.safetensors").unlink()
     assert run(cfg)["status"] == "finished"
@@ -422,7 +417,7 @@ def test_a_signal_that_comes_too_late_still_stops_the_sweep(
     cfg = config(tmp_path, "recipe=ste")
     result = run(cfg)
     assert (result["status"], result["signal"]) == ("interrupted", 15)
-    assert json.loads((run_folder(cfg) / "result.json").read_text())["status"] == "finished"
+    assert result_of(run_folder(cfg))["status"] == "finished"
 
 
 def test_two_processes_do_not_share_a_folder(
@@ -431,18 +426,10 @@ def test_two_processes_do_not_share_a_folder(
     cfg = config(tmp_path)
     folder = run_folder(cfg)
     folder.mkdir(parents=True)
-    file = str(folder / NAME)
-    holder = f"import fcntl, os, sys; fcntl.flock(os.open({file!r}, os.O_CREAT), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+    with at_work(folder):
         assert run(cfg)["status"] == "running"
         assert capsys.readouterr().err.count("\n") == 1
         assert [path.name for path in folder.iterdir()] == [NAME]
-        with contextlib.suppress(ValueError):
-            other.communicate()
     assert run(cfg)["status"] == "finished"
 
 

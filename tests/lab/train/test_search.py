@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from runs import config
+from runs import config, result_of
 from torch import nn
 from verbs import verb
 
@@ -295,7 +295,7 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
     assert process.returncode == 0, process.stderr
     (file,) = tmp_path.rglob("result.json")
     result = json.loads(file.read_text())
-    dense = json.loads((trained / "result.json").read_text())["config"]
+    dense = result_of(trained)["config"]
     for group in ("dataset", "model", "optimizer", "schedule", "trainer"):
         assert result["config"][group] == dense[group]
     layers = {

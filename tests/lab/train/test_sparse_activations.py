@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows, stopping
+from runs import config, resumed, rows
 from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.lab.train import build, runner
-from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
@@ -80,22 +79,12 @@ def test_usual_activations_have_no_such_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [4, 9])
-def test_a_resumed_run_ends_with_the_same_bits(
-    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
     options = (
         *("recipe=s_ste", "trainer.activations=2:4", "trainer.activations_dense_end=0.25"),
         *("trainer.mvue=2:4", "trainer.accumulate=2"),
     )
-    whole, stopped = make(tmp_path / "whole", *options), make(tmp_path / "stopped", *options)
-    expected, _ = train(whole)
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train", stopping(Loop.train, stop))
-        assert runner.run(stopped, run_folder(stopped))["status"] == "interrupted"
-    folder, _ = train(stopped)
-    for name in ("model.safetensors", "best.safetensors"):
-        assert (folder / name).read_bytes() == (expected / name).read_bytes()
-    assert rows(folder) == rows(expected)
+    resumed(tmp_path, *GPT, *options, steps=(stop,))
 
 
 @pytest.mark.parametrize("recipe", ["step", "t_sr_ste", "bi_mask"])

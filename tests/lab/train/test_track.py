@@ -63,19 +63,6 @@ def test_rows_are_strict_json(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
-    first, _ = tracker(tmp_path, LOCAL)
-    for step in (1, 2, 3, 4):
-        first.log({"step": step, "x": 1 / 3})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "x": 0.3')  # killed in the middle of a row
-    second, _ = tracker(tmp_path, LOCAL, step=2)
-    second.log({"step": 3, "x": 7})
-    assert rows(tmp_path) == [{"step": 1, "x": 1 / 3}, {"step": 2, "x": 1 / 3}, {"step": 3, "x": 7}]
-    tracker(tmp_path, LOCAL, step=0)
-    assert rows(tmp_path) == []
-
-
 def offline_runs(folder: Path) -> list[bytes]:
     wandb.teardown()  # its service writes the files in its own time
     return [path.read_bytes() for path in folder.glob("wandb/offline-run-*/run-*.wandb")]

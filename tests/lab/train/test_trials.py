@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Killed, config, stopping
-from torch import Tensor, nn
+from reference import transposable
+from runs import Killed, config, result_of, stopped
+from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.train import runner, trials
@@ -25,30 +26,13 @@ from nmrun.lab.train.loop import Evaluation, Loop
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.train.trials import GRID, Probe, find_decay
 from nmrun.lab.words import schema
-from nmrun.lab.words.identity import identity, run_folder
+from nmrun.lab.words.identity import run_folder
 
 MODEL = ("model=mlp", "model.hidden=[16,16,16]", "optimizer.lr=0.02")
 AUTO = ("recipe=t_sr_ste", "recipe.decay=auto", *MODEL)
-ROWS = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
-BLOCKS = torch.tensor(
-    [
-        b
-        for b in itertools.product(ROWS, repeat=4)
-        if all(sum(column) == 2 for column in zip(*b, strict=True))
-    ]
-)
 
 
 # --- the flip rate of a probe ---------------------------------------------------------------------
-
-
-def best_transposable(weight: Tensor) -> Tensor:
-    """2:4 along rows and columns of every 4 x 4 block, by trying all 90."""
-    mask = torch.zeros_like(weight)
-    for i, j in itertools.product(range(0, weight.shape[0], 4), range(0, weight.shape[1], 4)):
-        block = weight[i : i + 4, j : j + 4].abs().double()
-        mask[i : i + 4, j : j + 4] = BLOCKS[(BLOCKS * block).sum((1, 2)).argmax()]
-    return mask
 
 
 def reference_rate(
@@ -60,7 +44,7 @@ def reference_rate(
     parts = build(dense_config)
     layers = list(parts.model.inner)
     adam = torch.optim.Adam(parts.model.parameters(), dense_config.optimizer.lr)
-    masks = [best_transposable(layer.weight.detach()) for layer in layers]
+    masks = [transposable(layer.weight.detach()) for layer in layers]
     flips = refreshes = 0
     for step in range(steps):
         ((images, labels),) = parts.task.micro_batches(
@@ -78,7 +62,7 @@ def reference_rate(
         adam.step()
         adam.zero_grad()
         if (step + 1) % interval == 0:
-            before, masks = masks, [best_transposable(layer.weight.detach()) for layer in layers]
+            before, masks = masks, [transposable(layer.weight.detach()) for layer in layers]
             flips += sum(int((a != b).sum()) for a, b in zip(before, masks, strict=True))
             refreshes += 1
     return flips / refreshes / sum(layer.weight.numel() for layer in layers)
@@ -198,7 +182,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     assert resumed["flops"] == result["flops"]
     assert resumed["seconds"] > 1000
     assert weights(run_folder(cut)) == weights(run_folder(auto))
-    assert json.loads((run_folder(cut) / "result.json").read_text())["status"] == "finished"
+    assert result_of(run_folder(cut))["status"] == "finished"
 
 
 def test_the_flops_of_a_probe_are_those_of_its_steps(tmp_path):
@@ -335,11 +319,7 @@ def test_a_resumed_run_keeps_its_number_of_steps(
     monkeypatch.setattr(trials, "steps_of_budget", lambda config: (14, "14 steps"))
     whole = runner.run(configs[0], run_folder(configs[0]))
     assert whole["steps"] == 14
-    train = Loop.train
-
-    monkeypatch.setattr(Loop, "train", stopping(train, 5))
-    assert runner.run(configs[1], run_folder(configs[1]))["status"] == "interrupted"
-    monkeypatch.setattr(Loop, "train", train)
+    stopped(configs[1], 5)
     monkeypatch.setattr(trials, "steps_of_budget", lambda config: pytest.fail("it is planned once"))
     resumed = runner.run(configs[1], run_folder(configs[1]))
     assert resumed["status"] == "finished"
@@ -377,13 +357,3 @@ def test_less_than_an_epoch_is_refused_in_one_line(clock: Clock, tmp_path: Path)
         match=r"^trainer.budget=seconds:0.03: that is 0.33 epochs; it takes one epoch or more$",
     ):
         trials.steps_of_budget(cfg)
-
-
-def test_what_decides_the_speed_decides_the_run(tmp_path: Path) -> None:
-    def of(*overrides: str) -> str:
-        return identity(config(tmp_path, *overrides))
-
-    assert of("trainer.budget=seconds:60") == of("trainer.budget=seconds:6e1")
-    assert of(BUDGET) != of("trainer.budget=seconds:3")
-    assert of(BUDGET, "trainer.threads=1") != of(BUDGET, "trainer.threads=2")
-    assert of("trainer.threads=1") == of("trainer.threads=2")

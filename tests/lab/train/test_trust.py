@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import config
+from runs import config, result_of, rewrite
 from verbs import verb
 
 from nmrun.lab.runs.run_folder import sealed
@@ -71,10 +70,8 @@ def changed(path: Path) -> None:
 
 def unsealed(run: Path) -> dict[str, Any]:
     """As an earlier nmrun left it."""
-    result = json.loads((run / "result.json").read_text())
-    result = {key: value for key, value in result.items() if key not in ("files", "sha256")}
-    (run / "result.json").write_text(json.dumps(result))
-    return result
+    rewrite(run, files=None, sha256=None)
+    return result_of(run)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,8 +123,7 @@ def test_another_runs_files_in_this_folder(
         shutil.copytree(run, run_folder(cfg))
     else:
         cfg = config(root, *words, "seed=0")
-        result = sealed(unsealed(run) | {"id": "0123456789"}, run)
-        (run / "result.json").write_text(json.dumps(result))
+        rewrite(run, **sealed(unsealed(run) | {"id": "0123456789"}, run))
     folder = run_folder(cfg)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     ended = runner.run(cfg, folder)
