@@ -7,7 +7,6 @@ line. Each has a function that begins a run there, or returns None where there i
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ import shlex
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +68,7 @@ class Tracker:
         if names:
             # imports and beginnings take a second, for which training need not wait
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
-        for name in dict.fromkeys(names):
-            self._leave(name, functools.partial(self._begin, name, run))
+            self._thread.submit(self._begin, dict.fromkeys(names), run)
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row, with the ``time`` in seconds since 1970. Numbers that are not finite
@@ -103,33 +101,31 @@ class Tracker:
 
     def _tell(self, action: Callable[[Logger], Any]) -> None:
         """Leave to the thread what is to be done with each logger that there is by then."""
-        for name in LOGGERS:
-            self._leave(name, functools.partial(self._do, name, action))
-        self._speak()
-
-    def _do(self, name: str, action: Callable[[Logger], Any]) -> None:
-        if name in self._loggers:
-            action(self._loggers[name])
-
-    def _leave(self, name: str, action: Callable[[], Any]) -> None:
         if self._thread is not None:
-            self._thread.submit(self._tried, name, action)
-
-    def _begin(self, name: str, run: TrackedRun) -> None:
-        logger = LOGGERS[name][1](run)
-        if logger is not None:
-            self._loggers[name] = logger
+            self._thread.submit(self._do, action)
+        self._speak()
 
     def _speak(self) -> None:
         while self._to_say:
             self._say(self._to_say.pop(0))
 
-    def _tried(self, name: str, action: Callable[[], Any]) -> None:
+    def _begin(self, names: Iterable[str], run: TrackedRun) -> None:
+        for name in names:
+            with self._off_by_errors(name):
+                if (logger := LOGGERS[name][1](run)) is not None:
+                    self._loggers[name] = logger
+
+    def _do(self, action: Callable[[Logger], Any]) -> None:
+        for name, logger in list(self._loggers.items()):
+            with self._off_by_errors(name):
+                action(logger)
+
+    @contextlib.contextmanager
+    def _off_by_errors(self, name: str) -> Iterator[None]:
+        """A missing, broken or unreachable logger costs one line, not the run."""
         try:
-            action()
-        except (
-            Exception
-        ) as error:  # a missing, broken or unreachable logger costs one line, not the run
+            yield
+        except Exception as error:
             self._loggers.pop(name, None)
             reason = (str(error).strip().splitlines() or [""])[0]
             self._to_say.append(
@@ -302,30 +298,25 @@ def logged_in() -> bool:
 
 
 class TensorBoardLogger:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    """Event files, begun anew with the whole history of a resumed run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / "tensorboard"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer: Any = SummaryWriter(str(folder))
+        self._writer.add_text("config", _block(run.config))
+        for row in run.history:
+            self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
-        for key, value in row.items():
-            if key not in ("step", "time") and isinstance(value, int | float):
-                self._writer.add_scalar(key, value, row["step"], row.get("time"))
+        for key, value in _figures(row).items():
+            self._writer.add_scalar(key, value, row["step"], row.get("time"))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         self._writer.add_text("summary", _block(summary))
         self._writer.close()
-
-
-def begin_tensorboard(run: TrackedRun) -> TensorBoardLogger:
-    """Begin event files anew, with the whole history of a resumed run."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = run.folder / "tensorboard"
-    shutil.rmtree(folder, ignore_errors=True)
-    logger = TensorBoardLogger(SummaryWriter(str(folder)))
-    logger._writer.add_text("config", _block(run.config))
-    for row in run.history:
-        logger.log(row)
-    return logger
 
 
 def _block(plain: dict[str, Any]) -> str:
@@ -336,19 +327,37 @@ def _block(plain: dict[str, Any]) -> str:
 
 
 class MLflowLogger:
-    def __init__(self, client: Any, run_id: str) -> None:
-        self._client, self._id = client, run_id
+    """A run of MLflow; a resumed run takes up its own, which has its rows."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic"):  # which tell of the tables that they make
+            logging.getLogger(name).setLevel(logging.WARNING)
+        track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
+        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
+        self._client = client = MlflowClient(place)
+        project = track.get("project", "nmrun")
+        known = client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else client.create_experiment(project)
+        if run.history:
+            mine = f"tags.`{MLFLOW_ID}` = '{run.id}'"
+            for old in client.search_runs([experiment], mine, max_results=1):
+                self._id = old.info.run_id
+                client.update_run(self._id, "RUNNING")
+                return
+        tags = {MLFLOW_ID: run.id, **({"sweep": run.sweep} if run.sweep else {})}
+        tags |= dict.fromkeys(track["tags"], "")
+        self._id = client.create_run(experiment, tags=tags, run_name=run.name).info.run_id
+        for key, value in flatten(run.config).items():
+            client.log_param(self._id, key, str(value)[:MLFLOW_LONGEST])
 
     def log(self, row: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        when = round(1000 * row.get("time", time.time()))
-        numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
-        metrics = [
-            Metric(key, float(value), when, int(row["step"]))
-            for key, value in numbers.items()
-            if key not in ("step", "time")
-        ]
+        when, step = round(1000 * row.get("time", time.time())), int(row["step"])
+        figures = _figures(row).items()
+        metrics = [Metric(key, float(value), when, step) for key, value in figures]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
@@ -360,34 +369,14 @@ class MLflowLogger:
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
 
 
-def begin_mlflow(run: TrackedRun) -> MLflowLogger:
-    """Begin a run, or take up the one of a resumed run, whose rows it has."""
-    from mlflow.tracking import MlflowClient
-
-    for name in ("mlflow", "alembic"):  # which tell of the tables that they make
-        logging.getLogger(name).setLevel(logging.WARNING)
-    track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
-    place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
-    client = MlflowClient(place)
-    project = track.get("project", "nmrun")
-    experiment = client.get_experiment_by_name(project)
-    experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
-    if run.history:
-        for old in client.search_runs(
-            [experiment_id], f"tags.`{MLFLOW_ID}` = '{run.id}'", max_results=1
-        ):
-            client.update_run(old.info.run_id, "RUNNING")
-            return MLflowLogger(client, old.info.run_id)
-    tags = {MLFLOW_ID: run.id, **({"sweep": run.sweep} if run.sweep else {})}
-    tags |= dict.fromkeys(track["tags"], "")
-    created = client.create_run(experiment_id, tags=tags, run_name=run.name)
-    for key, value in flatten(run.config).items():
-        client.log_param(created.info.run_id, key, str(value)[:MLFLOW_LONGEST])
-    return MLflowLogger(client, created.info.run_id)
+def _figures(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row but for its step and time."""
+    numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+    return {key: value for key, value in numbers.items() if key not in ("step", "time")}
 
 
 LOGGERS: dict[str, tuple[str, Callable[[TrackedRun], Logger | None]]] = {
     "wandb": ("W&B", begin_wandb),
-    "tensorboard": ("TensorBoard", begin_tensorboard),
-    "mlflow": ("MLflow", begin_mlflow),
+    "tensorboard": ("TensorBoard", TensorBoardLogger),
+    "mlflow": ("MLflow", MLflowLogger),
 }
