@@ -61,12 +61,9 @@ def hold(folder: Path) -> Iterator[bool]:
 def is_locked(folder: Path) -> bool:
     """Whether a live process holds the folder; asking disturbs neither it nor one that is about
     to."""
-    for place in (
-        _beside_files,
-        _stand_in,
-    ):  # where the first is missing, the second is never asked
+    for path in _places(folder):
         try:
-            handle = os.open(place(folder), os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -92,7 +89,7 @@ def _lock_files(folder: Path) -> dict[Path, int]:
     handles: dict[Path, int] = {}
     ours = False
     try:
-        for path in (folder / NAME, _stand_in(folder)):
+        for path in _places(folder):
             handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             _files.add(handles[path])
             with contextlib.suppress(OSError):
@@ -130,12 +127,10 @@ def _is(handle: int, path: Path) -> bool:
         return False
 
 
-def _beside_files(folder: Path) -> Path:
-    return folder / NAME
-
-
-def _stand_in(folder: Path) -> Path:
-    return _temporary(hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:20])
+def _places(folder: Path) -> Iterator[Path]:
+    """The file that is locked; and what stands in for it, which is seldom asked for."""
+    yield folder / NAME
+    yield _temporary(hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:20])
 
 
 def _temporary(name: str) -> Path:

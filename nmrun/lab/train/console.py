@@ -68,7 +68,8 @@ class Console:
         # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
         with contextlib.suppress(OSError):
             if style and self.on_terminal:
-                _rich(error).print(folded(text, stream), style=style, soft_wrap=True)
+                rich = verbs.rich_console(error)
+                rich.print(folded(text, stream), style=style, soft_wrap=True)
             else:
                 print(folded(text, stream), file=stream, flush=True)
         self.note(text)
@@ -119,14 +120,7 @@ class Console:
         assert self._status is not None
         self._draw_time = time.monotonic()
         if self._live is None:
-            from rich.live import Live
-
-            self._live = Live(
-                console=_rich(),
-                auto_refresh=False,
-                transient=True,
-                redirect_stderr=sys.stderr.isatty(),
-            )
+            self._live = verbs.live_display()
             self._live.start()
         width = self._live.console.width
         self._live.update(_display(self._status, width, evaluated), refresh=True)
@@ -136,12 +130,6 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live, self._draw_time = None, 0.0
-
-
-def _rich(error: bool = False) -> Any:
-    from rich.console import Console as Rich
-
-    return Rich(stderr=error, highlight=False, markup=False, emoji=False)
 
 
 def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = None) -> Any:

@@ -26,7 +26,7 @@ from nmrun.lab.compare import notation
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import ECHO, ENDING, ends_with
-from nmrun.lab.verbs import is_terminal
+from nmrun.lab.verbs import is_terminal, live_display
 from nmrun.lab.words import sweep
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
@@ -167,17 +167,7 @@ class SweepTable:
 
     def __enter__(self) -> SweepTable:
         if is_terminal(sys.stdout):
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(highlight=False, markup=False, emoji=False)
-            self._live = Live(
-                *(None,),
-                console=console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stderr=sys.stderr.isatty(),
-            )
+            self._live = live_display()
             self._live.start()
         self._thread.start()
         return self
