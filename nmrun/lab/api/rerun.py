@@ -37,15 +37,15 @@ def main(argv: Sequence[str]) -> int:
     settings.read(options.run)
     if run.is_sealed:
         run.checked(CONFIG)  # the command stands above it
-    command = status.command(run)
-    if command is None:
+    known = status.command(run)
+    if known is None:
         raise ConfigError(f"{options.run}: its command is not known")
-    words, place = _split(command, options.run)
+    place, command = known
+    words = _words(command, options.run)
     changed = {command_line.key(word) for word in options.changes}
     original = [word for word in words if command_line.key(word) not in changed]
     words = [*original, *options.changes]
-    where = f"cd {shlex.quote(place)} && " if place else ""
-    print(f"{where}{shlex.join(['nmrun', *words])}", flush=True)
+    print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)
     if (code := _code(original, options.run)) and not options.yes:
         question = f"{', '.join(code)} of {options.run} may run any code. Run it?"
         if not agreed("rerun", question):
@@ -61,18 +61,15 @@ def main(argv: Sequence[str]) -> int:
     return jobs.main(words)
 
 
-def _split(command: str, run: Path) -> tuple[list[str], str]:
-    """The words after ``nmrun``, and the folder that is changed to before; empty where it is this
-    one."""
+def _words(command: str, run: Path) -> list[str]:
+    """The words after ``nmrun``."""
     try:
-        words = shlex.split(command)
-        place = words[1] if words[0] == "cd" else ""  # a folder, && and the command
-        first, *rest = words[3:] if place else words
-    except (ValueError, IndexError):
+        first, *words = shlex.split(command)
+    except ValueError:
         raise ConfigError(f"{run}: its command cannot be read: {command}") from None
-    if first != "nmrun" or (place and not Path(place).is_dir()):
+    if first != "nmrun":
         raise ConfigError(f"{run}: its command cannot be given here: {command}")
-    return rest, "" if place and Path(place).resolve() == Path.cwd() else place
+    return words
 
 
 def _code(words: Sequence[str], run: Path) -> list[str]:

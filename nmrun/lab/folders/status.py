@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from nmrun.lab.folders import settings
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, aligned
-from nmrun.lab.words import sweep
+from nmrun.lab.words import command_line, sweep
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
@@ -85,7 +84,7 @@ def _run(folder: Path) -> RunState:
     if state == "running":
         return RunState(str(folder), state, step=step)
     error = f"{RESULT}: {run.problem}" if run.problem else run.result.get("error")
-    return RunState(str(folder), state, error, step, command(run))
+    return RunState(str(folder), state, error, step, typed(command(run)))
 
 
 def _step(folder: Path) -> int | None:
@@ -93,38 +92,41 @@ def _step(folder: Path) -> int | None:
     return next((int(row["step"]) for row in rows if type(row.get("step")) is int), None)
 
 
-def command(run: RunFolder) -> str | None:
-    """The command for a run alone, as it is to be typed in this folder; None where it is not
-    known."""
+Command = tuple[str, str]  # the folder to change to before, empty for this one; and the command
+
+
+def typed(command: Command | None) -> str | None:
+    """The command as one types it."""
+    place, text = command or ("", None)
+    return f"cd {shlex.quote(place)} && {text}" if place else text
+
+
+def command(run: RunFolder) -> Command | None:
+    """The command for a run alone, as it is to be given here; None where it is not known."""
+    if run.command is None:
+        return None
     above = run.path.resolve().parents
-    if run.command is None or "output_dir" not in run.config or len(above) < 5:
-        return run.command
+    if "output_dir" not in run.config or len(above) < 5:
+        return "", run.command
     # <dataset>/<model>/<recipe>/<ratio>/<run>
     return _local_command(run.command, run.config["output_dir"], above[4])
 
 
-def _local_command(command: str, output_dir: str, place: Path) -> str:
-    """A command that was typed where ``place`` was its output_dir, as it is to be typed here."""
+def _local_command(command: str, output_dir: str, place: Path) -> Command:
+    """A command that was typed where ``place`` was its output_dir, as it is to be given here."""
     output = Path(output_dir)
     if output.resolve() == place:
-        return command
+        return "", command
     base = Path(*place.parts[: len(place.parts) - len(output.parts)])
     if not output.is_absolute() and base / output == place:
-        return f"cd {shlex.quote(os.path.relpath(base))} && {command}"
+        return os.path.relpath(base), command
     # it was moved
     try:
-        typed = shlex.split(command)
+        words = shlex.split(command)
     except ValueError:  # no command any more
-        return command
-    words = [word for word in typed if not word.startswith("output_dir=")]
-    return shlex.join(
-        [
-            *words,
-            f"output_dir={place}"
-            if re.fullmatch(r"[\w./-]+", str(place))
-            else f'output_dir="{place}"',
-        ]
-    )
+        return "", command
+    words = [word for word in words if not word.startswith("output_dir=")]
+    return "", shlex.join([*words, command_line.word("output_dir", place)])
 
 
 def sweep_lines(folder: Path, running: bool) -> list[str]:
@@ -149,7 +151,7 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
         return [line]
     return [
         line,
-        f"  {_local_command(record.command, record.output_dir, folder.resolve().parents[1])}",
+        f"  {typed(_local_command(record.command, record.output_dir, folder.resolve().parents[1]))}",
     ]
 
 

@@ -120,7 +120,7 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder.as_posix()}/"),
                     "name": run["id"],
-                    "command": status.command(RunFolder(run["folder"])),
+                    "command": status.typed(status.command(RunFolder(run["folder"]))),
                 }
             )
     return rows

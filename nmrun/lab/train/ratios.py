@@ -6,8 +6,6 @@ Imports torch only for a run that is there.
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,7 +144,7 @@ def _sparsity_word(ratio: Pattern) -> str:
 def _settings(config: Config) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
     seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam."""
-    from nmrun.lab.words import schema
+    from nmrun.lab.words import command_line, schema
     from nmrun.lab.words.composition import config_of
 
     plain = dict(config.plain)
@@ -158,17 +156,8 @@ def _settings(config: Config) -> list[str]:
     for group in (*GROUPS, "trainer"):
         before = schema.flatten(default.plain[group])
         words += [
-            f"{group}.{k}={_word(v)}"
+            command_line.word(f"{group}.{k}", v)
             for k, v in schema.flatten(plain[group]).items()
             if v != before.get(k)
         ]
     return [*words, f"seed={config.seed}"]
-
-
-def _word(value: Any) -> str:
-    """A value as Hydra reads it: texts are quoted, but where they are plain words."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
-    if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_][\w./-]*", value) else f'"{value}"'
-    return json.dumps(value)

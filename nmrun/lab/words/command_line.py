@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
@@ -23,6 +23,7 @@ from nmrun.lab.words.suggestions import RATIOS
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean
 
+PLAIN = re.compile(r"[A-Za-z_/.][\w/.-]*")
 PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 
@@ -143,6 +144,34 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
     if override.is_sweep_override():
         return [Override._convert_value(element) for element in override.sweep_iterator()]
     return [value]
+
+
+def word(key: str, value: Any) -> str:
+    """The override that gives a key this value. ConfigError for a value that none can give."""
+    try:
+        return unescaped(f"{key}={Override._get_value_element_as_str(_element(value))}")
+    except TypeError:
+        raise ConfigError(
+            f"{key}={value!r}: it takes a number, a text, True, False, None, a list or a dictionary"
+        ) from None
+
+
+def _element(value: Any) -> Any:
+    """A value as Hydra's parser would have read it; texts are quoted, but where they are plain
+    words."""
+    if hasattr(value, "item"):  # a number of NumPy
+        value = value.item()
+    if isinstance(value, str | Path):
+        text = str(value)
+        plain = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
+        return text if plain else QuotedString(text, Quote.double)
+    if isinstance(value, list | tuple):
+        return [_element(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _element(item) for name, item in value.items()}
+    if value is None or isinstance(value, int | float):
+        return str(value).lower() if isinstance(value, bool) else value
+    raise TypeError
 
 
 def quoting(word: str) -> str:

@@ -100,19 +100,23 @@ def test_what_the_user_adds_needs_none(folder: Path, capsys) -> None:
     assert "there is no nowhere.py here" in capsys.readouterr().err
 
 
-def test_the_folder_that_is_changed_to_is_shown(folder: Path, capsys) -> None:
-    command = "cd outputs && nmrun recipe=ste model._target_=brought.build"
-    seal(folder, "", environment={"command": command})
+def test_the_folder_that_is_changed_to_is_shown(
+    folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "nmrun recipe=ste model._target_=brought.build"
+    seal(folder, command)
+    Path("outputs", "digits").mkdir(exist_ok=True)
+    monkeypatch.chdir(Path("outputs", "digits"))
     assert verb("rerun", str(folder)) == 2
-    assert capsys.readouterr().out == f"{command}\n"
+    assert capsys.readouterr().out == f"cd ../.. && {command}\n"
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("cd nowhere && nmrun recipe=ste", "cannot be given here"),
+        ("cd outputs && nmrun recipe=ste", "cannot be given here"),
         ("sh -c id", "cannot be given here"),
-        ("cd outputs", "cannot be read"),
+        ("", "cannot be read"),
         ("nmrun 'recipe=ste", "cannot be read"),
     ],
 )
