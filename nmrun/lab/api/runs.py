@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.core.override_parser.types import Override, Quote, QuotedString
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.compare.runs import collect, summary
-from nmrun.lab.runs.run_folder import METRICS, RunFolder
+from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.train import checkpoint, jobs
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words import sweep as record
@@ -65,10 +64,8 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
-    ends = outcome.get("metrics", {"final": {}, "best": {}})
-    metrics = ends["final"] | {f"best/{key}": value for key, value in ends["best"].items()}
     folder = Path(outcome["folder"]).absolute()
-    return Result(outcome["status"], config.plain, metrics, folder)
+    return Result(outcome["status"], config.plain, metrics_of(outcome), folder)
 
 
 def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
@@ -91,11 +88,8 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     command = command_line.typed(config_dir, ["-m", *typed])
     folders: list[Path] = []
     with unchanged(), recorded(looks, command, []) as folder:
-        for number, (typed_for_job, job) in enumerate(
-            jobs_of(sweeps, config_dir, looks[0].composed), 1
-        ):
-            again = command_line.of_job(typed_for_job, config_dir)
-            outcome = jobs.of_sweep(folder, number, job, typed_for_job, again, folders.append)
+        composed = jobs_of(sweeps, config_dir, looks[0].composed)
+        for outcome in jobs.in_order(folder, composed, config_dir, folders.append):
             raise_interrupt(outcome)
         print("\n".join([*record.planned(folder), record.summary(folder)[0]]))
     runs = collect(folders)
@@ -253,26 +247,4 @@ def _word(key: str, value: Any) -> str:
         read, problems = command_line.parsed([f"{key}={value}"])
         if not problems and not read[0].is_sweep_override():
             return f"{key}={value}"
-    try:
-        return command_line.unescaped(
-            f"{key}={Override._get_value_element_as_str(_element(value))}"
-        )
-    except TypeError:
-        raise ConfigError(
-            f"{key}={value!r}: it takes a number, a text, True, False, None, a list or a dictionary"
-        ) from None
-
-
-def _element(value: Any) -> Any:
-    """A value as Hydra's parser would have read it."""
-    if hasattr(value, "item"):  # a number of NumPy
-        value = value.item()
-    if isinstance(value, str | Path):
-        return QuotedString(str(value), Quote.single)
-    if isinstance(value, list | tuple):
-        return [_element(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): _element(item) for name, item in value.items()}
-    if value is None or isinstance(value, int | float):
-        return value
-    raise TypeError
+    return command_line.word(key, value)

@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.runs.run_folder import RESULT, RunFolder
+from nmrun.lab.runs.run_folder import RESULT, RunFolder, metrics_of
 from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
@@ -107,12 +108,6 @@ def _metrics(runs: Sequence[dict[str, float]]) -> list[list[str]]:
     return rows
 
 
-def _numbers(result: dict) -> dict[str, float]:  # type: ignore[type-arg]
-    """The metrics of the last weights, those of the best ones, and the run's seconds."""
-    metrics = result.get("metrics", {})
-    every = {
-        **metrics.get("final", {}),
-        **{f"best/{key}": value for key, value in metrics.get("best", {}).items()},
-        "seconds": result.get("seconds"),
-    }
+def _numbers(result: dict[str, Any]) -> dict[str, float]:
+    every = {**metrics_of(result), "seconds": result.get("seconds")}
     return {key: value for key, value in every.items() if isinstance(value, int | float)}

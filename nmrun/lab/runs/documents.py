@@ -62,32 +62,6 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: Any, text: str) -> Any:
-    try:  # to OmegaConf 1e-3 is a number, and to some readers y is true
-        float("1" if text in ("y", "Y", "n", "N") else text)
-    except ValueError:
-        style = None
-    else:
-        style = "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-def yaml_of(plain: dict[str, Any]) -> str:
-    """Plain data as YAML, as ``OmegaConf.to_yaml`` writes it in ten times the time."""
-    text: str = yaml.dump(
-        plain, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
-    )
-    return text
-
-
 def strict(value: Any) -> Any:
     """Plain data that every JSON reader accepts: numbers that are not finite become null."""
     if isinstance(value, dict):
@@ -138,11 +112,7 @@ def read_lines(
         return [], []
     objects, damaged = [], []
     for number, line in enumerate(lines, 1):
-        try:
-            value = parsed(line) if line else None
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
+        if (value := _object(line, parsed)) is not None:
             objects.append(value)
         elif line:
             damaged.append(number)
@@ -156,9 +126,14 @@ def newest_first(path: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in reversed(lines):
-        try:
-            value = parsed(line) if line else None
-        except ValueError:  # half written
-            continue
-        if isinstance(value, dict):
+        if (value := _object(line, parsed)) is not None:
             yield value
+
+
+def _object(line: bytes, parsed: Callable[[bytes], Any]) -> dict[str, Any] | None:
+    """The object of a line; None where there is none, or half of one."""
+    try:
+        value = parsed(line) if line else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

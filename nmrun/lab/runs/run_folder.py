@@ -167,23 +167,23 @@ class RunFolder:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def begin(self, config: dict[str, Any], command: str) -> None:
-        """Write ``config.yaml``, below the command that asks for the run alone; there is no result
-        now."""
-        (self.path / RESULT).unlink(missing_ok=True)
+    def begin(self, config: dict[str, Any], command: str, anew: bool) -> None:
+        """Write ``config.yaml``, below the command that asks for the run alone. There is no result
+        now, and of a run that begins ``anew`` nothing else of :data:`SEALED`, and no log."""
+        from omegaconf import OmegaConf  # which readers need not wait for
+
+        for partial in self.path.glob(".tmp*"):  # safetensors' own, where a kill has left one
+            partial.unlink()
+        for name in (RESULT, LOG, *SEALED) if anew else (RESULT,):
+            (self.path / name).unlink(missing_ok=True)
         head = f"# {command}\n" if command else ""
-        atomic.write(self.path / CONFIG, head + documents.yaml_of(config))
+        atomic.write(self.path / CONFIG, head + OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def write_result(self, result: dict[str, Any]) -> dict[str, Any]:
         """Write ``result.json``, and seal the files of a finished run; returns what is in it."""
         written = sealed(result, self.path) if result["status"] == "finished" else result
         atomic.write(self.path / RESULT, json.dumps(written, indent=2) + "\n")
         return written
-
-    def clear(self) -> None:
-        """Remove all that the run before left but its checkpoint."""
-        for name in (RESULT, LOG, *SEALED):
-            (self.path / name).unlink(missing_ok=True)
 
     # --- the look ---------------------------------------------------------------------------------
 
@@ -238,6 +238,13 @@ def weights_in(place: Path | str) -> tuple[RunFolder, str]:
     path = Path(place)
     named = path.suffix == ".safetensors"
     return (RunFolder(path.parent), path.name) if named else (RunFolder(path), FINAL)
+
+
+def metrics_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's metrics by name: those of its last weights, and under ``best/`` those of the best."""
+    metrics = result.get("metrics", {})
+    best = {f"best/{name}": value for name, value in metrics.get("best", {}).items()}
+    return {**metrics.get("final", {}), **best}
 
 
 def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,14 +21,11 @@ from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.lab import ranks, tasks, verbs
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.groups import Trainer
 from nmrun.lab.runs.locks import free_gpu
 from nmrun.lab.tasks.base import Loss, Task
 from nmrun.lab.train import distillation, flops, weights
 from nmrun.lab.train.checkpoint import seed_everything
 from nmrun.lab.train.optimizers import optimizer_of
-from nmrun.patterns import Pattern
-from nmrun.sparsity.select import Candidate, select
 from nmrun.step.activations import SparseActivations
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify
@@ -43,8 +40,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with; ``cost`` is that of one item, ``attached_in`` the seconds that the
-    recipe took to begin, a search for a permutation among them."""
+    """What a loop trains with. ``cost`` is that of one item.
+
+    Before the first step something has happened already: the recipe has begun, with a search for a
+    permutation perhaps, and trials were made. It took ``seconds`` and ``flops``, by the names of
+    ``TrainingSteps.flops``; ``events`` say what trials found out.
+    """
 
     task: Task
     loss: Loss
@@ -56,8 +57,10 @@ class Parts:
     total_steps: int
     cost: flops.Flops
     activations: SparseActivations
+    seconds: float
     accelerated: list[Choice] = field(default_factory=list)
-    attached_in: float = 0.0
+    flops: Mapping[str, int] = field(default_factory=dict)
+    events: Sequence[str] = ()
 
 
 def prepare(config: Config) -> torch.device:
@@ -122,9 +125,10 @@ def build(
     trainer = config.trainer
     device = prepare(config)
     task = tasks.build(config, device)
-    in_shards = trainer.distributed == "fsdp"
+    if in_shards := trainer.distributed == "fsdp":
+        from nmrun.lab.train import fsdp  # half a second that others need not wait for
     if in_shards and ranks.world() > 1:
-        model, whole = _sharded(config, task, device)
+        model, whole = fsdp.build(config, task, device)
     else:
         model = whole = weights.network(config, task).to(device)
     precision = precision or precision_of(trainer.precision, device, whole.parameters())
@@ -195,21 +199,16 @@ def build(
                 )
         began = time.perf_counter()
         handle = attach(model, optimizer, total_steps)
-        attached_in = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         activations = sparse_activations(model, total_steps)
         if in_shards:
-            from nmrun.lab.train import fsdp  # half a second that others need not wait for
-
             fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse, taught, activations)
-    accelerated = _accelerate(
-        trainer, model, task, handle, activations, device, precision, times or {}
-    )
-    return Parts(
+    parts = Parts(
         task,
         loss,
         model,
@@ -220,30 +219,9 @@ def build(
         total_steps,
         cost,
         activations,
-        accelerated,
-        attached_in,
+        seconds,
     )
-
-
-def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model with a part of each parameter in every process, and a copy without values,
-    whole."""
-    from nmrun.lab.train import fsdp
-
-    model = fsdp.built(lambda: weights.network(config, task))
-    candidates: list[Candidate] = []
-    if config.recipe.name != "dense":
-        candidates, _ = select(
-            model,
-            Pattern.parse(config.pattern or "2:4"),
-            config.model.include,
-            config.model.exclude or (),
-            overrides=config.sparsity.overrides,
-            pad=config.sparsity.pad,
-        )
-    whole = fsdp.without_values(model)
-    fsdp.shard(model, device, {c.name for c in candidates if c.dim == 0})
-    return model, whole
+    return replace(parts, accelerated=_accelerated(config, parts, times or {}))
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -279,38 +257,31 @@ def _is_small_on_cpu(parameters: Iterable[nn.Parameter], device: torch.device) -
     return device.type == "cpu" and sum(p.numel() for p in parameters) < LARGE
 
 
-def _accelerate(
-    trainer: Trainer,
-    model: nn.Module,
-    task: Task,
-    handle: Handle,
-    activations: SparseActivations,
-    device: torch.device,
-    precision: str,
-    times: Mapping[str, Any],
-) -> list[Choice]:
-    accumulate = trainer.accumulate * ranks.world()
-    in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
+def _accelerated(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Choice]:
+    """Give layers the products that are faster."""
+    trainer, model, device = config.trainer, parts.model, parts.device
     on_cpu = not acceleration.is_24(device)
-    why_not = (
-        "with trainer.distributed=fsdp weights are in shards" if in_shards and not on_cpu else ""
-    )
+    why_not = ""
+    if ranks.world() > 1 and trainer.distributed == "fsdp" and not on_cpu:
+        why_not = "with trainer.distributed=fsdp weights are in shards"
     if trainer.acceleration == "auto" and on_cpu and _is_small_on_cpu(model.parameters(), device):
         why_not = "small networks are left alone"
 
     def pass_once() -> None:
-        with autocast(device, precision):
-            task.loss(model.eval(), task.micro_batches(0, 0, accumulate, range(1))[0])
+        with autocast(device, parts.precision):
+            count = trainer.accumulate * ranks.world()
+            batch = parts.task.micro_batches(0, 0, count, range(1))[0]
+            parts.task.loss(model.eval(), batch)
         model.train()
 
-    mode, clips = trainer.acceleration, trainer.clip is not None
-    timings = from_data(times)
+    mode, accumulate, known = trainer.acceleration, trainer.accumulate, from_data(times)
+    clips = trainer.clip is not None
     choices = accelerate(
-        *(handle, pass_once, mode, trainer.accumulate, why_not, clips, timings),
-        tell=verbs.waiting,
+        parts.handle, pass_once, mode, accumulate, why_not, clips, known, verbs.waiting
     )
     if device.type == "cpu" and not why_not:
+        sparse, activations = parts.handle.sparse, parts.activations
         choices += pack_activations(
-            model, activations, pass_once, choices, handle.sparse, mode, trainer.accumulate, timings
+            model, activations, pass_once, choices, sparse, mode, accumulate, known
         )
     return choices

@@ -32,8 +32,10 @@ from nmrun.kernels.layout import part_like
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.train.weights import Replicated
+from nmrun.lab.train.weights import Replicated, network
+from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.sparsity.select import select
 
 # of the trainer: what each option has to be
 ALONE: dict[str, Any] = {"compile": False, "diagnose_every": None, "input_gradient": "exact"}
@@ -63,6 +65,26 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
         raise ConfigError(
             f"trainer.distributed=fsdp keeps shards of each weight, and {reason}: {HINT}"
         )
+
+
+def build(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """The model with a part of each parameter in every process, and a copy without values,
+    whole."""
+    model = built(lambda: network(config, task))
+    transposed: set[str] = set()
+    if config.recipe.name != "dense":
+        sparse, _ = select(
+            model,
+            Pattern.parse(config.pattern or "2:4"),
+            config.model.include,
+            config.model.exclude or (),
+            overrides=config.sparsity.overrides,
+            pad=config.sparsity.pad,
+        )
+        transposed = {weight.name for weight in sparse if weight.dim == 0}
+    whole = without_values(model)
+    shard(model, device, transposed)
+    return model, whole
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:

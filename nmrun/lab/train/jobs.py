@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
         others = {findings.launcher for findings in looks} - {"basic"}
         if not hydras:
-            status = _in_order(folder, jobs, options.config_dir)
+            status = _launch_here(folder, jobs, options.config_dir)
         elif others:
             status = _launch_beside(folder, others, flags, launches)
         else:
@@ -109,15 +109,12 @@ def _one_launch(sweeps: list[list[str]]) -> bool:
     return len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) == 1
 
 
-def _in_order(
+def _launch_here(
     folder: Path, jobs: Iterator[tuple[list[str], DictConfig]], config_dir: str | None
 ) -> int:
-    """Run the jobs of sweeps in this process (a launcher of Hydra would compose each from the
-    start, in 50 ms); the exit status after an interrupt, or 0."""
+    """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
     try:
-        for number, (overrides, composed) in enumerate(jobs, 1):
-            command = command_line.of_job(overrides, config_dir)
-            outcome = of_sweep(folder, number, composed, overrides, command)
+        for outcome in in_order(folder, jobs, config_dir):
             if leads() and outcome["status"] == "interrupted":  # it ends the sweep
                 return _exit_status(outcome)
     except KeyboardInterrupt:
@@ -218,6 +215,19 @@ def _beside(
     if outcome["status"] == "interrupted":
         workers.wait_for_others(folder)
     return outcome
+
+
+def in_order(
+    folder: Path,
+    jobs: Iterator[tuple[list[str], DictConfig]],
+    config_dir: str | None,
+    begins: Callable[[Path], None] = lambda run: None,
+) -> Iterator[dict[str, Any]]:
+    """Run the jobs of sweeps in this process, and yield the outcome of each. A launcher of Hydra
+    would compose each from the start, in 50 ms."""
+    for number, (overrides, composed) in enumerate(jobs, 1):
+        command = command_line.of_job(overrides, config_dir)
+        yield of_sweep(folder, number, composed, overrides, command, begins)
 
 
 def of_sweep(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,11 +196,11 @@ class Loop:
         self.row: dict[str, float] | None = None
         self.evaluation = Evaluation(steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
-        self.events = self.handle.pop_events()
+        self.events = [*parts.events, *self.handle.pop_events()]
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, steps.loss)
-        self.seconds, self.training_seconds = parts.attached_in, 0.0
+        self.seconds, self.training_seconds = parts.seconds, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
         self.progress = RunProgress(steps)
 
@@ -338,12 +337,7 @@ class Loop:
             row["mfu"] = row["items_per_second"] * self.steps.cost.dense / (peak * ranks.world())
         return row
 
-    # --- the beginning and the end ----------------------------------------------------------------
-
-    def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
-        self.seconds += seconds
-        for name, number in flops.items():
-            self.steps.flops[name] += number
+    # --- the end ----------------------------------------------------------------------------------
 
     def finalize(self) -> dict[str, Tensor]:
         """End the training: evaluations use the final weights from here on. Returns these by name,

@@ -23,6 +23,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder
 from nmrun.lab.words.identity import run_folder, title
+from nmrun.lab.words.sweep import make_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,10 +63,7 @@ def main(argv: Sequence[str]) -> int:
     if run_dir.is_of_another and not config.force:
         raise RunError(f"{folder}: {run_dir.problem}; move it away, or force=true prunes again")
     if result is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
+        make_folder(folder, config.output_dir)
         verbs.waiting("loading torch and the data")
         try:
             with locks.hold(folder) as ours:
@@ -116,21 +114,11 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         )  # fmt: skip
         after = _metrics(task, model, "")
     task.close()
-    results.remove_unfinished(folder)
-    run_dir = RunFolder(folder)
-    run_dir.clear()
-    run_dir.begin(config.plain, command)
+    RunFolder(folder).begin(config.plain, command, anew=True)
     state = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     results.save_weights(folder / FINAL, state)
-    outcome = {
-        "status": "finished",
-        "metric": task.metric,
-        "metrics": {"final": after | before, "best": {}},
-        "notes": dict(task.notes),
-        "signature": dict(task.signature),
-        "sparsity": pruned.report(),
-        "seconds": round(time.perf_counter() - began, 3),
-    }
+    outcome = results.finished(task, after | before, {}, pruned.report())
+    outcome["seconds"] = round(time.perf_counter() - began, 3)
     result = results.write(outcome, config, command, None, folder)
     if result["status"] != "finished":
         raise RunError(result["error"])

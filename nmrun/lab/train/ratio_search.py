@@ -208,7 +208,7 @@ def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> LayerTimes
     reasons: dict[str, str] = {}
     for n in halved(m)[1:]:
         config = config_of(Pattern(n, m))
-        parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)
+        parts = trials.parts(config, None, config.trainer.accumulate, search=False)
         choices = {c.name: c for c in parts.accelerated if not c.always_dense}
         for weight in parts.handle.sparse:
             choice = choices.get(weight.name)

@@ -25,7 +25,8 @@ from nmrun.lab import ranks
 from nmrun.lab.compare.notation import by_split
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents
-from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder
+from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder, metrics_of
+from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
@@ -73,10 +74,9 @@ def write(
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """What loggers show of a run that has ended, without nesting: metrics, those of the best
     weights under ``best/``, FLOPs under ``flops/``, and how it ended."""
-    metrics, keys = result["metrics"], ("status", "error", "metric", "seconds", "training_seconds")
+    keys = ("status", "error", "metric", "seconds", "training_seconds")
     return {
-        **metrics["final"],
-        **{f"best/{key}": value for key, value in metrics["best"].items()},
+        **metrics_of(result),
         **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
         **{key: result[key] for key in keys if key in result},
         "commit": result["environment"].get("commit"),
@@ -107,7 +107,7 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
 
 def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     """Save the final weights and the best ones, and evaluate on each split what was not yet.
-    Returns what is in ``result.json`` of a finished run only.
+    Returns as :func:`finished`.
 
     The last step's validation is that of the final weights, unless these are an average, and the
     best weights may be the final ones. All ranks call. All that is done here can be done again from
@@ -149,12 +149,19 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     if ranks.leads():
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
         checkpoint.remove_unnamed(folder)
+    return finished(loop.task, final, best, report)
+
+
+def finished(
+    task: Task, final: dict[str, float], best: dict[str, float], report: dict[str, Any]
+) -> dict[str, Any]:
+    """What is in ``result.json`` of a finished run only."""
     return {
         "status": "finished",
-        "metric": loop.task.metric,
+        "metric": task.metric,
         "metrics": {"final": final, "best": best},
-        "notes": dict(loop.task.notes),
-        "signature": dict(loop.task.signature),
+        "notes": dict(task.notes),
+        "signature": dict(task.signature),
         "sparsity": report,
     }
 
@@ -163,13 +170,6 @@ def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
     if ranks.leads():
         with atomic.replaced(path) as partial:
             save_file(weights, partial)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a kill has left of :func:`save_weights`: safetensors writes beside the name that
-    it is given."""
-    for path in folder.glob(".tmp*"):
-        path.unlink()
 
 
 # --- the environment ------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, RunError, refuse
+from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
@@ -28,6 +27,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words.identity import identity, title
+from nmrun.lab.words.sweep import make_folder
 
 
 def run(
@@ -44,18 +44,13 @@ def run(
     it). ConfigError for a mistake that only the built model or the file system shows.
     """
     if config.dry:
-        parts, *_ = trials.parts(config, None, config.trainer.accumulate, search=False)
+        parts = trials.parts(config, None, config.trainer.accumulate, search=False)
         if sweep is None:
             events = [f"  {event}" for event in parts.handle.pop_events()]
             print("\n".join([*console.plan_lines(config, parts), *events]), flush=True)
         place = {"id": identity(config), "folder": str(folder)}
         return {"status": "planned", **place, "plan": console.plan_row(config, parts)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"{folder} cannot be written to")
-    except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
+    make_folder(folder, config.output_dir)
     ranks.begin(config.trainer.device)
     try:
         with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
@@ -69,7 +64,7 @@ def run(
         raise
     except OSError as error:  # a disk that takes nothing any more, not even that the run failed
         outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}
-        refuse([outcome["error"]])
+        tell([outcome["error"]])
     return {**outcome, "folder": str(folder)}
 
 
@@ -77,7 +72,7 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
     """The outcome of a run that another process has or had, or whose files are wrong; else None."""
     if not ours:
         error = f"{locks.holder(folder)} is at work on this very run"
-        print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+        tell([f"{error}: {folder}"])
         return {"status": "running", "error": error}
     if config.force:
         return None
@@ -92,7 +87,7 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         error = f"{METRICS} of this finished run: {wrong[METRICS]}; force=true makes all anew"
     if not error:
         return None
-    print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+    tell([f"{error}: {folder}"])
     return {"status": "failed", "error": error}
 
 
@@ -208,9 +203,12 @@ class _Run:
         complaints += [f"{prefix}{name}: {what}" for name, what in run_dir.broken().items()]
         rows = (state or {}).get("rows")
         accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
-        parts, planned, decay_search = trials.parts(config, state, accumulate)
+        parts = trials.parts(config, state, accumulate)
         if ranks.leads():
-            self._begin_files(anew=state is None)
+            if state is None:
+                checkpoint.remove(folder)
+                shutil.rmtree(folder / "wandb", ignore_errors=True)
+            run_dir.begin(config.plain, self.command, anew=state is None)
         self.console.note(title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}", style="yellow")
@@ -218,11 +216,6 @@ class _Run:
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)
         if state is None:
-            if decay_search:
-                loop.count_beforehand(decay_search.seconds, decay_search.flops)
-                loop.events.insert(0, decay_search.event)
-            if planned:
-                loop.events.insert(0, planned)
             for event in loop.events:
                 self.console.say(f"  {event}")
         else:
@@ -231,16 +224,9 @@ class _Run:
             self.console.say(f"  goes on at step {loop.steps.step} of {loop.steps.total_steps}")
         loop.steps.accumulate = accumulate
         if ranks.leads():
+            step, say = loop.steps.step, self.console.say
             self.tracker = Tracker(
-                *(
-                    folder,
-                    config.plain,
-                    identity(config),
-                    self.sweep,
-                    loop.steps.step,
-                    self.console.say,
-                ),
-                mark=rows,
+                folder, config.plain, identity(config), self.sweep, step, say, rows
             )
             for event in self.tracker.events:
                 loop.events.append(event)
@@ -262,15 +248,6 @@ class _Run:
                 f"checkpoint.pt is of run {saved}, this is run {run_id}: put this run's own checkpoint back, "
                 "or start over with force=true"
             )
-
-    def _begin_files(self, anew: bool) -> None:
-        folder = RunFolder(self.folder)
-        results.remove_unfinished(self.folder)
-        if anew:
-            folder.clear()
-            checkpoint.remove(self.folder)
-            shutil.rmtree(self.folder / "wandb", ignore_errors=True)
-        folder.begin(self.config.plain, self.command)
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ whole batch, unscaled and clipped.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,7 +70,8 @@ class TrainingSteps:
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.step = self.updates = self.logged_step = self.items = 0
         self.losses: list[Tensor] = []
-        self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
+        self.flops = {f"training_{kind}": 0 for kind in ("arithmetic", "hardware", "dense")}
+        self.flops |= parts.flops
         self.handle.stepper.mask_metrics.begin()
 
     def train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
@@ -260,7 +262,8 @@ def culprit(
 
 def broken(model: nn.Module) -> list[str]:
     """The names of parameters and buffers that are not finite. Of shards all ranks have to ask."""
-    return [name for name, tensor in _named_tensors(model) if not is_finite(tensor)]
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [name for name, tensor in tensors if not is_finite(tensor)]
 
 
 def _recorder(name: str, outputs: list[str]) -> Any:
@@ -269,11 +272,6 @@ def _recorder(name: str, outputs: list[str]) -> Any:
             outputs.append(f"{name} ({type(module).__name__})")
 
     return record
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -28,28 +29,31 @@ from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 def parts(
     config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
-) -> tuple[Parts, str, DecaySearch | None]:
-    """Build the parts of a run, with what was found out for it, which its checkpoint ``state`` has,
-    if there is one.
-
-    Without ``search`` the decay of ``recipe.decay=auto`` is 0. Returns the parts; where a budget of
-    seconds was planned now, a sentence on its steps; and what a search found now.
-    """
-    steps, event, decay_search = None, "", None
+) -> Parts:
+    """Build the parts of a run, with what trials find out for it, or have found out for its
+    checkpoint ``state``. Without ``search`` the decay of ``recipe.decay=auto`` is 0."""
+    steps, decay, seconds, flops = None, 0.0, 0.0, Counter[str]()
+    events: list[str] = []
     trainer = {**config.plain["trainer"], "accumulate": accumulate}
     config = Config({**config.plain, "trainer": trainer}, config.pattern)
     if (config.trainer.budget or "").startswith("seconds:"):
-        steps, event = (state["total_steps"], "") if state else steps_of_budget(config)
+        if state:
+            steps = state["total_steps"]
+        else:
+            steps, event = steps_of_budget(config)
+            events.append(event)
     if config.recipe.options.get("decay") == "auto":
-        decay_search = find_decay(config, steps) if search and state is None else None
-        recipe = {**config.plain["recipe"], "decay": decay_search.decay if decay_search else 0.0}
+        if search and state is None:
+            decay, event, seconds, flops = find_decay(config, steps)
+            events.append(event)
+        recipe = {**config.plain["recipe"], "decay": decay}
         config = Config({**config.plain, "recipe": recipe}, config.pattern)
     earlier = state or {}
     precision = earlier.get("precision")
     if state and precision is None:  # of an earlier version, whose auto was bf16 on GPUs alone
         precision = precision_of(config.trainer.precision, device_of(config.trainer.device))
     built = build(config, steps, earlier.get("acceleration"), precision)
-    return built, event, decay_search
+    return replace(built, seconds=built.seconds + seconds, flops=flops, events=events)
 
 
 FIRST_LOOK = 6  # steps that say how long the trial can be

@@ -182,13 +182,9 @@ class Average:
     ) -> None:
         """Restore :meth:`state_dict`; ``distribute`` gives this process's parts of whole
         tensors."""
-        sums = distribute(state["sums"]) if state["count"] else {}
-        self.sums = {
-            name: sums[name].to(tensor.device)
-            for name, tensor in self._tensors().items()
-            if state["count"]
-        }
-        self.count = state["count"]
+        self.count, sums = state["count"], distribute(state["sums"])
+        tensors = self._tensors() if self.count else {}
+        self.sums = {name: sums[name].to(tensor.device) for name, tensor in tensors.items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         saved = self.model.state_dict(keep_vars=True).items()

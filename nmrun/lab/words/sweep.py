@@ -8,6 +8,7 @@ and several may write it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -53,9 +54,12 @@ def new_folder(output_dir: str) -> Path:
 
 
 def make_folder(folder: Path, output_dir: str) -> None:
-    """Raises ConfigError where the folder, which is below the output folder, cannot be made."""
+    """Raises ConfigError where the folder, which is below the output folder, cannot be made or
+    written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
         raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
 

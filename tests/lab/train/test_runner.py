@@ -553,7 +553,7 @@ def test_what_a_recipe_does_before_the_first_step_counts(
     monkeypatch.setattr(build.time, "perf_counter", lambda: clock[0])
     parts = build.build(config(tmp_path, "recipe=asp", "recipe.prune_at=0"))
     monkeypatch.undo()
-    assert parts.attached_in == 100.0
+    assert parts.seconds == 100.0
     assert Loop(config(tmp_path, "recipe=asp"), parts, Console(None)).seconds == 100.0
 
 
