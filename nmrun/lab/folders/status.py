@@ -132,21 +132,12 @@ def _local_command(command: str, output_dir: str, place: Path) -> Command:
 def sweep_lines(folder: Path, running: bool) -> list[str]:
     """A sweep in a line, and the command again if not all of it is done."""
     record = sweep.read(folder)
-    counts, passed, seconds_left = (
-        record.counts(),
-        record.elapsed(running),
-        record.seconds_left() if running else None,
-    )
-    whole = len(record.ends) == record.jobs and not set(counts) - {"finished", "skipped", "planned"}
-    line = f"sweep {folder.name}, {'running' if running else 'ended' if len(record.ends) == record.jobs else 'cut off'}: "
-    line += f"{len(record.ends)} of {record.jobs or '?'} jobs done"
-    line += (
-        f" ({', '.join(f'{number} {status}' for status, number in counts.items())})"
-        if counts
-        else ""
-    )
-    line += "" if passed is None else f"; {sweep.span(passed)}" + (" so far" if running else "")
-    line += "" if seconds_left is None else f", {sweep.span(seconds_left)} left"
+    counts, ended = record.counts(), len(record.ends) == record.jobs
+    state = "running" if running else "ended" if ended else "cut off"
+    ends = ", ".join(f"{number} {status}" for status, number in counts.items())
+    done = f"{record.done()} ({ends})" if ends else record.done()
+    line = "; ".join(filter(None, [f"sweep {folder.name}, {state}: {done}", record.times(running)]))
+    whole = ended and not set(counts) - {"finished", "skipped", "planned"}
     if running or whole or not record.command:
         return [line]
     return [

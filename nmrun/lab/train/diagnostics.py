@@ -61,23 +61,15 @@ class Diagnostics:
         }
         with torch.no_grad():
             # running statistics are no part of the question: one for all losses
-            for (
-                name,
-                buffer,
-            ) in self.twin.named_buffers():
+            for name, buffer in self.twin.named_buffers():
                 buffer.copy_(self.model.get_buffer(name))
         with self._fork_rng():
             loss = self._loss(self._used, batch)
-            start, trained = (
-                loss.detach(),
-                {name: p for name, p in self.twin.named_parameters() if p.requires_grad},
-            )
+            start = loss.detach()
+            trained = {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
             slopes = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            gradient = {
-                name: slope
-                for name, slope in zip(trained, slopes, strict=True)
-                if slope is not None
-            }
+            pairs = zip(trained, slopes, strict=True)
+            gradient = {name: slope for name, slope in pairs if slope is not None}
             end = self._loss(used, batch).detach()
             end_fixed = self._loss(dense | fixed, batch).detach()
         metrics = {
@@ -145,16 +137,12 @@ class Diagnostics:
         counts = [
             torch.stack([(flips > 0).sum(), (flips > 1).sum(), flips.sum()]) for flips in self.flips
         ]
-        once, again, flips = (
-            count / sum(mask.numel() for mask in masks)
-            for count in torch.stack(counts).sum(0).tolist()
-        )
-        return {
-            "diagnose/flipped": once,
-            "diagnose/flipped_again": again,
-            "diagnose/flips": flips,
-            "diagnose/flip_interval": float(interval),
+        entries, totals = sum(mask.numel() for mask in masks), torch.stack(counts).sum(0).tolist()
+        names = ("flipped", "flipped_again", "flips")
+        row = {
+            f"diagnose/{name}": count / entries for name, count in zip(names, totals, strict=True)
         }
+        return row | {"diagnose/flip_interval": float(interval)}
 
     def _fork_rng(self) -> AbstractContextManager[None]:
         device = next(self.model.parameters()).device

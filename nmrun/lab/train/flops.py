@@ -43,14 +43,12 @@ def weight_density(pattern: Pattern) -> float:
     by two. Each window is then 2:4, and inputs are copied to match. Else as
     :func:`hardware_density`.
     """
-    share, (groups, rest) = (
-        hardware_density(pattern),
-        divmod(pattern.length or pattern.m, pattern.m),
-    )
+    share, size = hardware_density(pattern), pattern.length or pattern.m
     if pattern.m % 2 or pattern.n > pattern.m - 2:
         return share
+    groups, rest = divmod(size, pattern.m)
     windows = groups * (pattern.m // 2 - 1) * 4
-    return min(share, (windows / 2 + -(-rest // 4) * 4) / (pattern.length or pattern.m))
+    return min(share, (windows / 2 + -(-rest // 4) * 4) / size)
 
 
 def hardware_density(pattern: Pattern) -> float:
@@ -91,12 +89,14 @@ def densities(
     pattern = rule.pattern or weight.pattern
     if hardware:
         halved = weight_density(pattern)
-        again = recipe.transposable or (
-            weight.layer is not None and weight.layer.other_input_gradient
-        )
+        again = recipe.transposable or _has_other_input_gradient(weight)
         return Densities(halved, weight_density(pattern.by_rows) if again else 1.0)
     masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
     return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
+
+
+def _has_other_input_gradient(weight: SparseWeight) -> bool:
+    return weight.layer is not None and weight.layer.other_input_gradient
 
 
 def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -> Densities:
@@ -298,10 +298,7 @@ def count(
         weight, roles = sparse.get(where), (where in feeds, where in reads)
         if weight is None and not any(roles):
             continue
-        other = (
-            weight is not None and weight.layer is not None and weight.layer.other_input_gradient
-        )
-        kind = (weight and weight.pattern, other, *roles)
+        kind = (weight and weight.pattern, weight and _has_other_input_gradient(weight), *roles)
         products = (flops, backward.by_weight.get(where, 0), flops)
         part = parts.get(kind, LayerFlops(weight, *roles, Products(0, 0, 0)))
         summed = (a + b for a, b in zip(part.products, products, strict=True))

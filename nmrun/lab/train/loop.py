@@ -255,19 +255,18 @@ class Loop:
         every = trainer.checkpoint_every
         epochs = every if isinstance(every, int) else 1
         evaluated = ranges.steps(trainer.eval_every)
-        last, epoch_ends = (
-            step + 1 == self.steps.total_steps,
-            index + 1 == self.task.batches_per_epoch,
-        )
+        last = step + 1 == self.steps.total_steps
+        epoch_ends = last or index + 1 == self.task.batches_per_epoch
+        if evaluated:
+            evaluate = (step + 1) % evaluated == 0
+        else:
+            evaluate = epoch_ends and (epoch + 1) % int(trainer.eval_every) == 0
         return Due(
-            *(epoch, index, epoch_ends or last),
+            epoch,
+            index,
+            epoch_ends,
             log=last or (step + 1) % self.log_every == 0,
-            evaluate=last
-            or (
-                (step + 1) % evaluated == 0
-                if evaluated
-                else epoch_ends and (epoch + 1) % int(trainer.eval_every) == 0
-            ),
+            evaluate=last or evaluate,
             save=last or (epoch_ends and (epoch + 1) % epochs == 0),
             diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,
         )
@@ -325,10 +324,8 @@ class Loop:
         Chowdhery et al. 2022, appendix B).
         """
         began, step, items = self._window
-        seconds, peak = (
-            time.perf_counter() - began,
-            peak_flops(self.steps.device, self.steps.precision),
-        )
+        seconds = time.perf_counter() - began
+        peak = peak_flops(self.steps.device, self.steps.precision)
         row = {
             "steps_per_second": (self.steps.step - step) / seconds,
             "items_per_second": (self.steps.items - items) / seconds,

@@ -142,7 +142,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
             if key.startswith("test/") and "/dense/" not in key
         }
         if not validation or best.get("step") != loop.steps.step:  # earlier versions kept no step
-            loop.strategy.load_final_state_dict(evaluation.best_weights)
+            loop.model.load_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
         best |= {"candidates": evaluation.candidates, **tested}
     loop.seconds += time.perf_counter() - began

@@ -136,10 +136,6 @@ class Replicated:
             saved = self.model.state_dict().items()
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(saved)}
 
-    def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Evaluate with a :meth:`final_state_dict` from here on."""
-        self.model.load_state_dict(state)
-
 
 class Average:
     """Adds up what is saved of a model, parameters and running statistics, at the ends of the

@@ -238,16 +238,13 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
 def footer(record: sweep.Record, running: int) -> str:
     """The line below the table: ``2 of 6 jobs done, 1 failed, 2 running; 25 s so far, 50 s left``."""
     counts = record.counts()
-    words = [f"{len(record.ends)} of {record.jobs or '?'} jobs done"]
+    words = [record.done()]
     words += [f"{counts[key]} {key}" for key in ("failed", "refused", "killed") if key in counts]
     words.append(f"{running} running")
-    passed, remaining = record.elapsed(running=True), record.seconds_left()
-    times = [] if passed is None else [f"{sweep.span(passed)} so far"]
-    times += [] if remaining is None else [f"{sweep.span(remaining)} left"]
     if record.signal is not None:
         name = signal.Signals(record.signal).name
         return f"{', '.join(words)}; {name}: each saves its run, a second one ends them at once"
-    return "; ".join([", ".join(words), *([", ".join(times)] if times else [])])
+    return "; ".join(filter(None, [", ".join(words), record.times(running=True)]))
 
 
 def table_of(rows: list[tuple[str, ...]], foot: str, width: int, height: int) -> Any:

@@ -184,6 +184,16 @@ class Record:
         )
         return {status: counts[status] for status in order if counts[status]}
 
+    def done(self) -> str:
+        return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
+
+    def times(self, running: bool) -> str:
+        """``25 s so far, 50 s left``; of a sweep that runs no more the time that it took."""
+        passed, left = self.elapsed(running), self.seconds_left() if running else None
+        so_far = " so far" if running else ""
+        words = [] if passed is None else [f"{span(passed)}{so_far}"]
+        return ", ".join([*words, *([] if left is None else [f"{span(left)} left"])])
+
     def elapsed(self, running: bool) -> float | None:
         """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
         end = (
