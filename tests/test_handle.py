@@ -240,7 +240,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no such layer": ({"exclude": ["2", "head"]}, ValueError, "exclude: 'head' matches no layer's whole name; there are 0, 2, 4"),
     "a wrong ratio": ({"overrides": {"0": "4:1"}}, ValueError, "4:1 is not an N:M pattern"),
     "nothing fits": ({"pattern": "1:64"}, ValueError, r"can be 1:64 sparse \(0.weight \[8, 16\]: 16 inputs are not a multiple of 64"),
-    "after it is attached": ({"recipe": "sdgf_stepwise", "total_steps": 9, "pattern": "3:8"}, ValueError, "not a power of two"),
 }  # fmt: skip
 
 

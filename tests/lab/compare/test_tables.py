@@ -7,11 +7,11 @@ import csv
 import json
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from pages import Page
 from verbs import verb
 
 from nmrun.lab.compare.notation import higher_is_better
@@ -502,12 +502,11 @@ def test_html_is_one_page_of_all_tables(write, table) -> None:
     text = table("--format", "html")[1]
     assert text.startswith("<!doctype html>")
     assert text.isascii()
-    page = Page()
-    page.feed(text)
+    page = Page(text)
     assert page.open == []
     assert (text.count("<html"), text.count("<table>")) == (1, 2)
-    assert page.rows[:2] == [["recipe", "2:4"], ["a<b>", "25.0 (1)"]]
-    assert page.rows[2:] == [
+    assert page.tables[0] == [["recipe", "2:4"], ["a<b>", "25.0 (1)"]]
+    assert page.tables[1] == [
         ["recipe", "2:4", "1:8"],
         ["dense", "99.0 ± 0.5 (3)", "99.0 ± 0.5 (3)"],
         ["ste", "98.5 (1)", "97.0 ± 1.4 (2)"],
@@ -515,31 +514,6 @@ def test_html_is_one_page_of_all_tables(write, table) -> None:
         ["step", "-", "98.0 ± 1.0 (3)"],
     ]
     assert page.bold == ["98.0 ± 1.0 (3)"]
-
-
-class Page(HTMLParser):
-    """The cells of all tables; ``open`` holds the tags that were never closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.bold: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "td" in self.open or "th" in self.open:
-            self.rows[-1].append(data)
-        if "b" in self.open:
-            self.bold.append(data)
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from encoders import WORDS, save_encoder
 from runs import config, result_of, rewrite, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -348,30 +349,12 @@ def test_torchvision_loads_the_weights_without_nmrun(tmp_path: Path) -> None:
     assert same_bits(torch.load(tmp_path / "logits.pt"), expected)
 
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "it", "was", "good", "bad", "##ly"]
-
-
-@pytest.fixture
-def bert(tmp_path: Path) -> Path:
-    transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
-    torch.manual_seed(5)
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    (tmp_path / "bert" / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    about = {"tokenizer_class": "BertTokenizer", "model_max_length": 32}
-    (tmp_path / "bert" / "tokenizer_config.json").write_text(json.dumps(about))
-    return tmp_path / "bert"
-
-
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_transformers_loads_an_encoder(
-    pooling: str, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pooling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
+    bert = save_encoder(tmp_path / "bert", num_hidden_layers=1)
     options = {
         "name": "hf_encoder",
         "pretrained": str(bert),
@@ -525,25 +508,26 @@ def test_pruned_activations_are_refused(
 # --- onnx -----------------------------------------------------------------------------------------
 
 
+def onnx_session(run: Path, to: Path) -> Any:
+    """onnxruntime with what the run is exported to."""
+    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
+    return runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+
+
 @pytest.mark.slow
 def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    onnx, runtime = (
-        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
-        pytest.importorskip("onnxruntime"),
-    )
-    pytest.importorskip("onnxscript")
+    onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     cfg = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
     model = models.build(cfg.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
     with torch.no_grad():
         model.heads.head.weight.normal_()  # zero at the start
     run = run_of(tmp_path / "run", model, cfg.plain, exclude=["conv_proj"])
-    to = tmp_path / "to"
-    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0, capsys.readouterr().err
-    images = torch.randn(5, 1, 8, 8)
-    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
-    (logits,) = session.run(["logits"], {"images": images.numpy()})
+    to, images = tmp_path / "to", torch.randn(5, 1, 8, 8)
+    (logits,) = onnx_session(run, to).run(["logits"], {"images": images.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=1e-4, atol=1e-5)
     graph = onnx.load(to / "model.onnx").graph
@@ -561,18 +545,13 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
 
 @pytest.mark.slow
 def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) -> None:
-    pytest.importorskip("onnx", reason="needs nmrun[onnx]")
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     cfg = config(
         tmp_path,
         *("recipe=ste", "model=mlp", "model.hidden=[32,32]", "optimizer.lr=0.01"),
         *("trainer.epochs=2", "trainer.limit_batches=null"),
     )
     result, to = runner.run(cfg, run_folder(cfg)), tmp_path / "to"
-    assert cli.main([str(run_folder(cfg)), "--to", str(to), "--format", "onnx"]) == 0
-
-    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnx_session(run_folder(cfg), to)
     metadata = {
         key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()
     }
@@ -633,13 +612,10 @@ def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
 def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
-    runtime = pytest.importorskip("onnxruntime")
-    onnx = pytest.importorskip("onnx")
+    onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     model, run = a_gpt(tmp_path, *options)
     to = tmp_path / "to"
-    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
-    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnx_session(run, to)
     for shape in ((1, 1), (1, 24), (5, 7)):
         tokens = torch.randint(256, shape)
         (logits,) = session.run(["logits"], {"tokens": tokens.numpy()})
@@ -659,14 +635,11 @@ def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "small_conv"])
 def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
-    runtime = pytest.importorskip("onnxruntime")
     cfg = config(tmp_path, f"model={name}")
     model = models.build(cfg.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
     run = run_of(tmp_path / "run", model, cfg.plain, exclude=["stem", "head"])
-    to, images = tmp_path / "to", torch.randn(5, 1, 8, 8)
-    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
-    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    images = torch.randn(5, 1, 8, 8)
+    session = onnx_session(run, tmp_path / "to")
     (logits,) = session.run(["logits"], {"images": images.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=0, atol=1e-5)

@@ -132,9 +132,13 @@ def changed(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], No
         header = json.loads(opened.metadata()["packed"])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     change(tensors, header)
-    header["sha256"] = {name: packed.sha256_of(tensor) for name, tensor in tensors.items()}
-    text = json.dumps(header)
-    digest = packed.hashlib.sha256(text.encode()).hexdigest()
+    sealed(file, tensors, header)
+
+
+def sealed(file: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    hashes = {name: packed.sha256_of(tensor) for name, tensor in tensors.items()}
+    text = json.dumps(header | {"sha256": hashes})
+    digest = hashlib.sha256(text.encode()).hexdigest()
     save_file(tensors, file, {"packed": text, "sha256": digest})
 
 
@@ -233,7 +237,7 @@ def test_a_run_in_int8(
     is the one that was the faster when it was written.
     """
     monkeypatch.setattr(
-        deploying, "milliseconds", lambda arms, _: {name: 1.0 - (name == faster) for name in arms}
+        deploying, "milliseconds", lambda arms, *_: {name: 1.0 - (name == faster) for name in arms}
     )
     words = ["dataset=digits", "model=mlp", "recipe=ste", "sparsity=1:4", "trainer.epochs=2"]
     result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
@@ -282,11 +286,8 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
         tensors[f"{line.name}.scales"] = scales
         about = {"name": line.name, "pattern": str(line.pattern), "dim": 1, "shape": line.shape}
         header["layers"].append(about)
-    header["sha256"] = {name: packed.sha256_of(t) for name, t in tensors.items()}
-    text = json.dumps(header)
     file = tmp_path / "low.safetensors"
-    marks = {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    save_file(tensors, file, marks)
+    sealed(file, tensors, header)
     dense.load_state_dict(packed.load(file))
     model, x = nmrun.load_packed(file, encoder()), torch.randn(3, 7, 18)
     assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 7
@@ -295,9 +296,7 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
     assert float((outputs - expected).norm() / expected.norm()) < 0.03
     for layer, message in (("int4", "none of int8, dense int8"), ("dense int8", "")):
         header["layers"][0]["layer"] = layer
-        text = json.dumps(header)
-        marks = {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        save_file(tensors, file, marks)
+        sealed(file, tensors, header)
         if message:
             with pytest.raises(ConfigError, match=message):
                 nmrun.load_packed(file, encoder())
@@ -306,9 +305,7 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
     with torch.no_grad():
         assert float((loaded(x) - expected).norm() / expected.norm()) < 0.03
     del tensors[f"{lines[0].name}.scales"]
-    header["sha256"].pop(f"{lines[0].name}.scales")
-    text = json.dumps(header)
-    save_file(tensors, file, {"packed": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    sealed(file, tensors, header)
     with pytest.raises(ConfigError, match="int8 values with other scales"):
         nmrun.load_packed(file, encoder())
 

@@ -5,53 +5,14 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import browser
 import pytest
+from pages import Page
 from runs import rewrite
 from verbs import verb
-
-
-class Page(HTMLParser):
-    """Rows of cells by table, the text, and every address that the page asks for."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.addresses: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.words: list[str] = []
-        self._cell = False
-        self.feed(text)
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value or "" for name, value in attributes if name == "id"]
-        self.addresses += [
-            value or ""
-            for name, value in attributes
-            if name in ("src", "href", "srcset", "data", "action")
-        ]
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-            self._cell = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self._cell = self._cell and tag not in ("td", "th")
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-        if self._cell:
-            self.tables[-1][-1][-1] += data
 
 
 @pytest.fixture

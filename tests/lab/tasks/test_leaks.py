@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import make_folder
 from PIL import Image
 from runs import config
 
@@ -43,14 +44,6 @@ def pixels(splits: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Splits:
     return {name: [x.numpy().tobytes() for x in images] for name, (images, _) in splits.items()}
 
 
-def pictures(place: Path, classes: int = 3, each: int = 20) -> None:
-    for name in (f"class{number}" for number in range(classes)):
-        (place / name).mkdir(parents=True)
-        for number in range(each):
-            picture = RANDOM.integers(0, 256, (8, 8, 3), np.uint8)
-            Image.fromarray(picture).save(place / name / f"{number}.png")
-
-
 def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
     def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
         several = [
@@ -69,14 +62,13 @@ def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
 
 
 def folder(tmp_path: Path, _: Any) -> Splits:
-    pictures(tmp_path / "some")
+    make_folder(tmp_path, splits={"some": 20})
     path = f"dataset.path={tmp_path / 'some'}"
     return pixels(task(tmp_path, "dataset=image_folder", path, "dataset.resolution=8").splits)
 
 
 def imagenet(tmp_path: Path, _: Any) -> Splits:
-    for part in ("train", "val"):
-        pictures(tmp_path / "some" / part)
+    make_folder(tmp_path / "some", splits={"train": 20, "val": 20})
     words = (f"dataset.path={tmp_path / 'some'}", "dataset.resolution=8", "dataset.val_size=6")
     stream = task(tmp_path, "dataset=imagenet", *words, "dataset.workers=0")
     return {name: rows.tolist() for name, (rows, _) in stream.splits.items()}

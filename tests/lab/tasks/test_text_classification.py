@@ -309,9 +309,3 @@ def test_the_small_encoder_learns(tmp_path: Path):
     result = runner.run(cfg, run_folder(cfg))
     assert result["metrics"]["final"]["test/accuracy"] > 0.65
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
-
-
-def test_a_model_for_images_is_refused(tmp_path: Path):
-    cfg = config(tmp_path, "dataset=generated_text", "model=mlp")
-    with pytest.raises(ConfigError, match="mlp is made from shape and classes"):
-        runner.run(cfg, run_folder(cfg))

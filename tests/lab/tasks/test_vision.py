@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import COUNTS, make_folder, picture
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from runs import config, cut_off, resumed, rows
@@ -41,33 +42,12 @@ CPU = torch.device("cpu")
 UNPACKS = pytest.mark.skipif(
     not hasattr(tarfile, "data_filter"), reason="Python 3.11.4 unpacks safely, and newer ones"
 )
-COUNTS = {"train": 12, "val": 4}
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
-
-
-def picture(split: str, label: int, number: int, shape: tuple[int, int] = (8, 8)) -> np.ndarray:
-    """Random pixels whose mean depends on the class."""
-    random = np.random.default_rng([len(split), label, number])
-    return (random.integers(0, 100, (*shape, 3)) + 60 * label).astype(np.uint8)
-
-
-def make_folder(
-    place: Path, shape: tuple[int, int] = (8, 8), splits: dict[str, int] = COUNTS
-) -> Path:
-    for split, count in splits.items():
-        for label, name in enumerate(("ant", "bee", "cat")):
-            folder = place / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.fromarray(picture(split, label, number, shape)).save(
-                    folder / f"{number:02}.png"
-                )
-    return place
 
 
 # --- image folders --------------------------------------------------------------------------------

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from runs import config, result_of, resumed, rewrite, rows
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build, runner
-from nmrun.lab.train.distillation import Distilled, divergence
+from nmrun.lab.train.distillation import Distilled, divergence, loss_of
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
@@ -104,8 +107,6 @@ def taught(out: Path, teacher: Path, *overrides: str) -> Config:
 
 def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
     """Its weights, frozen; another start than the student's; evaluated without dropout."""
-    from safetensors.torch import load_file
-
     cfg = taught(tmp_path, teacher, "seed=1")
     parts = build.build(cfg)
     assert isinstance(parts.loss, Distilled)
@@ -130,8 +131,6 @@ def test_start_is_the_model_as_it_begins(tmp_path: Path) -> None:
 
 
 def run_loop(cfg: Config, parts: build.Parts) -> None:
-    from nmrun.lab.train.steps import TrainingSteps
-
     steps = TrainingSteps(cfg, parts)
     parts.model.train()
     for step in range(3):
@@ -144,8 +143,6 @@ def test_accumulation_gives_the_same_loss(tmp_path: Path, teacher: Path) -> None
     for accumulate in (1, 2):
         cfg = taught(tmp_path, teacher, f"trainer.accumulate={accumulate}")
         parts = build.build(cfg)
-        from nmrun.lab.train.steps import TrainingSteps
-
         steps = TrainingSteps(cfg, parts)
         steps.train_step(0, 0, measure_flips=False)
         losses.append(float(steps.losses[0]))
@@ -226,8 +223,6 @@ class Sums(Task):
 
 
 def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
-    from nmrun.lab.train.distillation import loss_of
-
     model = nn.Linear(2, 2)
     cfg = taught(tmp_path, teacher)
     scores = Points()
@@ -246,9 +241,6 @@ def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
 
 
 def test_other_classes(tmp_path: Path, teacher: Path) -> None:
-    from nmrun.lab.models.images import SmallConvNetwork
-    from nmrun.lab.train.distillation import loss_of
-
     cfg = taught(tmp_path, teacher)
     points = Points()
     points.inputs = {"classes": 7}

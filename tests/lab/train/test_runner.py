@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import KINDS, at_work, config, result_of, rewrite, rows, signal_after
+from runs import KINDS, at_work, config, kill, result_of, rewrite, rows, signal_after
 from safetensors.torch import load_file
 from sklearn import datasets
 from torch.nn import functional
 
 from nmrun import sparsify
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
@@ -436,13 +436,8 @@ def test_two_processes_do_not_share_a_folder(
 def test_a_checkpoint_of_another_model_is_not_forced_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any) -> None:
-        raise RunError("stopped after training")
-
     cfg = config(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "save_weights", interrupted)
-        run(cfg)
+    kill(cfg, results, "save_weights", 1)
     monkeypatch.setattr(
         models, "build", lambda config, inputs: SmallConvNetwork(**inputs, channels=[4, 4, 4, 4])
     )
@@ -451,18 +446,10 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(
     assert "force=true starts over" in result["error"]
 
 
-def test_a_checkpoint_of_an_older_version_is_told_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path: Path) -> None:
     """Of before, when the model had the dense weights, under parametrizations."""
-
-    def interrupted(*_: Any) -> None:
-        raise RunError("stopped after training")
-
     cfg = config(tmp_path, "recipe=ste")
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "save_weights", interrupted)
-        run(cfg)
+    kill(cfg, results, "save_weights", 1)
     path = run_folder(cfg) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
     weight = state["model"].pop("inner.0.weight")

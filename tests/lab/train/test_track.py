@@ -43,6 +43,13 @@ WANDB = {
 }
 
 
+@pytest.fixture(autouse=True)
+def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B is as on a new machine."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+
+
 def tracker(folder: Path, cfg: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
     messages: list[str] = []
     return Tracker(folder, cfg, "0123456789", "some-sweep", step, messages.append), messages
@@ -75,8 +82,6 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
     """One W&B run a run, with the identity as id, the whole config, every row, and the result as
     summary. No question asked.
     """
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is there to answer"))
     cfg = config(tmp_path, "track=wandb", "recipe=step", "seed=3")
     result = runner.run(cfg, run_folder(cfg), "some-sweep")
@@ -128,8 +133,6 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
 def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     first, _ = tracker(tmp_path, WANDB)
     first.log({"step": 1, "before": 1.0})
     first.log({"step": 2, "lost": 1.0})
@@ -192,8 +195,6 @@ def test_nobody_waits_for_wandb_before_the_end(
         assert begins.wait(60)
         return Run()
 
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(wandb, "init", init)
     run, messages = tracker(tmp_path, WANDB)
     for step in range(1, 6):

@@ -14,14 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import terminal
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from PIL import Image
+from pictures import make_folder
 from runs import TINY, result_of
 from verbs import python, verb
 
@@ -201,13 +200,7 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(
     number: signal.Signals, tmp_path: Path, nmrun_cli
 ) -> None:
     """With processes that read images, as a scheduler sends it."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 12), ("val", 4)):
-        for name in ("ant", "bee", "cat"):
-            (folder := tmp_path / "data" / "some" / split / name).mkdir(parents=True)
-            for image in range(count):
-                pixels = random.integers(0, 255, (8, 8, 3)).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{image:02}.png")
+    make_folder(tmp_path / "data" / "some")
     words = [
         *("-m", "recipe=ste", "seed=0,1", "dataset=imagenet", "dataset.path=some", "model=small_conv"),
         *("dataset.resolution=8", "dataset.val_size=6", "dataset.workers=2", "output_dir=out"),
