@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
 
 import nmrun
-from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.models.images import MLPNetwork, SmallConvNetwork
 from nmrun.lab.models.texts import GPTNetwork
@@ -690,9 +689,3 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
         cfg = config(tmp_path / f"cut{step}", *overrides)
         kill(cfg, TrainingSteps, "train_step", step)
         assert outcome(cfg) == alone
-
-
-def test_the_config_takes_true_or_false(tmp_path: Path) -> None:
-    assert config(tmp_path, "recipe=asp").recipe.options["permute"] is False
-    with pytest.raises(ConfigError, match=r"recipe.permute=perhaps: it takes true or false"):
-        config(tmp_path, "recipe=asp", "recipe.permute=perhaps")

@@ -125,20 +125,3 @@ def test_runs_without_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert verb("sample", str(tokens)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no hashes" not in line]
     assert "dataset=token_bin has token numbers alone" in line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "nowhere holds no finished run"),
-        (["nowhere", "--tokens", "0"], "--tokens 0: a whole number, 1 or more"),
-        (["nowhere", "--temperature", "-1"], "--temperature -1: a number, 0 or more"),
-        (["nowhere", "--temperature", "nan"], "--temperature nan"),
-        (["nowhere", "--top-k", "0"], "--top-k 0: a whole number, 1 or more"),
-        (["nowhere", "--seed", "-1"], "--seed -1: a whole number"),
-    ],
-)
-def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verb("sample", *words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line

@@ -596,22 +596,6 @@ def test_without_a_path_it_is_the_folder_of_runs(
     assert verb_ == "table" or Path("outputs", files[verb_]).is_file()
 
 
-def test_no_path_and_no_runs(
-    table, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, _, err = table()
-    assert (status, err) == (2, f"nmrun: {tmp_path / 'outputs'}: no such folder\n")
-    (tmp_path / "outputs").mkdir()
-    assert table()[2].startswith(f"nmrun: no run below {tmp_path / 'outputs'}")
-    monkeypatch.chdir(tmp_path / "outputs")
-    assert table(paths=())[::2] == (2, "nmrun: outputs: no such folder\n")
-    assert verb("plot", str(tmp_path / "outputs"), "--out", "x.jpg") == 2
-    assert (
-        capsys.readouterr().err
-        == "nmrun: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
-    )
-
-
 def test_a_picture_on_a_full_disk(write, tmp_path: Path, small_disk: Path, capsys) -> None:
     write("ste", "2:4", 0, 0.9)
     out = small_disk / "plot.svg"

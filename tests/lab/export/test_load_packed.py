@@ -310,11 +310,6 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
         nmrun.load_packed(file, encoder())
 
 
-def test_precision_is_for_packed_files_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--precision int8 is for --format packed alone$"):
-        cli.main([str(tmp_path), "--to", str(tmp_path / "to"), "--precision", "int8"])
-
-
 def test_int8_without_its_products_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

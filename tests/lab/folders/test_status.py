@@ -25,7 +25,6 @@ from runs import at_work, result_of
 from terminal import Terminal
 from verbs import python
 
-from nmrun.errors import ConfigError
 from nmrun.lab.folders import status
 from nmrun.lab.words import sweep
 
@@ -324,19 +323,6 @@ def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixt
             f"killed: {folder}",
             "  nmrun recipe=ste",
         ]
-
-
-def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
-    for words, message in (((), "outputs: no such folder"), (("empty",), "empty: no runs in it")):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        process = nmrun_cli("status", *words)
-        assert (process.returncode, process.stdout, process.stderr) == (
-            2,
-            "",
-            f"nmrun: {message}\n",
-        )
-    with pytest.raises(ConfigError):
-        status.main([str(tmp_path / "nowhere")])
 
 
 @pytest.mark.slow

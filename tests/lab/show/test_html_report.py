@@ -193,9 +193,6 @@ def test_one_line_for_a_mistake_and_no_half_a_page(
         assert (out, err.count("\n")) == ("", 1)
         return err
 
-    assert message(str(tmp_path / "nowhere")).endswith("nowhere: no such folder\n")
-    (tmp_path / "empty").mkdir()
-    assert "no run below" in message(str(tmp_path / "empty"))
     write("step", "2:4", 0, 0.98)
     outputs = str(tmp_path / "outputs")
     assert "no metric 'test/acuracy'" in message(outputs, "--metric", "test/acuracy")

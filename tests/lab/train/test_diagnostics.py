@@ -14,14 +14,13 @@ from runs import build_noisy, config, resumed, rows
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, checkpoint, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import identity, run_folder
+from nmrun.lab.words.identity import run_folder
 from nmrun.step.handle import Handle
 
 BEFORE = [[4.0, 3.0, 2.0, 1.0], [-1.0, 2.0, -3.0, 4.0]]  # masks 1100 0011
@@ -241,11 +240,3 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     words = ("recipe=sr_ste", "trainer.diagnose_every=2", "optimizer.lr=0.02")
     assert resumed(tmp_path, *words, steps=(5,)).rows[-1]["diagnose/flipped_again"] > 0
-
-
-def test_the_key(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer.diagnose_every=0: it takes a whole number, 1 or more, or null"
-    ):
-        config(tmp_path, "trainer.diagnose_every=0")
-    assert identity(config(tmp_path, "trainer.diagnose_every=5")) == identity(config(tmp_path))

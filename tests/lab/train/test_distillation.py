@@ -21,7 +21,6 @@ from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build, runner
 from nmrun.lab.train.distillation import Distilled, divergence, loss_of
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
 
@@ -266,18 +265,6 @@ def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ConfigError, match="no finished run is there"):
         build.build(taught(tmp_path, copy))
-
-
-def test_told_before_torch_is_there(tmp_path: Path, teacher: Path) -> None:
-    def messages(*overrides: str) -> list[str]:
-        cfg = config(tmp_path, "recipe=sr_ste", *overrides)
-        return [line for line in rules.refusals(cfg.plain) if "distill" in line]
-
-    assert messages(f"trainer.distill='{teacher}'") == []
-    assert messages("trainer.distill=nowhere") == [
-        "trainer.distill=nowhere: no finished run is there"
-    ]
-    assert "begins with random weights" in messages("trainer.distill=start")[0]
 
 
 def test_the_same_run_without_a_teacher(tmp_path: Path) -> None:

@@ -160,10 +160,3 @@ def test_what_shards_cannot_do_is_refused(
     assert complaint in str(refused.value)
     assert "\n" not in str(refused.value)
     assert str(refused.value).endswith("use trainer.distributed=ddp")
-
-
-def test_another_word_than_ddp_or_fsdp_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer.distributed=fspd.*one of ddp, fsdp.*did you mean fsdp"
-    ):
-        config(tmp_path, "trainer.distributed=fspd")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.lab.train import build, runner
-from nmrun.lab.words import rules
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.lab.words.schema import Config
 from nmrun.step import activations as mathematics
@@ -137,25 +136,6 @@ def test_a_run_without_is_the_run_that_it_was(tmp_path: Path) -> None:
         for x in (0, 0.5)
     ]
     assert len({identity(each) for each in (first, make(tmp_path), *some)}) == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("model.activation=gelu",), "it goes with model.activation=relu2"),
-        (
-            ("trainer.activations_dense_start=0.5", "trainer.activations_dense_end=0.5"),
-            "less than 1",
-        ),
-    ],
-)
-def test_mistakes_that_show_before_torch(
-    words: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    cfg = make(tmp_path, "trainer.activations=2:4", *words)
-    (line,) = rules.refusals(cfg.plain)
-    assert message in line
-    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,6 @@ def test_the_flops_of_a_probe_are_those_of_its_steps(tmp_path):
     assert sparse["training_arithmetic"] == halved
 
 
-def test_no_budget_is_exceeded_by_a_search(tmp_path):
-    with pytest.raises(ConfigError, match=r"comes on top of trainer\.budget"):
-        config(tmp_path, *AUTO, "trainer.budget=flops:dense")
-
-
 # --- a budget of seconds ---------------------------------------------------------------------------
 
 

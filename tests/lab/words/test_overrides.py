@@ -113,15 +113,6 @@ def test_a_sweep_over_ratios_by_layer() -> None:
     assert (findings.problems, findings.jobs) == ([], 3)
 
 
-def test_the_exit_status_is_2_and_nothing_is_left(nmrun_cli, tmp_path) -> None:
-    process = nmrun_cli('sparsity.overrides={"inner.*": "1:8"}')
-    assert (process.returncode, process.stdout) == (2, "")
-    (line,) = process.stderr.splitlines()
-    assert line.startswith("nmrun: ")
-    assert line.endswith("write it as 'sparsity.overrides={inner.*: 1:8}'")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path) -> None:
     """The first expression that fits counts, and more than model.exclude; a ratio in a file needs
     quotes.

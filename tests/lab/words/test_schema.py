@@ -111,6 +111,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "model=mlp": {"model.hidden": ([[8, 8], [64, 16, 8]], [[8], [8, "8"], 8, None])},
     "optimizer=sgd,recipe=asp": {
         "optimizer.momentum": ([0.0, 0.9], NO_SHARE), "optimizer.nesterov": ([True, False], NO_FLAG), "recipe.prune_at": ([0, 0.5], NO_SHARE),
+        "recipe.permute": ([True, False], [*NO_FLAG, "perhaps"]),
     },
     "recipe=ste_periodic": {"recipe.interval": ([1, 5], NO_COUNT), "recipe.gradient": (["ste", "masked"], ["mask", None])},
     "recipe=bi_mask": {"recipe.candidates": ([1, 5], NO_COUNT)},
