@@ -267,7 +267,7 @@ def main(output_dir: str) -> None:
             check_shards(loop)
         return done
 
-    Loop.train = watched  # type: ignore[method-assign]
+    Loop.train = watched
     for case in CASES:
         result = run(f"{output_dir}/together", case, "trainer.distributed=fsdp")
         assert result["status"] == "finished", (case, result)

@@ -255,7 +255,7 @@ def test_what_is_no_average_is_told() -> None:
         (nn.Linear(3, 3), r"this model has no parameter 0\.weight"),
     ):
         with pytest.raises(ConfigError, match=message) as e:
-            training[2].finalize(wrong)  # type: ignore[arg-type]
+            training[2].finalize(wrong)
         assert "\n" not in str(e.value)
 
 

@@ -54,7 +54,7 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
                 assert (f"nmrun/{name}" if folder == "conf" else name) in packed
     with tarfile.open(sdist) as archive:
         safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        archive.extractall(tmp_path / "unpacked", **safe)  # type: ignore[arg-type]
+        archive.extractall(tmp_path / "unpacked", **safe)
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     (tmp_path / "again").mkdir()
     with zipfile.ZipFile(build("wheel", unpacked, tmp_path / "again")) as archive:

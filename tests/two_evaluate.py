@@ -256,11 +256,11 @@ def run(place: Path, *overrides: str) -> dict[str, Any]:
         decoded.append(key)
         return read(files, key)
 
-    ImageFiles.__getitem__ = watched  # type: ignore[method-assign]
+    ImageFiles.__getitem__ = watched
     try:
         result = runner.run(cfg, run_folder(cfg))
     finally:
-        ImageFiles.__getitem__ = read  # type: ignore[method-assign]
+        ImageFiles.__getitem__ = read
     summary = {key: result.get(key) for key in ("status", "error", "metrics", "folder")}
     return summary | {
         "trained": sum(epoch >= 0 for epoch, _ in decoded),
@@ -280,7 +280,7 @@ def main(place: Path) -> dict[str, Any]:
         results["translation"] = translated()
     results["broken text"] = broken_text()
     build = models.build
-    models.build = lambda options, inputs: Normed(**inputs)  # type: ignore[assignment]
+    models.build = lambda options, inputs: Normed(**inputs)
     results["stream"] = run(
         place / f"runs{ranks.world()}",
         *STREAM,

@@ -40,8 +40,8 @@ def main(distributed: str, output_dir: str, last: int) -> None:
         asked += 1
         return ranks.rank() == 1 or asked % 2 == 0
 
-    TrainingSteps.train_step = stepped  # type: ignore[method-assign]
-    checkpoint.CheckpointClock.due = due  # type: ignore[method-assign]
+    TrainingSteps.train_step = stepped
+    checkpoint.CheckpointClock.due = due
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
 

@@ -41,12 +41,12 @@ def main(output_dir: str) -> None:
     train = Loop.train
 
     def watched(loop: Loop, *args: object) -> bool:
-        done = train(loop, *args)  # type: ignore[arg-type]
+        done = train(loop, *args)
         state = b"".join(value.numpy().tobytes() for value in loop.model.state_dict().values())
         digests.append(hashlib.sha256(state).hexdigest())
         return done
 
-    Loop.train = watched  # type: ignore[method-assign,assignment]
+    Loop.train = watched
     for recipe in (*RECIPES, "accelerated"):
         if recipe == "accelerated":
             play(setattr, Path(output_dir))

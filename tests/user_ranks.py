@@ -101,7 +101,7 @@ def fsdp(recipe: str, optimizer: str, folder: Path) -> dict[str, Tensor]:
         again = sharded(recipe, optimizer)
         if load is from_files and recipe in ("asp", "step", "mdgf_linear"):
             # saved in the sparse phase; what is loaded into has no room for its tensors
-            broken(lambda again=again: from_files(again, folder))  # type: ignore[misc]
+            broken(lambda again=again: from_files(again, folder))
             again = sharded(recipe, optimizer)
             again[2].make_room(dcp.FileSystemReader(folder).read_metadata())
         load(again, folder)

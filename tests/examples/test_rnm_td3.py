@@ -40,11 +40,11 @@ def largest(weight: Tensor, n: int, m: int) -> Tensor:
 
 def sparse_layers(learner: rnm_td3.Learner, model: nn.Module) -> list[nn.Linear]:
     """Those of ``model``, which has the form of the learner's."""
-    return [model.get_submodule(w.module_name) for w in learner.handle.sparse]  # type: ignore[union-attr,misc]
+    return [model.get_submodule(w.module_name) for w in learner.handle.sparse]
 
 
 def dense_weights(learner: rnm_td3.Learner) -> list[Tensor]:
-    return [w.dense for w in learner.handle.sparse]  # type: ignore[union-attr]
+    return [w.dense for w in learner.handle.sparse]
 
 
 def nonzeros(weight: Tensor, m: int) -> Tensor:
@@ -82,8 +82,8 @@ def test_masks_gradients_and_targets(
         before = copy.deepcopy(dict(self.average.named_parameters()))
         served = [layer.weight.detach().clone() for layer in sparse_layers(self, self.target)]
         follow(self)
-        now = dict(self.model.named_parameters()) | {w.name: w.dense for w in self.handle.sparse}  # type: ignore[union-attr]
-        sparse = {w.name for w in self.handle.sparse}  # type: ignore[union-attr]
+        now = dict(self.model.named_parameters()) | {w.name: w.dense for w in self.handle.sparse}
+        sparse = {w.name for w in self.handle.sparse}
         for name, averaged in self.average.named_parameters():
             torch.testing.assert_close(averaged, 0.995 * before[name] + 0.005 * now[name])
             assert name in sparse or torch.equal(self.target.get_parameter(name), averaged)

@@ -29,7 +29,7 @@ def loader(count: int = BATCHES, rank: int | None = None) -> DataLoader[Tensor]:
     rows = torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(1))
     if rank is not None:
         rows = rows.view(count, 2, 4, 16)[:, rank]
-    return DataLoader(list(rows.reshape(-1, 16)), batch_size=rows.shape[1])  # type: ignore[arg-type]
+    return DataLoader(list(rows.reshape(-1, 16)), batch_size=rows.shape[1])
 
 
 class Module(pl.LightningModule):
@@ -65,7 +65,7 @@ class Manual(Module):
         super().__init__()
         self.automatic_optimization, self.closure = False, closure
 
-    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Tensor, index: int) -> None:
         optimizer: Any = self.optimizers()
         if self.closure:
 

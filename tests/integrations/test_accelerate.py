@@ -38,7 +38,7 @@ def prepared(recipe: str, first: bool, **options: Any) -> Any:
     model = net()
     optimizer = adamw(model)
     handle = attach(model, optimizer, recipe) if first else None
-    loader = DataLoader(rows(), batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader(rows(), batch_size=None)
     net_, optimizer_, loader = accelerator.prepare(model, optimizer, loader)
     handle = handle or attach(model, optimizer_, recipe)
     return accelerator, net_, optimizer_, loader, handle

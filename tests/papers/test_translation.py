@@ -381,7 +381,7 @@ def test_translations_are_matched_with_the_references_of_their_sentences() -> No
     def copying(generator: Any, tokens: torch.Tensor) -> Any:
         return ([vocabulary.symbols[t] for t in line.tolist() if t > 3] for line in tokens)
 
-    task._translations = copying  # type: ignore[method-assign, assignment]
+    task._translations = copying
     assert task.evaluate(transformer(task).eval(), "val")["bleu"] == pytest.approx(100)
     task.references = {"val": plain[::-1]}
     assert task.evaluate(transformer(task).eval(), "val")["bleu"] < 50

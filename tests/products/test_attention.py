@@ -89,7 +89,7 @@ def test_a_run_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch
     measure = probe.measure
 
     def played(shape: object) -> dict[str, Times]:
-        times = measure(shape)  # type: ignore[arg-type]
+        times = measure(shape)
         assert all(taken.forward > 0 for taken in times.values())
         names = times if isinstance(shape, probe.AttentionShape) else ("dense",)
         return {name: Times(0, 1.0 + (name != faster), 1.0, 1.0) for name in names}

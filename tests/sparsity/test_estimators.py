@@ -214,5 +214,5 @@ def test_on_a_device_it_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch.ops.nmrun, "mvue", lambda x, *rest: (asked.append(rest), x)[1])
     played = SimpleNamespace(is_cuda=True, dim=lambda: 2)
-    assert mvue(played, "2:4", -1) is played  # type: ignore[arg-type]
+    assert mvue(played, "2:4", -1) is played
     assert asked == [(2, 4, 1)]

@@ -20,7 +20,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 

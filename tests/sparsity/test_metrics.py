@@ -263,7 +263,7 @@ class Launches(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
@@ -291,7 +291,7 @@ def test_launches_do_not_grow_with_the_weights() -> None:
     counts = []
     for count in (2, 40):
         weights, optimizer = made_sparse(count, "meta")
-        measure = metrics.MaskMetrics(SimpleNamespace(is_sparse=True), weights)  # type: ignore[arg-type]
+        measure = metrics.MaskMetrics(SimpleNamespace(is_sparse=True), weights)
         measure.begin()
         with Launches() as launches:
             measure.before()

@@ -69,4 +69,4 @@ def test_reading_patterns_needs_no_torch() -> None:
 def test_what_yaml_makes_of_a_ratio_is_told() -> None:
     """YAML 1.1 reads 2:4 in base 60."""
     with pytest.raises(PatternError, match="write it in quotes"):
-        Pattern.parse(124)  # type: ignore[arg-type]
+        Pattern.parse(124)

@@ -227,7 +227,7 @@ def test_adapters_are_sparse_only_if_named() -> None:
 
 def test_a_layer_that_is_saved_in_full_is_no_adapter() -> None:
     wrapper = nn.Module()
-    wrapper.adapter_layer_names = ("modules_to_save",)  # type: ignore[assignment]
+    wrapper.adapter_layer_names = ("modules_to_save",)
     wrapper.modules_to_save = nn.ModuleDict({"default": nn.Linear(8, 8)})
     assert sparse(wrapper) == {"modules_to_save.default.weight": (1, 0)}
 
@@ -256,7 +256,7 @@ def test_quantised_weights_stay_dense(dtype: torch.dtype, kind: str) -> None:
 
 def test_weights_packed_by_bitsandbytes_stay_dense() -> None:
     linear = with_weight(torch.ones(32, 1, dtype=torch.bfloat16))
-    linear.weight.quant_state = None  # type: ignore[assignment]
+    linear.weight.quant_state = None
     assert reasons(linear) == {"weight": "quantised or of another kind (Parameter)"}
 
 

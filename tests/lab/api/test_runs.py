@@ -47,9 +47,9 @@ def process() -> dict[str, Any]:
         "hydra": GlobalHydra.instance().hydra,
         "threads": torch.get_num_threads(),
         "deterministic": torch.get_deterministic_debug_mode(),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
         "random": (random.getstate(), torch.get_rng_state().tolist()),
-        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index, union-attr]
+        "numpy": np.random.get_state()[1].tolist(),
     }
 
 

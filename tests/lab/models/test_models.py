@@ -183,7 +183,7 @@ def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers() -
     model = models.build(
         options("deit_tiny", **sizes, stochastic_depth=0.9), {"shape": (3, 8, 8), "classes": 2}
     )
-    blocks: Any = model.encoder.layers  # type: ignore[union-attr]
+    blocks: Any = model.encoder.layers
     x, unchanged = torch.randn(400, 5, 8), []
     model.train()
     for block in blocks:

@@ -236,8 +236,8 @@ def test_every_option_does_something_of_its_own(options: dict[str, float]) -> No
         task(0, Augment(**other)).micro_batches(0, 0, 1)[0][0]
         for other in others
         if other != options
-    ]  # type: ignore[arg-type]
-    inputs = task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]  # type: ignore[arg-type]
+    ]
+    inputs = task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]
     assert not any(torch.equal(inputs, other) for other in results)
 
 
@@ -255,7 +255,7 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.count = self.waited = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         to = kwargs.get("device")
         if func is torch.ops.aten._to_copy.default and to is not None and to.type != "cpu":

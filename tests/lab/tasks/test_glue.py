@@ -119,7 +119,7 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
         }
 
     module = ModuleType("datasets")
-    module.__spec__, module.load_dataset = SimpleNamespace(name="datasets"), load_dataset  # type: ignore[assignment,attr-defined]
+    module.__spec__, module.load_dataset = SimpleNamespace(name="datasets"), load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
     loaded = labelled.load_glue(task, held_out=0)
     assert loaded["val"] == (texts, labels)

@@ -132,9 +132,9 @@ def folder_config(tmp_path: Path, *overrides: str) -> Any:
 def test_a_folder_without_splits_is_split_evenly(tmp_path: Path) -> None:
     make_folder(tmp_path / "data", splits={"some": 20})
     task = tasks.build(folder_config(tmp_path), CPU)
-    sizes = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}  # type: ignore[attr-defined]
+    sizes = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}
     assert sizes == {"test": [2] * 3, "val": [2] * 3, "train": [16] * 3}
-    every = torch.cat([pixels for pixels, _ in task.splits.values()])  # type: ignore[attr-defined]
+    every = torch.cat([pixels for pixels, _ in task.splits.values()])
     assert len(every.flatten(1).unique(dim=0)) == 60  # no image twice
 
 
@@ -147,7 +147,7 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(
     make_folder(tmp_path / "data" / "some", splits=splits)
     cfg = folder_config(tmp_path)
     parts = build.build(cfg)
-    counts = {name: len(labels) for name, (_, labels) in parts.task.splits.items()}  # type: ignore[attr-defined]
+    counts = {name: len(labels) for name, (_, labels) in parts.task.splits.items()}
     assert counts == {
         "test": test,
         "val": 6 if test == 12 else 12,
@@ -212,7 +212,7 @@ def test_an_archive_that_grows_is_not_unpacked(
     assert most < zeros
     monkeypatch.setattr(images, "SPARE_BYTES", zeros)  # for one of them
     unpacked: list[str] = []
-    original = tarfile.TarFile._extract_one  # type: ignore[attr-defined]
+    original = tarfile.TarFile._extract_one
 
     def extracting(tar: Any, member: tarfile.TarInfo, *rest: Any, **more: Any) -> None:
         unpacked.append(member.name)
@@ -367,11 +367,11 @@ def test_cifar_as_torchvision_stores_it(
     cfg = dataset_config(tmp_path, "cifar10", "dataset.val_size=10", "trainer.batch_size=8")
     task = tasks.build(cfg, CPU)
     assert task.inputs == {"shape": (3, 32, 32), "classes": 10}
-    every = torch.cat([task.splits[split][0] for split in ("train", "val")])  # type: ignore[attr-defined]
+    every = torch.cat([task.splits[split][0] for split in ("train", "val")])
     assert {image.numpy().tobytes() for image in every} == {
         image.tobytes() for image in pixels[:50]
     }
-    stored, labels = task.splits["test"]  # type: ignore[attr-defined]
+    stored, labels = task.splits["test"]
     for image, label in zip(stored, labels, strict=True):
         assert np.array_equal(image.numpy(), pixels[50 + int(label)])
     assert task.signature["classes"] == [f"class {number}" for number in range(10)]
@@ -479,13 +479,13 @@ REAL = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
 def test_the_real_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
     task = tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
-    counts = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}  # type: ignore[attr-defined]
+    counts = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}
     assert counts == {"train": [4500] * 10, "val": [500] * 10, "test": [1000] * 10}
     known = (
         torch.tensor([0.4914, 0.4822, 0.4465]) * 255,
         torch.tensor([0.2470, 0.2435, 0.2616]) * 255,
     )
-    for value, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):  # type: ignore[attr-defined]
+    for value, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):
         assert torch.allclose(value.flatten(), published, atol=0.5)
 
 

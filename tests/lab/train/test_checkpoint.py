@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     assert messages[1:] == ["going on from checkpoint.previous.pt, the one before it"]
     # from here on it is the last one: the next is saved beside it, not beside the damaged one
     checkpoint.save_next(tmp_path, {"step": 3})
-    assert checkpoint.load(tmp_path / "checkpoint.previous.pt")["step"] == 1  # type: ignore[index]
+    assert checkpoint.load(tmp_path / "checkpoint.previous.pt")["step"] == 1
     for name in ("checkpoint.pt", "checkpoint.previous.pt"):
         (tmp_path / name).write_bytes(b"nothing")
     state, messages = checkpoint.load_last(tmp_path)

@@ -55,7 +55,7 @@ def counted(
     **options: Any,
 ) -> Any:
     handle = nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, pattern, **options)
-    return flops.count(model, Sums(*shape), handle.sparse), handle.recipe  # type: ignore[arg-type]
+    return flops.count(model, Sums(*shape), handle.sparse), handle.recipe
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def feed_forward(pattern: str, recipe: str = "dense", ratio: str = "2:4", **shar
     optimizer = nmrun.optim.Adam(model.parameters())
     handle = nmrun.sparsify(model, optimizer, recipe, ratio, 20, exclude=["0", "5"])
     pruned = nmrun.sparse_activations(model, pattern, **shares)
-    cost = flops.count(model, Sums(5, 16), handle.sparse, activations=pruned)  # type: ignore[arg-type]
+    cost = flops.count(model, Sums(5, 16), handle.sparse, activations=pruned)
     return model, handle.recipe, cost
 
 
@@ -322,7 +322,7 @@ def test_a_layer_between_two_activations_feeds_and_reads() -> None:
         nn.Linear(16, 16), SquaredReLU(), nn.Linear(16, 16), SquaredReLU(), nn.Linear(16, 16)
     )
     pruned = nmrun.sparse_activations(model, "1:4")
-    cost = flops.count(model, Sums(16), activations=pruned)  # type: ignore[arg-type]
+    cost = flops.count(model, Sums(16), activations=pruned)
     recipe = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense").recipe
     one = 2 * 16 * 16
     # dV alone; then Y, dX masked, dW, of the middle by both; then Y, dA, dW
@@ -381,7 +381,7 @@ def test_planned_and_used(recipe: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = nmrun.optim.Adam(model.parameters())
     handle = nmrun.sparsify(model, optimizer, recipe, PATTERN, 20, **hyperparameters)
-    rule, cost = handle.recipe, flops.count(model, Sums(16), handle.sparse)  # type: ignore[arg-type]
+    rule, cost = handle.recipe, flops.count(model, Sums(16), handle.sparse)
     for weight in handle.sparse:
         assert [densities(rule, weight, step) for step in range(20)] == expected
     planned = cost.planned(rule, 20), cost.planned(rule, 20, hardware=True)

@@ -44,7 +44,7 @@ def trained(cfg: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list[
     loop, tracker = Loop(cfg, build.build(cfg), Console(None, brief=True)), Rows()
     if prepare is not None:
         prepare(loop)
-    loop.train(folder, tracker, Signals())  # type: ignore[arg-type]
+    loop.train(folder, tracker, Signals())
     return loop, tracker.rows
 
 
@@ -218,7 +218,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
             same = all(torch.equal(start[name], now) for name, now in weights(loop).items())
             seen.append((loop.steps.updates, loop.handle.recipe.step, same))
 
-        loop.steps.train_step = watched  # type: ignore[method-assign]
+        loop.steps.train_step = watched
 
     loop, logged = trained(with_trainer(cfg, epochs=12), tmp_path, prepare)
     updates = [number for number, _, _ in seen]
@@ -411,10 +411,10 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> N
         def sabotaged(*args: Any, **kwargs: Any) -> None:
             if loop.steps.step == 4:
                 with torch.no_grad():
-                    loop.model.inner[1].weight.fill_(3e38)  # type: ignore[index,union-attr,operator]
+                    loop.model.inner[1].weight.fill_(3e38)
             original(*args, **kwargs)
 
-        loop.steps.train_step = sabotaged  # type: ignore[method-assign]
+        loop.steps.train_step = sabotaged
 
     message = failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
     assert message.startswith("step 5: the loss is ")
@@ -437,7 +437,7 @@ def test_a_learning_rate_far_too_high(tmp_path: Path) -> None:
 def test_a_broken_parameter_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
     def prepare(loop: Loop) -> None:
         with torch.no_grad():
-            loop.model.inner[0].weight[0, 0] = math.nan  # type: ignore[index,union-attr,operator]
+            loop.model.inner[0].weight[0, 0] = math.nan
 
     assert "parameter inner.0.weight" in failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
 

@@ -354,7 +354,7 @@ def test_what_only_the_built_model_shows_is_still_a_configuration_error(
         OmegaConf.update(
             plain := OmegaConf.create(cfg.plain), key, OmegaConf.create(f"x: {value}").x
         )
-        cfg = Config(OmegaConf.to_container(plain), cfg.pattern)  # type: ignore[arg-type]
+        cfg = Config(OmegaConf.to_container(plain), cfg.pattern)
     with pytest.raises(ConfigError, match=message):
         run(cfg)
     assert not (tmp_path / "out").exists()

@@ -171,9 +171,9 @@ def test_windows_sentences_and_translations_of_others_are_not_read(
 
     language = two_evaluate.text(100)
     language.batch_size = 8
-    language.splits = {**language.splits, "train": Watched(language.splits["train"])}  # type: ignore[dict-item]
+    language.splits = {**language.splits, "train": Watched(language.splits["train"])}
     language.micro_batches(0, 0, WORLD, range(1, 2))
-    assert language.splits["train"].read == 8 / WORLD * (5 + 1)  # type: ignore[attr-defined]
+    assert language.splits["train"].read == 8 / WORLD * (5 + 1)
 
     texts = two_evaluate.sentences(30, 2)
     watched = Watched(texts.splits["train"].tokens)

@@ -375,7 +375,7 @@ def test_groups_are_typed() -> None:
     with pytest.raises(ConfigError, match=r"dataset\.context: missing"):
         config.dataset.as_kind(Context)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.trainer.epochs = 3  # type: ignore[misc]
+        config.trainer.epochs = 3
 
 
 def test_what_is_the_user_s_own_stays_a_mapping() -> None:

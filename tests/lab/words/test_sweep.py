@@ -463,7 +463,7 @@ def test_the_sweeper_takes_zip_and_experiments_by_itself(
 
     def jobs(*words: str, size: int | None = None) -> list[list[list[str]]]:
         plugin = NMSweeper(size, {"seed": "3"})
-        plugin.hydra_context = SimpleNamespace(config_loader=None)  # type: ignore[assignment]
+        plugin.hydra_context = SimpleNamespace(config_loader=None)
         return plugin.split_arguments(
             OverridesParser.create().parse_overrides(["seed=3", *words]), size
         )
