@@ -25,17 +25,14 @@ def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
         env=environment,
     )
     first = start()
-    assert first.stdout is not None
     assert first.stdout.readline() == "0 0\n"
     second = start()
-    assert second.stdout is not None
     assert second.stdout.readline() == "1 1\n"
     third = start()
     with pytest.raises(subprocess.TimeoutExpired):
         third.wait(0.5)
     first.kill()  # however it ends
     first.wait()
-    assert third.stdout is not None
     assert third.stdout.readline() == "0 0\n"
     for process in (second, third):
         process.communicate("")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from training import (
@@ -82,9 +83,8 @@ def test_the_reason_is_told_and_nothing_changed(
     happens(training)
     before = everything(*training)
     parameters = list(training[0].parameters())
-    with pytest.raises(RunError, match=message) as raised:
+    with one_line(RunError, message):
         training[2].finalize()
-    assert "\n" not in str(raised.value)
     assert everything(*training) == before
     assert all(a is b for a, b in zip(parameters, training[0].parameters(), strict=True))
     assert training[2].sparse
@@ -254,9 +254,8 @@ def test_what_is_no_average_is_told() -> None:
         ),
         (nn.Linear(3, 3), r"this model has no parameter 0\.weight"),
     ):
-        with pytest.raises(ConfigError, match=message) as e:
+        with one_line(ConfigError, message):
             training[2].finalize(wrong)
-        assert "\n" not in str(e.value)
 
 
 def test_dense_weights_is_a_look_and_what_is_written_inside_stays() -> None:

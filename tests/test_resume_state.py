@@ -48,7 +48,6 @@ def resumed(recipe: str, states: list[Any], order: str, **options: Any) -> Start
             handle.load_state_dict(states[2])
         else:
             optimizer.load_state_dict(states[1])
-    assert handle is not None
     return model, optimizer, handle
 
 

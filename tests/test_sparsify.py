@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from torch import Tensor, nn
 from training import SPARSE, TOTAL, attach, bits, net, start, stored, train
 
@@ -81,9 +82,8 @@ def test_a_failure_leaves_all_as_it_was(message: str, trained: bool) -> None:
         step()
     before = all_of(model, optimizer)
     options = {"pattern": "2:4", "total_steps": TOTAL, **FAILURES[message]}
-    with pytest.raises(ValueError, match=message) as e:
+    with one_line(ValueError, message):
         nmrun.sparsify(model, optimizer, **options)
-    assert "\n" not in str(e.value)
     assert all_of(model, optimizer) == before
     handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
     step()
@@ -215,9 +215,8 @@ def test_optimizers_that_cannot_serve(make: Any, message: str) -> None:
     model = net()
     before = bits(model.state_dict())
     optimizer = make(list(model.parameters()))
-    with pytest.raises(ConfigError, match=message) as raised:
+    with one_line(ConfigError, message):
         nmrun.sparsify(model, optimizer, "ste", "2:4")
-    assert "\n" not in str(raised.value)
     assert bits(model.state_dict()) == before
 
 

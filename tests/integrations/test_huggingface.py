@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from lazily import Lazily, needs
 from torch import Tensor
 from training import bits
@@ -132,9 +133,8 @@ def test_a_dense_model_that_is_loaded_at_the_end_is_an_error(tmp_path: Path) -> 
             model.load_state_dict(dense)
 
     trainer = hf.trainer(tmp_path, [Loads(), callback("sr_ste")])
-    with pytest.raises(RunError, match=r"c_attn\.weight was loaded at the end .* not 2:4") as e:
+    with one_line(RunError, r"c_attn\.weight was loaded at the end .* not 2:4"):
         trainer.train()
-    assert "\n" not in str(e.value)
 
 
 def test_another_optimizer_is_refused_at_its_first_step(tmp_path: Path) -> None:
@@ -145,9 +145,8 @@ def test_another_optimizer_is_refused_at_its_first_step(tmp_path: Path) -> None:
 
     sparse = callback("asp")
     trainer = hf.trainer(tmp_path, [sparse, Replaces()])
-    with pytest.raises(RunError, match="another optimizer than the Trainer's") as e:
+    with one_line(RunError, "another optimizer than the Trainer's"):
         trainer.train()
-    assert "\n" not in str(e.value)
     assert trainer.state.global_step == 3
 
 
@@ -219,18 +218,14 @@ def test_two_processes(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)) as e:
+    with one_line(error, re.escape(message)):
         huggingface.NMTrainerCallback(**arguments)
-    assert "\n" not in str(e.value)
 
 
 def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
     trainer = hf.trainer(tmp_path, [callback("step")])
-    with pytest.raises(
-        ConfigError, match=r"use nmrun\.optim\.AdamW, a drop-in.*optimizer_cls_and_kwargs="
-    ) as e:
+    with one_line(ConfigError, r"use nmrun\.optim\.AdamW, a drop-in.*optimizer_cls_and_kwargs="):
         trainer.train()
-    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft"])
@@ -239,9 +234,8 @@ def test_the_trainer_s_schedule_has_no_function_for_an_added_group(
 ) -> None:
     trainer = hf.trainer(tmp_path, [huggingface.NMTrainerCallback(recipe, "2:4")])
     before = weights(trainer.model)
-    with pytest.raises(ConfigError, match=f"{recipe} adds a parameter group, for which a") as e:
+    with one_line(ConfigError, f"{recipe} adds a parameter group, for which a"):
         trainer.train()
-    assert "\n" not in str(e.value)
     assert weights(trainer.model) == before
     assert not any("nmrun" in group for group in trainer.optimizer.param_groups)
 
@@ -287,9 +281,8 @@ def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_pat
 def test_a_checkpoint_without_the_optimizer_is_refused(recipe: str, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
     trained(tmp_path, recipe, **saving)
-    with pytest.raises(ConfigError, match=r"the checkpoint of step 3 has no state of") as e:
+    with one_line(ConfigError, r"the checkpoint of step 3 has no state of"):
         trained(tmp_path, recipe, str(tmp_path / "checkpoint-3"), **saving)
-    assert "\n" not in str(e.value)
 
 
 def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from lazily import Lazily, needs
 from torch import nn
 from training import bits
@@ -61,7 +62,6 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
     module, watch = lit.Module(), callback(recipe)
     trainer = lit.trainer(tmp_path, [watch])
     trainer.fit(module, lit.loader())
-    assert watch.handle is not None
     assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
     nmrun.sparsity.check_nm(module, "2:4")
     assert weights(module) == weights(plain_loop(recipe))
@@ -73,7 +73,6 @@ def test_compiled_for_this_machine(tmp_path: Path) -> None:
     module, watch = lit.Module(), callback("step")
     trainer = lit.trainer(tmp_path, [watch])
     trainer.fit(torch.compile(module), lit.loader())
-    assert watch.handle is not None
     assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
     nmrun.sparsity.check_nm(module, "2:4")
     state = module.state_dict()
@@ -110,7 +109,6 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_
             nmrun.sparsity.check_nm(model, "2:4")
         again, watch = lit.Module(lr=0.5), callback(recipe)
         lit.trainer(tmp_path, [watch]).fit(again, lit.loader(), ckpt_path=saved)
-        assert watch.handle is not None
         assert watch.handle.recipe.step == lit.STEPS
         assert weights(again) == weights(module), epoch
 
@@ -143,7 +141,6 @@ def test_a_training_that_was_cut_off_goes_on_in_the_same_process(
     trainer = lit.trainer(tmp_path, [watch, cut, saves], enable_checkpointing=True)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, lit.loader())
-    assert watch.handle is not None
     left = [weight.dense.clone() for weight in watch.handle.sparse]
     again = lit.trainer(tmp_path, [watch])
     if epoch is None:
@@ -166,9 +163,8 @@ def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
             return torch.optim.AdamW(self.parameters())
 
     message = r"use nmrun\.optim\.AdamW, a drop-in.*: return it from configure_optimizers"
-    with pytest.raises(ConfigError, match=message) as e:
+    with one_line(ConfigError, message):
         lit.trainer(tmp_path, [callback("step")]).fit(Stock(), lit.loader())
-    assert "\n" not in str(e.value)
 
 
 def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
@@ -196,7 +192,6 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
 
     class Watch(pl.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            assert watch.handle is not None
             if 1 <= trainer.current_epoch < lit.EPOCHS:
                 seen.append({w.name: w.dense.clone() for w in watch.handle.sparse})
                 sparse.extend(w for w in watch.handle.sparse if len(seen) == 1)
@@ -205,7 +200,6 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
     order = [watch, swa] if first else [swa, watch]
     trainer = lit.trainer(tmp_path, [Watch(), *order])
     trainer.fit(module, lit.loader())
-    assert watch.handle is not None
     assert watch.handle.recipe.total_steps == watch.handle.recipe.step == lit.STEPS
     assert len(seen) == lit.EPOCHS - 1
     nmrun.sparsity.check_nm(module, "2:4")
@@ -224,9 +218,8 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
 
 def test_averages_of_projected_weights_are_refused(tmp_path: Path) -> None:
     trainer = lit.trainer(tmp_path, [callback("sr_ste"), callbacks.WeightAveraging()])
-    with pytest.raises(ConfigError, match="use StochasticWeightAveraging") as e:
+    with one_line(ConfigError, "use StochasticWeightAveraging"):
         trainer.fit(lit.Module(), lit.loader())
-    assert "\n" not in str(e.value)
 
 
 def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path: Path) -> None:
@@ -248,7 +241,6 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path: Path) -> Non
         lit.trainer(tmp_path, [callback("sr_ste")], **options).fit(Two(False), lit.loader())
     module, watch = Two(False), integration.NMCallback("sr_ste", "2:4", optimizer=1)
     lit.trainer(tmp_path, [watch], **options).fit(module, lit.loader())
-    assert watch.handle is not None
     assert watch.handle.recipe.step == lit.BATCHES
     assert (module.net[0].weight != 0).all()
     nmrun.sparsity.check_nm(module, "2:4", exclude="net.0")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from errors import one_line
 from torch import Tensor, nn
 from torch.func import functional_call
 from training import TOTAL, attach, batch, everything, net, stored, train
@@ -168,17 +169,15 @@ def test_bitsandbytes_resumes_with_the_same_bits(recipe: str, stop: int, order: 
 
 def test_step_refuses_moments_of_eight_bits() -> None:
     model = net()
-    with pytest.raises(ValueError, match=r"AdamW8bit cannot: use nmrun\.optim\.Adam") as e:
+    with one_line(ValueError, r"AdamW8bit cannot: use nmrun\.optim\.Adam"):
         attach(model, eight_bit(model), "step")
-    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS][:14])
 def test_step_takes_nmrun_s_own_alone(name: str) -> None:
     model = net()
-    with pytest.raises(ValueError, match=r"use nmrun\.optim\.Adam") as e:
+    with one_line(ValueError, r"use nmrun\.optim\.Adam"):
         nmrun.sparsify(model, OPTIMIZERS[name](list(model.parameters())), "step", "2:4", STEPS)
-    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,6 @@ def patch(script: Path, after_optimizer: list[str]) -> None:
     statement = next(node for node in body if makes_optimizer(node))
     loop = [node for node in body if isinstance(node, ast.For | ast.While)][-1]
     indent = " " * statement.col_offset
-    assert loop.end_lineno is not None
-    assert statement.end_lineno is not None
     lines[loop.end_lineno : loop.end_lineno] = [f"{indent}handle.finalize()"]
     lines[statement.end_lineno : statement.end_lineno] = [indent + line for line in after_optimizer]
     first = next(i for i, line in enumerate(lines) if line.startswith("import "))

@@ -265,8 +265,6 @@ def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n: int
         one = mean(
             [DataSetPart([0.0] * c, list(seeds), 0.0) for c, seeds in zip(cells, gaps, strict=True)]
         )
-        assert one.low is not None
-        assert one.high is not None
         covered += one.low <= 0.0 <= one.high
         rejected += one.p is not None and one.p < 0.05
     # with two seeds the approximation errs on the safe side
@@ -354,8 +352,6 @@ def test_intervals_cover_what_there_is_in_the_units_found(
             tables.append(table)
         one = next(each.mean for each in overall.against(tables, "r0") if each.row == ("r1",))
         truth = statistics.fmean(truths)
-        assert one.low is not None
-        assert one.high is not None
         covered += one.low <= truth <= one.high
         values.append(one.value)
     assert 0.92 < covered / tries < 0.99

@@ -63,20 +63,17 @@ def wilcoxon(gaps: list[float]) -> float:
 
 def gap(gaps: list[float], grain: float = 0.0, test: str = "t") -> Difference:
     difference = paired(summarise(gaps), summarise([0.0] * len(gaps)), grain, test)
-    assert difference is not None
     return difference
 
 
 def test_pairs_are_those_of_common_seeds() -> None:
     difference = paired(summarise(OURS), summarise(BASE), 0.0)
-    assert difference is not None
     assert (difference.n, difference.mean) == (4, pytest.approx(0.0125))
     assert difference.p == pytest.approx(t_test(GAPS))
     assert difference.p == pytest.approx(
         stats.ttest_rel([0.97, 0.96, 0.99, 0.95], [0.95, 0.95, 0.96, 0.96]).pvalue
     )
     by_rank = paired(summarise(OURS), summarise(BASE), 0.0, "wilcoxon")
-    assert by_rank is not None
     assert by_rank.p == pytest.approx(wilcoxon(GAPS))
     assert paired(summarise({0: 0.5}), summarise({1: 0.4}), 0.0) is None
 
@@ -152,7 +149,6 @@ def test_ties_of_large_values_are_ties() -> None:
     ours = [b + 0.1 * g for b, g in zip(base, exact, strict=True)]
     assert len({abs(a - b) for a, b in zip(ours, base, strict=True)}) > 2
     difference = paired(summarise(ours), summarise(base), 0.1, "wilcoxon")
-    assert difference is not None
     assert difference.p == pytest.approx(wilcoxon(exact))
 
 

@@ -70,7 +70,6 @@ def test_after_a_kill_the_folder_is_free_at_once(
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True
     ) as holder:
-        assert holder.stdout is not None
         ours, child = holder.stdout.readline().split()
         assert ours == "True"
         assert locks.is_locked(tmp_path)

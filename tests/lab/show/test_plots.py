@@ -73,9 +73,7 @@ def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
         for seed, accuracy in enumerate(accuracies):
             write(recipe, ratio, seed, accuracy)
     write("ste", "1:8", 0, status="failed")
-    figure = drawn("ratio", tmp_path)
-    assert figure is not None
-    (axes,) = figure.axes
+    (axes,) = drawn("ratio", tmp_path).axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2:4\n50 %", "1:8\n12.5 %"]
     containers = {container.get_label(): container for container in axes.containers}
     assert set(containers) == {"STE (1 failed)", "STEP"}
@@ -112,7 +110,6 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
         )
         log(write("ste", "1:8", seed, 0.5), [{"eval/accuracy": 0.5}] * 4)
     figure = drawn("curves", tmp_path)
-    assert figure is not None
     both = panels(figure)
     assert set(both) == {"2:4", "1:8"}
     steps, means = line(both["2:4"], "STEP")
@@ -146,14 +143,12 @@ def test_flip_rates_small_ones_beside_large_ones(
         write("t_sr_ste", "2:4", 0, 0.9),
         [{"sparsity/flip_rate": rate} for rate in (0.0, largest, 0.0, 0.0)],
     )
-    figure = drawn("flips", tmp_path)
-    assert figure is not None
-    (axes,) = figure.axes
+    (axes,) = drawn("flips", tmp_path).axes
     assert line(axes, "STE")[1] == pytest.approx([100 * rate for rate in rates])
     assert axes.get_yscale() == how
     assert axes.get_ylim()[0] == 0
     place = axes.transData.transform
-    figure.canvas.draw()
+    axes.figure.canvas.draw()
     height = axes.get_window_extent().height
     assert (
         place((10, 1.0))[1] - place((10, 0.0))[1]
@@ -179,9 +174,7 @@ def test_autoswitch(threshold: float | None, write: Any, tmp_path: Path) -> None
         recipe__threshold=threshold,
     )
     log(folder, lines, steps=40)
-    figure = drawn("autoswitch", tmp_path)
-    assert figure is not None
-    (axes,) = figure.axes
+    (axes,) = drawn("autoswitch", tmp_path).axes
     assert line(axes, "STEP: sample") == (list(STEPS), samples)
     assert line(axes, "STEP: mean of the window") == (list(STEPS), means)
     drawn_threshold = [each for each in axes.lines if each.get_label() == "threshold, Adam's eps"]
@@ -196,9 +189,7 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     for ratio, flops in costs.items():
         for seed in (0, 1):
             spent(write("ste", ratio, seed, 0.9 + 0.02 * seed), flops)
-    figure = drawn("flops", tmp_path)
-    assert figure is not None
-    (axes,) = figure.axes
+    (axes,) = drawn("flops", tmp_path).axes
     ((data, _, _),) = axes.containers
     assert list(zip(data.get_xdata(), data.get_ydata(), strict=True)) == [
         (flops, pytest.approx(91.0)) for flops in costs.values()
@@ -215,26 +206,22 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
 def test_names_without_room_are_left_out(write: Any, tmp_path: Path) -> None:
     for n in range(1, 9):
         spent(write("ste", f"{n}:16", 0, 0.9), 2e9)
-    figure = drawn("flops", tmp_path)
-    assert figure is not None
-    (axes,) = figure.axes
+    (axes,) = drawn("flops", tmp_path).axes
     assert len(axes.texts) == 4  # eight points on one spot, which has four sides
 
 
 def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) -> None:
     for recipe, flops in {"ste": 1e9, "sr_ste": 1e9, "step": 1.5e9, "dense": 2e9}.items():
         spent(write(recipe, "dense" if recipe == "dense" else "1:8", 0, 0.9), flops)
-    figure = drawn("flops", tmp_path)
-    assert figure is not None
-    (axes,) = figure.axes
-    figure.draw_without_rendering()
+    (axes,) = drawn("flops", tmp_path).axes
+    axes.figure.draw_without_rendering()
     shown = {
         each.get_label(): float(each[0].get_transform().transform([*each[0].get_xydata()])[0, 0])
         for each in axes.containers
     }
     places = {name: float(axes.transData.transform((flops, 0))[0]) for name, flops in
               {"STE": 1e9, "SR-STE": 1e9, "STEP": 1.5e9, "dense": 2e9}.items()}  # fmt: skip
-    aside = {name: round((shown[name] - places[name]) * 72 / figure.dpi, 6) for name in places}
+    aside = {name: round((shown[name] - places[name]) * 72 / axes.figure.dpi, 6) for name in places}
     assert aside == {"STE": -3, "SR-STE": 3, "STEP": 0, "dense": 0}
     assert axes.get_xlabel().endswith(", at 1:8")  # one ratio, which no point needs beside it
     assert not axes.texts
@@ -249,7 +236,6 @@ def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(
     keys = ["recipe", "recipe.second_moment", "recipe.decay", "recipe.lr_factor"]
     table = build(collect([tmp_path]), "test/accuracy", keys, ["sparsity"], "mean")
     figure = plots.draw("flops", table, "eval/accuracy")
-    assert figure is not None
     (axes,) = figure.axes
     figure.draw_without_rendering()
     box = axes.xaxis.label.get_window_extent()
@@ -263,9 +249,7 @@ def test_rows_without_the_setting_are_lines_of_their_own(write: Any, tmp_path: P
         write("step", "1:8", 0, 0.8, recipe__switch=switch)
     write("ste", "1:8", 0, 0.7)
     write("sr_ste", "1:8", 0, 0.9)
-    figure = drawn("ratio", tmp_path, columns="recipe.switch")
-    assert figure is not None
-    (axes,) = figure.axes
+    (axes,) = drawn("ratio", tmp_path, columns="recipe.switch").axes
     levels = {str(each.get_label()): each for each in axes.lines if len(set(each.get_ydata())) == 1}
     looks = {(levels[name].get_color(), levels[name].get_linestyle()) for name in ("STE", "SR-STE")}
     assert (
@@ -339,13 +323,11 @@ def test_a_narrow_picture_leaves_its_axes_room(kind: str, write: Any, tmp_path: 
     for width in (2.5, 3.25, 5.0):
         layout = style.Layout(title="A title " * 15, width=width)
         figure = plots.draw(kind, table, "eval/accuracy", layout)
-        assert figure is not None
         figure.draw_without_rendering()
         boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
         assert min(box.height for box in boxes) / figure.dpi > 1.6
         assert figure.get_figwidth() == width
     figure = plots.draw(kind, table, "eval/accuracy", style.Layout(width=3.25, height=6.0))
-    assert figure is not None
     assert tuple(figure.get_size_inches()) == (3.25, 6.0)
 
 
@@ -362,7 +344,6 @@ def test_runs_without_rows_are_told(write: Any, tmp_path: Path) -> None:
         log(write("sr_ste", "2:4", seed, 0.9), rows)
     (write("ste", "2:4", 2, 0.9) / "metrics.jsonl").write_text("")
     figure = drawn("curves", tmp_path)
-    assert figure is not None
     assert {str(each.get_label()) for each in figure.axes[0].lines} == {
         "STE (1 without a log)", "SR-STE"
     }  # fmt: skip
@@ -376,7 +357,6 @@ def test_metric_against_a_setting(write: Any, tmp_path: Path) -> None:
     runs = collect([tmp_path])
     table = build(runs, "test/accuracy", ["recipe"], ["recipe.decay"], "mean")
     figure = plots.draw("ratio", table, "eval/accuracy")
-    assert figure is not None
     (axes,) = figure.axes
     (container,) = axes.containers
     assert list(container[0].get_xdata()) == list(values)
@@ -392,14 +372,12 @@ def test_each_of_many_recipes_has_a_panel(write: Any, tmp_path: Path) -> None:
         log(write(name, "2:4", 0, 0.8 + 0.01 * i), rows)
         log(write(name, "1:8", 0, 0.7 + 0.01 * i), rows)
     figure = drawn("ratio", tmp_path)
-    assert figure is not None
     assert [axes.get_title() for axes in figure.axes] == names
     for i, axes in enumerate(figure.axes):
         (bars,) = [c for c in axes.containers if c.get_label() in names] or [axes.containers[-1]]
         assert list(bars[0].get_ydata()) == pytest.approx([80.0 + i, 70.0 + i])
         assert len(axes.containers) == len(names), "the others in grey"
     curves = drawn("curves", tmp_path)
-    assert curves is not None
     assert [axes.get_title() for axes in curves.axes] == names
     assert all(len(axes.lines) == 2 for axes in curves.axes), "a line a ratio"
 
@@ -416,7 +394,6 @@ def test_curves_over_epochs_and_seconds(write: Any, tmp_path: Path) -> None:
     table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
     for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):
         figure = plots.draw("curves", table, "eval/accuracy", style.Layout(x=x))
-        assert figure is not None
         (axes,) = figure.axes
         assert line(axes, "STE")[0] == pytest.approx(expected)
         assert axes.get_xlabel().startswith(x)
@@ -434,7 +411,6 @@ def test_names_are_no_formulas(name: str, write: Any, tmp_path: Path) -> None:
     write(name, "2:4", 0, 0.9, model__name=name)
     write(name, "1:4", 0, 0.9, model__name=name)
     figure = drawn("ratio", tmp_path)
-    assert figure is not None
     texts = [text.get_text() for text in figure.findobj(Text) if name in text.get_text()]
     assert len(texts) >= 2  # the legend and the title
     style.save(figure, tmp_path / "plot.svg")
@@ -449,7 +425,6 @@ def test_a_picture_drawn_later_has_the_same_bytes(
     for year in ("1000000000", "1500000000"):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", year)
         figure = drawn("ratio", tmp_path)
-        assert figure is not None
         style.save(figure, tmp_path / f"plot{suffix}")
         files.append((tmp_path / f"plot{suffix}").read_bytes())
     assert files[0] == files[1]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import one_line
 from pictures import COUNTS, make_folder, picture
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
@@ -609,7 +610,6 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
     assert len(readers) == 2
     assert not any(process.is_alive() for process in readers)
     state = checkpoint.load(run_folder(cut) / "checkpoint.pt")
-    assert state is not None
     assert state["loop"]["step"] == 5
     for each in (cut, alone):
         assert runner.run(each, run_folder(each))["status"] == "finished"
@@ -624,7 +624,6 @@ def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
     before = multiprocessing.active_children()  # of other tests
     task.micro_batches(0, 0, 1)
     (reader,) = set(multiprocessing.active_children()) - set(before)
-    assert reader.pid is not None
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         subprocess.run(["kill", f"-{int(number)}", str(reader.pid)], check=True)
     reader.join(0.3)
@@ -790,9 +789,8 @@ def test_a_damaged_image_ends_a_stream_with_its_name(workers: int, tmp_path: Pat
     place = make_folder(tmp_path / "data" / "some")
     for damaged in (place / "train").rglob("*.png"):
         damaged.write_bytes(damaged.read_bytes()[:60])
-    with pytest.raises(RunError, match=r"train/.*\.png is damaged, or not an image") as caught:
+    with one_line(RunError, r"train/.*\.png is damaged, or not an image"):
         stream(tmp_path, f"dataset.workers={workers}").micro_batches(0, 0, 1)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_stream_needs_train_and_val(tmp_path: Path) -> None:

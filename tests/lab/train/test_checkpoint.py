@@ -79,7 +79,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-40])
     state, messages = checkpoint.load_last(tmp_path)
-    assert state is not None
     assert state["step"] == 1
     assert messages[0].startswith("checkpoint.pt is damaged (")
     assert messages[1:] == ["going on from checkpoint.previous.pt, the one before it"]
@@ -144,8 +143,6 @@ def test_a_rank_that_does_not_lead_has_what_the_leader_found(
         patch.setattr(ranks, "leads", lambda: False)
         patch.setattr(ranks, "from_leader", lambda _: sent.pop(0))
         theirs, other_messages = checkpoint.load_last(tmp_path)
-    assert ours is not None
-    assert theirs is not None
     assert ours["step"] == theirs["step"] == (1 if damaged else 2)
     assert torch.equal(theirs["tensor"], torch.arange(theirs["step"]))
     assert messages == other_messages

@@ -187,7 +187,6 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
         cfg = config(tmp_path / every, f"recipe={recipe}", *options, *SWITCH.get(recipe, []))
         assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
         state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
-        assert state is not None
         logged = [
             {k: v for k, v in row.items() if not k.startswith("diagnose/")}
             for row in rows(run_folder(cfg))
@@ -219,7 +218,6 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
     )
     loop = Loop(cfg, build.build(cfg), Console(None))
     diagnostics = loop.diagnostics
-    assert diagnostics is not None
     loop.steps.train_step(0, 0, measure_flips=False)
     diagnostics.before()
     former = copy.deepcopy(loop.model)

@@ -97,7 +97,6 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
     result = result_of(run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
-    assert state is not None
     assert f"interrupted at step {state['loop']['step']} of 300" in output
     assert len(state["random"]) == 2
     assert not torch.equal(state["random"][0]["torch"], state["random"][1]["torch"])

@@ -118,7 +118,6 @@ def test_a_disk_that_is_full_from_some_step_on(
     assert "No space left on device" in capsys.readouterr().err
     assert not list(run_folder(cfg).glob("*.partial"))
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
-    assert state is not None
     assert state["loop"]["step"] == 6
     assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
 

@@ -178,7 +178,6 @@ def test_a_signal_saves_between_epochs_too(
         result = runner.run(cfg, run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", number)
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
-    assert state is not None
     assert state["loop"]["step"] == step
     alone = left_alone(tmp_path, "step")
     assert result["flops"]["training_dense"] == alone.flops["training_dense"] * step / 12
@@ -215,7 +214,6 @@ def test_a_signal_stops_evaluations_and_the_last_files(
         result = runner.run(cfg, run_folder(cfg))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
-    assert state is not None
     assert state["loop"]["step"] == step
     with monkeypatch.context() as patch:
         calls = -1000
@@ -372,7 +370,6 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
     expected = [draw() for _ in range(3)]
     checkpoint.seed_everything(4)
     state = checkpoint.load(tmp_path / "state.pt")
-    assert state is not None
     checkpoint.restore_random_state(state["random"])
     assert [draw() for _ in range(3)] == expected
 
@@ -409,7 +406,6 @@ def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
     kill(cfg, TrainingSteps, "train_step", 8)
     path = run_folder(cfg) / "checkpoint.pt"
     state = checkpoint.load(path)
-    assert state is not None
     assert state.pop("id") == run_folder(cfg).name.partition("-")[2]
     checkpoint.save(path, state)
     assert outcome(cfg) == left_alone(tmp_path, "ste")

@@ -410,10 +410,8 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPa
 def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -> None:
     write("ste", "2:4", 0, 0.5, root="out")
     process = started(tmp_path, line)
-    assert process.stdout is not None
     process.stdout.close()
     assert process.wait(60) == 128 + 13
-    assert process.stderr is not None
     assert process.stderr.read() == ""
 
 
@@ -421,12 +419,10 @@ def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -
 def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, nmrun_cli) -> None:
     line = "recipe=ste trainer.limit_batches=20 trainer.epochs=10 track=local output_dir=out"
     process = started(tmp_path, line)
-    assert process.stdout is not None
     with contextlib.closing(process.stdout):
         while "epoch  2/10" not in process.stdout.readline():
             assert process.poll() is None
     assert process.wait(60) == 128 + 13
-    assert process.stderr is not None
     assert process.stderr.read() == ""
     (result,) = tmp_path.rglob("result.json")
     ended = json.loads(result.read_text())
@@ -434,7 +430,6 @@ def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, n
     # what was trained is saved, not the whole epochs alone
     rows = (result.parent / "metrics.jsonl").read_text().splitlines()
     state = checkpoint.load(result.parent / "checkpoint.pt")
-    assert state is not None
     assert json.loads(rows[-1])["step"] <= state["loop"]["step"] < 200
     again = nmrun_cli(*line.split())
     assert again.returncode == 0
