@@ -221,15 +221,18 @@ def main(argv: list[str]) -> int:
     path = folder_of(options.path)
     if options.watch:
         return _watch(path, most)
-    lines = _lines(path, sweeps(path), runs(path), most)
-    if not lines:
+    last, states = sweeps(path), runs(path)
+    if not last and not states:
         raise ConfigError(f"{path}: no runs in it")
-    print(json.dumps(_plain(path), indent=2) if options.json else "\n".join(lines))
+    if options.json:
+        print(json.dumps(_plain(last, states), indent=2))
+    else:
+        print("\n".join(_lines(path, last, states, most)))
     return 0
 
 
-def _plain(path: Path) -> dict[str, Any]:
-    records = [(folder, running, sweep.read(folder)) for folder, running in sweeps(path)]
+def _plain(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
+    records = [(folder, running, sweep.read(folder)) for folder, running in last]
     entries = [
         {
             "folder": str(f),
@@ -241,7 +244,6 @@ def _plain(path: Path) -> dict[str, Any]:
         }
         for f, on, r in records
     ]
-    states = runs(path)
     rest = [asdict(run) for run in states if run.state != "finished"]
     return {"sweeps": entries, "runs": _counts(states), "unfinished": rest}
 
@@ -256,8 +258,6 @@ def _lines(
 ) -> list[str]:
     """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
     how to repeat those that did not finish."""
-    if not last and not states:
-        return []
     lines = [line for folder, running in last for line in sweep_lines(folder, running)]
     counts = ", ".join(f"{number} {state}" for state, number in _counts(states).items())
     lines.append(f"runs in {path}: {counts or 'none yet'}")
@@ -289,8 +289,8 @@ def _watch(path: Path, most: int | None) -> int:
     with Live(console=Console(), auto_refresh=False) as display:
         while True:
             last, states = sweeps(path), runs(path)
-            text = "\n".join(_lines(path, last, states, most)) or "no runs yet"
-            display.update(Text(text), refresh=True)
+            lines = _lines(path, last, states, most) if last or states else ["no runs yet"]
+            display.update(Text("\n".join(lines)), refresh=True)
             at_work = any(run.state == "running" for run in states)
             if not at_work and not any(running for _, running in last):
                 return 0

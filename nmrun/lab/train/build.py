@@ -137,70 +137,15 @@ def build(
     taught = trainer.distill is not None
     loss = distillation.loss_of(config, task, model) if taught else task.loss
     optimizer = optimizer_of(config.optimizer, model)
-    planned = total_steps is not None
-    if total_steps is None:
-        total_steps = trainer.steps or trainer.epochs * task.batches_per_epoch
-    if trainer.steps is not None and trainer.average > -(-total_steps // task.batches_per_epoch):
-        raise ConfigError(
-            f"trainer.average={trainer.average}: trainer.steps={trainer.steps} are fewer epochs, "
-            f"of {task.batches_per_epoch} batches"
-        )
-    recipe = config.recipe.target or config.recipe.name
-    if recipe == "maskllm" and config.recipe.options.get("masks") is not None:
+    if config.recipe.name == "maskllm" and config.recipe.options.get("masks") is not None:
         weights.check_masks(config.recipe.options["masks"])
-
-    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
-        return sparsify(
-            model,
-            optimizer,
-            recipe=recipe,
-            pattern=config.pattern or "2:4",  # unused by the dense recipe
-            total_steps=total_steps,
-            include=config.model.include,
-            exclude=config.model.exclude or (),
-            overrides=config.sparsity.overrides,
-            pad=config.sparsity.pad,
-            mvue=trainer.mvue,
-            fp8=trainer.fp8,
-            input_gradient=trainer.input_gradient,
-            **config.recipe.options,
-        )
-
-    def sparse_activations(model: nn.Module, total_steps: int) -> SparseActivations:
-        return SparseActivations(
-            model,
-            trainer.activations,
-            total_steps=total_steps,
-            dense_start=trainer.activations_dense_start,
-            dense_end=trainer.activations_dense_end,
-        )
-
     try:
-        if not planned and (trainer.budget or "").startswith("flops:"):
-            # a trial, which leaves no trace
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                twin = copy.deepcopy(whole)
-                again = optimizer_of(config.optimizer, twin)
-                trial = attach(twin, again, total_steps)
-            items = sum(task.sizes(0, 0, 1))
-            total_steps = flops.steps_in(
-                str(trainer.budget),
-                flops.count(
-                    twin, task, trial.sparse, taught, sparse_activations(twin, total_steps)
-                ),
-                trial.recipe,
-                total_steps,
-                items,
-            )
-            if trainer.steps is None and total_steps < task.batches_per_epoch:
-                epochs = total_steps / task.batches_per_epoch
-                raise ConfigError(
-                    f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"
-                )
+        if total_steps is None:
+            total_steps = _planned_steps(config, task, whole, device)
         began = time.perf_counter()
-        handle = attach(model, optimizer, total_steps)
+        handle = _attached(config, model, optimizer, total_steps)
         seconds = time.perf_counter() - began
-        activations = sparse_activations(model, total_steps)
+        activations = _activations(config, model, total_steps)
         if in_shards:
             fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
@@ -222,6 +167,63 @@ def build(
         seconds,
     )
     return replace(parts, accelerated=_accelerated(config, parts, times or {}))
+
+
+def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.device) -> int:
+    """The steps of a run by its config. A budget of FLOPs takes a trial, which leaves no trace."""
+    trainer, batches = config.trainer, task.batches_per_epoch
+    steps = trainer.steps or trainer.epochs * batches
+    if trainer.steps is not None and trainer.average > -(-steps // batches):
+        raise ConfigError(
+            f"trainer.average={trainer.average}: trainer.steps={trainer.steps} are fewer epochs, "
+            f"of {batches} batches"
+        )
+    if not (trainer.budget or "").startswith("flops:"):
+        return steps
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        twin = copy.deepcopy(whole)
+        trial = _attached(config, twin, optimizer_of(config.optimizer, twin), steps)
+    activations = _activations(config, twin, steps)
+    cost = flops.count(twin, task, trial.sparse, trainer.distill is not None, activations)
+    items = sum(task.sizes(0, 0, 1))
+    steps = flops.steps_in(str(trainer.budget), cost, trial.recipe, steps, items)
+    if trainer.steps is None and steps < batches:
+        raise ConfigError(
+            f"trainer.budget={trainer.budget}: that is {steps / batches:.2g} epochs; it takes one epoch or more"
+        )
+    return steps
+
+
+def _attached(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int
+) -> Handle:
+    trainer, recipe = config.trainer, config.recipe
+    return sparsify(
+        model,
+        optimizer,
+        recipe=recipe.target or recipe.name,
+        pattern=config.pattern or "2:4",  # unused by the dense recipe
+        total_steps=total_steps,
+        include=config.model.include,
+        exclude=config.model.exclude or (),
+        overrides=config.sparsity.overrides,
+        pad=config.sparsity.pad,
+        mvue=trainer.mvue,
+        fp8=trainer.fp8,
+        input_gradient=trainer.input_gradient,
+        **recipe.options,
+    )
+
+
+def _activations(config: Config, model: nn.Module, total_steps: int) -> SparseActivations:
+    trainer = config.trainer
+    return SparseActivations(
+        model,
+        trainer.activations,
+        total_steps=total_steps,
+        dense_start=trainer.activations_dense_start,
+        dense_end=trainer.activations_dense_end,
+    )
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:

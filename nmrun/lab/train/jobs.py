@@ -39,7 +39,6 @@ from nmrun.lab.words.composition import Cache, jobs_of, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
 from nmrun.lab.words.sweep import make_folder, recorded
 
-BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
 # Ends of runs, the one that matters most last.
 MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
 
@@ -67,18 +66,15 @@ def main(argv: list[str]) -> int:
         ((overrides, job),) = jobs
         command = command_line.of_job(overrides, options.config_dir)
         return _exit_status(_job_outcome(job, None, command))
-    counts = [findings.jobs for findings in looks]
-    together = sweeps if _one_launch(sweeps) else []
-    with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
+    with recorded(looks, shlex.join(["nmrun", *argv]), sweeps) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
-        launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
-        others = {findings.launcher for findings in looks} - {"basic"}
+        launcher = looks[0].launcher
         if not hydras:
             status = _launch_here(folder, jobs, options.config_dir)
-        elif others:
-            status = _launch_beside(folder, others, flags, launches)
+        elif launcher != "basic":
+            status = _launch_beside(folder, launcher, flags, sweeps[0])
         else:
-            status = _launch(flags, launches)
+            status = _launch(flags, sweeps[0])
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -99,14 +95,13 @@ def checked(
         dict.fromkeys(problem for findings in looks for problem in findings.problems)
     ):
         raise ConfigError(problems)
+    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
+        raise ConfigError(
+            "the sweeps of an experiment differ in words for Hydra: they have one launcher"
+        )
     tell([] if multirun else command_line.without_effect(overrides))
     verbs.no_longer_waiting()  # a launcher's processes would write behind it
     return sweeps, looks
-
-
-def _one_launch(sweeps: list[list[str]]) -> bool:
-    """Whether the sweeper takes them all: their jobs go to one launcher."""
-    return len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) == 1
 
 
 def _launch_here(
@@ -122,32 +117,26 @@ def _launch_here(
     return 0
 
 
-def _launch(flags: list[str], launches: list[tuple[list[str], int]]) -> int:
-    """Run the overrides of each launch, which has so many jobs; returns likewise."""
+def _launch(flags: list[str], overrides: list[str]) -> int:
+    """Run the jobs of all sweeps by Hydra's launcher, by the ``overrides`` of one; likewise."""
     from nmrun.lab.words import sweeper
 
     sweeper.register()
-    before = 0
     try:
-        for words, count in launches:
-            os.environ[BEFORE] = str(before)
-            _hydra(flags, words)
-            before += count
+        _hydra(flags, overrides)
     except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
         return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     return 0
 
 
-def _launch_beside(
-    folder: Path, launchers: set[str], flags: list[str], launches: list[tuple[list[str], int]]
-) -> int:
-    """Likewise, by launchers that run jobs side by side, while their table is shown."""
+def _launch_beside(folder: Path, launcher: str, flags: list[str], overrides: list[str]) -> int:
+    """Likewise, by a launcher that runs jobs side by side, while their table is shown."""
     with (
-        workers.Sweeper(folder, waits="joblib" in launchers) as sweeper,
+        workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
         SweepTable(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
         try:
-            status = _launch(flags, launches)
+            status = _launch(flags, overrides)
         except BrokenExecutor:
             status = 1
             if sweeper.caught is None:
@@ -179,7 +168,7 @@ def _job(composed: DictConfig) -> None:
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
-            number = int(os.environ[BEFORE]) + job.job.num + 1
+            number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
             run_job = of_sweep if sweep.is_own(folder) else _beside
             outcome = run_job(folder, number, composed, overrides, command)

@@ -62,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.run}: {why}")
     verbs.demand_consent(options.run, run.result["config"], options.yes, ("recipe", *verbs.BUILT))
     try:
-        lines = _proposal_lines(options.run, options.budget, options.m, options.cost)
+        lines = _proposal_lines(run, options.budget, options.m, options.cost)
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     print("\n".join(lines))
     return 0
 
 
-def _proposal_lines(run: Path, budget: float, m: int, cost: str) -> list[str]:
+def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[str]:
     import torch
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
@@ -81,14 +81,13 @@ def _proposal_lines(run: Path, budget: float, m: int, cost: str) -> list[str]:
     from nmrun.lab.words.identity import completed
     from nmrun.sparsity.select import select
 
-    folder = RunFolder(run)
     # a run has one seed
-    saved = {**completed(folder.result["config"]), "seeds": None}
+    saved = {**completed(run.result["config"]), "seeds": None}
     config = schema.check(OmegaConf.create(saved))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs)
-    model.load_state_dict(load_file(folder.checked(FINAL)))
-    folder.tell_unverified()
+    model.load_state_dict(load_file(run.checked(FINAL)))
+    run.tell_unverified()
     limits: dict[str, Any] = {
         "include": config.model.include,
         "exclude": config.model.exclude or (),

@@ -42,9 +42,9 @@ def parts(
         else:
             steps, event = steps_of_budget(config)
             events.append(event)
-    if config.recipe.options.get("decay") == "auto":
+    elif config.recipe.options.get("decay") == "auto":
         if search and state is None:
-            decay, event, seconds, flops = find_decay(config, steps)
+            decay, event, seconds, flops = find_decay(config)
             events.append(event)
         recipe = {**config.plain["recipe"], "decay": decay}
         config = Config({**config.plain, "recipe": recipe}, config.pattern)
@@ -155,7 +155,7 @@ class Probe(NamedTuple):
     flops: dict[str, int]
 
 
-def find_decay(config: Config, total_steps: int | None = None) -> DecaySearch:
+def find_decay(config: Config) -> DecaySearch:
     """Search up or down from 2e-4, by half powers of ten, for the first decay whose mu is in range.
 
     Every probe trains from the initial weights for a tenth of the run. If no value is in range, it
@@ -164,7 +164,7 @@ def find_decay(config: Config, total_steps: int | None = None) -> DecaySearch:
     began, flops = time.perf_counter(), Counter[str]()
 
     def rate(decay: float, dense: bool) -> float:
-        probe = _probe(config, decay, dense, total_steps)
+        probe = _probe(config, decay, dense)
         flops.update(probe.flops)
         return probe.flip_rate
 
@@ -190,11 +190,11 @@ def find_decay(config: Config, total_steps: int | None = None) -> DecaySearch:
     return DecaySearch(GRID[best], event, time.perf_counter() - began, flops)
 
 
-def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = None) -> Probe:
+def _probe(config: Config, decay: float, dense: bool) -> Probe:
     plain = copy.deepcopy(config.plain)
     plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
     trial = Config(plain, config.pattern)
-    parts = build(trial, total_steps)
+    parts = build(trial)
     training, rule = TrainingSteps(trial, parts), parts.handle.recipe
     interval = plain["recipe"]["interval"]
     steps = min(parts.total_steps, max(2 * interval, round(PROBE * parts.total_steps)))

@@ -65,12 +65,11 @@ def make_folder(folder: Path, output_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> Iterator[Path]:
+def recorded(looks: list[Findings], command: str, sweeps: list[list[str]]) -> Iterator[Path]:
     """A new record of a sweep, which is alive while the context is entered. That of a plan
     (``dry=true``) goes then.
 
-    ``command`` is as it was typed; ``together`` are the overrides of each sweep, where they are
-    launched together. Raises ConfigError where the folder cannot be made.
+    ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
     """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         output_dir = looks[0].output_dir
@@ -80,7 +79,7 @@ def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> 
         try:
             with locks.hold(folder):  # shows that the sweep is alive
                 jobs = sum(look.jobs for look in looks)
-                begin(folder, jobs, command, output_dir, together)
+                begin(folder, jobs, command, output_dir, sweeps)
                 yield folder
         finally:
             if looks[0].dry or not (folder / HEAD).exists():  # nothing began on a full disk

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
-from nmrun.lab.words import command_line, experiment, sweep
+from nmrun.lab.words import command_line, sweep
 from nmrun.lab.words.composition import SWEEPER
 
 Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use
@@ -18,23 +18,20 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E40
 
 
 class NMSweeper(BasicSweeper):
-    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
-
-    The command line has checked and recorded the sweeps. Without a record, ``zip=`` and
-    ``experiment=`` among the arguments are replaced here.
+    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side. The
+    command line has checked and recorded the sweeps.
     """
 
     def split_arguments(  # type: ignore[override]  # a static method there
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """The overrides of all jobs, in batches; given are ``hydra.sweeper.params``, then
-        arguments.
+        """The overrides of all jobs, in batches; given are ``hydra.sweeper.params``, then those of
+        one sweep.
         """
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        params, arguments = overrides[: len(self.params)], overrides[len(self.params) :]
-        jobs = []
-        for words in _sweeps([argument.input_line or "" for argument in arguments]):
+        params, jobs = overrides[: len(self.params)], []
+        for words in sweep.read(Path(os.environ[sweep.SWEEP])).sweeps:
             parsed = parser.parse_overrides(
                 [word for word in words if not command_line.is_hydras(word)]
             )
@@ -43,11 +40,6 @@ class NMSweeper(BasicSweeper):
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
-
-
-def _sweeps(arguments: list[str]) -> list[list[str]]:
-    recorded = sweep.read(Path(os.environ[sweep.SWEEP])).sweeps if sweep.SWEEP in os.environ else []
-    return recorded or experiment.expand(arguments, multirun=True)
 
 
 def register() -> None:

@@ -98,7 +98,7 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
     mus = {decay: 0.8 * 2.0 ** (slope * (centre - i)) for i, decay in enumerate(GRID)}
     tried = []
 
-    def probe(cfg: schema.Config, decay: float, dense: bool, steps: int | None) -> Probe:
+    def probe(cfg: schema.Config, decay: float, dense: bool) -> Probe:
         tried.append(decay)
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 

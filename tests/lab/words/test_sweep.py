@@ -309,17 +309,10 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
         experiment.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
 
 
-def test_sweeps_for_different_launchers_are_launched_apart(
-    launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_has_one_launcher(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
-    before: list[str] = []
-    hydra = jobs._hydra
-    monkeypatch.setattr(
-        jobs, "_hydra", lambda *words: (before.append(os.environ[jobs.BEFORE]), hydra(*words))
-    )
-    assert [len(jobs) for jobs in launches("experiment=own.yaml", "scale=smoke")] == [2, 2, 2]
-    assert before == ["0", "2", "4"]
+    with pytest.raises(ConfigError, match="have one launcher"):
+        jobs.checked([f"experiment={tmp_path}/own.yaml", "scale=smoke"], multirun=True)
 
 
 @pytest.mark.parametrize(
@@ -448,20 +441,19 @@ def started(folder: Path, line: str) -> subprocess.Popen[str]:
 # --- the sweeper ----------------------------------------------------------------------------------
 
 
-def test_the_sweeper_takes_zip_and_experiments_by_itself(
+def test_the_sweeper_takes_zip_and_experiments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the record of a command line that has expanded them."""
-    monkeypatch.delenv(sweep.SWEEP, raising=False)
+    """As the record of the command line has them, which has expanded them."""
+    monkeypatch.setenv(sweep.SWEEP, str(tmp_path))
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
     monkeypatch.chdir(tmp_path)
 
     def jobs(*words: str, size: int | None = None) -> list[list[list[str]]]:
         plugin = NMSweeper(size, {"seed": "3"})
         plugin.hydra_context = SimpleNamespace(config_loader=None)
-        return plugin.split_arguments(
-            OverridesParser.create().parse_overrides(["seed=3", *words]), size
-        )
+        sweep.begin(tmp_path, 2, "nmrun", "out", experiment.expand(words, multirun=True))
+        return plugin.split_arguments(OverridesParser.create().parse_overrides(["seed=3"]), size)
 
     words = ("recipe=ste,asp", "trainer.epochs=1,2", "zip=recipe,trainer.epochs")
     assert jobs(*words) == [
