@@ -33,13 +33,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.failed and not options.filter:
         raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
-    for remnant in status.folder_of(options.path).rglob(
-        f"{status.DELETED}*"
-    ):  # by one that was killed
+    path = status.folder_of(options.path)
+    for remnant in path.rglob(f"{status.DELETED}*"):  # by one that was killed
         shutil.rmtree(remnant, ignore_errors=True)
-    runs = {
-        folder: _files(folder) for folder in selection(options.path, options.failed, options.filter)
-    }
+    folders = selection(path, options.failed, options.filter)
+    runs = {folder: _files(folder) for folder in folders}
     print(*runs, sep="\n")
     what = _amount(runs.values())
     if not options.yes and not agreed("rm", f"delete {what}?"):
@@ -49,11 +47,8 @@ def main(argv: Sequence[str]) -> int:
     gone = [runs[folder] for folder, why in reasons.items() if not why]
     if gone:
         print(f"deleted: {_amount(gone)}")
-    if len(gone) < len(runs):
-        raise RunError(
-            "not deleted: "
-            + "; ".join(f"{folder}: {why}" for folder, why in reasons.items() if why)
-        )
+    if left := [f"{folder}: {why}" for folder, why in reasons.items() if why]:
+        raise RunError(f"not deleted: {'; '.join(left)}")
     return 0
 
 

@@ -62,6 +62,21 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
+def yaml_of(plain: dict[str, Any]) -> str:
+    """Plain data as YAML, as ``OmegaConf.to_yaml`` writes it, which takes ``${`` in a text for an
+    interpolation."""
+    from omegaconf._utils import get_omega_conf_dumper  # which readers need not wait for
+
+    class Dumper(get_omega_conf_dumper()):  # type: ignore[misc]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    text: str = yaml.dump(
+        plain, Dumper=Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
+    return text
+
+
 def strict(value: Any) -> Any:
     """Plain data that every JSON reader accepts: numbers that are not finite become null."""
     if isinstance(value, dict):

@@ -118,18 +118,18 @@ class RunFolder:
 
     def finished(self) -> dict[str, Any] | None:
         """The result of the run that has finished here; None if none has, or its files are gone."""
-        whole = self.is_finished and not self.broken() and not _incomplete(self.result)
-        return self.result if whole else None
+        return None if self.unfinished() else self.result
 
     def unfinished(self) -> str:
         """Say that no finished run is here, and why, as a clause; empty where one is."""
-        wrong = [f"{name}: {what}" for name, what in self.broken().items()]
+        why = "; ".join(f"{name}: {what}" for name, what in self.broken().items())
         if self.result and not self.is_finished:
-            wrong = [f"the run is {self.result['status']}, not finished"]
-        if self.is_finished and not wrong and (lacks := _incomplete(self.result)):
-            wrong = [f"{RESULT}: it has no {lacks}"]
-        why = f" ({'; '.join(wrong)})" if wrong else ""
-        return "" if self.finished() else f"no finished run is there{why}"
+            why = f"the run is {self.result['status']}, not finished"
+        elif self.is_finished and not why and (lacks := _incomplete(self.result)):
+            why = f"{RESULT}: it has no {lacks}"
+        if self.is_finished and not why:
+            return ""
+        return f"no finished run is there ({why})" if why else "no finished run is there"
 
     def without(self, name: str) -> str:
         """Say that a finished run's weights of this name are not here, and why, likewise."""
@@ -170,14 +170,12 @@ class RunFolder:
     def begin(self, config: dict[str, Any], command: str, anew: bool) -> None:
         """Write ``config.yaml``, below the command that asks for the run alone. There is no result
         now, and of a run that begins ``anew`` nothing else of :data:`SEALED`, and no log."""
-        from omegaconf import OmegaConf  # which readers need not wait for
-
         for partial in self.path.glob(".tmp*"):  # safetensors' own, where a kill has left one
             partial.unlink()
         for name in (RESULT, LOG, *SEALED) if anew else (RESULT,):
             (self.path / name).unlink(missing_ok=True)
         head = f"# {command}\n" if command else ""
-        atomic.write(self.path / CONFIG, head + OmegaConf.to_yaml(OmegaConf.create(config)))
+        atomic.write(self.path / CONFIG, head + documents.yaml_of(config))
 
     def write_result(self, result: dict[str, Any]) -> dict[str, Any]:
         """Write ``result.json``, and seal the files of a finished run; returns what is in it."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.errors import folded
+from nmrun.errors import folded, tell
 from nmrun.fast import acceleration
 from nmrun.lab import verbs
 from nmrun.lab.keys import ranges
@@ -85,11 +85,7 @@ class Console:
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(text.rstrip("\n") + "\n")
         except OSError as error:  # a full disk must not keep a run from ending in order
-            print(
-                f"nmrun: {self.log} cannot be written: {error.strerror}",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell([f"{self.log} cannot be written: {error.strerror}"])
             self.log = None
 
     def progress(self, now: Callable[[], Status]) -> None:
