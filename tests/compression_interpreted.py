@@ -74,7 +74,7 @@ def written(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "shape", "turned"), CASES)
-def test_bits_are_the_librarys(name: str, shape: tuple[int, int], turned: bool) -> None:
+def test_bits_are_the_librarys(name, shape, turned):
     rows, columns = shape
     dtype = DTYPES[name]
     expected = torch.from_numpy(np.load(RECORDED)[f"{name}_{rows}x{columns}"])
@@ -90,7 +90,7 @@ def test_bits_are_the_librarys(name: str, shape: tuple[int, int], turned: bool) 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("what", ["2:4", "1:4", "zeros", "-0.0"])
-def test_weights_come_back_whole(what: str, turned: bool) -> None:
+def test_weights_come_back_whole(what, turned):
     """Of float32 numbers that bfloat16 has."""
     dense = torch.randn(80, 48, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     weight = hard_threshold(dense, "1:4" if what == "1:4" else "2:4")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def model() -> FeedForward:
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "4:2:8"])
-def test_the_second_product_sees_the_pattern(model: FeedForward, pattern: str) -> None:
+def test_the_second_product_sees_the_pattern(model, pattern):
     seen: list[Tensor] = []
     model[2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     nmrun.sparse_activations(model, pattern)
@@ -54,7 +53,7 @@ def test_the_second_product_sees_the_pattern(model: FeedForward, pattern: str) -
     assert float(groups.float().mean()) > 0.05
 
 
-def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model: FeedForward) -> None:
+def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model):
     dense, x = copy.deepcopy(model), torch.randn(6, 8)
     activations = nmrun.sparse_activations(
         model, "1:8", total_steps=TOTAL, dense_start=0.2, dense_end=0.3
@@ -66,13 +65,13 @@ def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model: FeedForw
     assert alike == [True] * 2 + [False] * 5 + [True] * 3
 
 
-def test_removed_it_is_gone(model: FeedForward) -> None:
+def test_removed_it_is_gone(model):
     dense, x = copy.deepcopy(model), torch.randn(6, 8)
     nmrun.sparse_activations(model, "1:8").remove()
     assert torch.equal(model(x), dense(x))
 
 
-def test_a_copy_of_the_model_is_in_the_same_phase(model: FeedForward) -> None:
+def test_a_copy_of_the_model_is_in_the_same_phase(model):
     activations = nmrun.sparse_activations(model, "1:8", total_steps=TOTAL, dense_end=0.5)
     twin, x = copy.deepcopy(model), torch.randn(6, 8)
     for step in (0, 9):
@@ -81,7 +80,7 @@ def test_a_copy_of_the_model_is_in_the_same_phase(model: FeedForward) -> None:
     assert not torch.equal(model(x), by_hand(model, x, "1:8"))
 
 
-def test_checkpointed_blocks_recompute_the_same(model: FeedForward) -> None:
+def test_checkpointed_blocks_recompute_the_same(model):
     nmrun.sparse_activations(model, "2:4")
     x = torch.randn(6, 8, requires_grad=True)
     model(x).sum().backward()
@@ -91,7 +90,7 @@ def test_checkpointed_blocks_recompute_the_same(model: FeedForward) -> None:
     assert torch.equal(x.grad, expected)
 
 
-def test_autocast(model: FeedForward) -> None:
+def test_autocast(model):
     nmrun.sparse_activations(model, "2:4")
     x = torch.randn(6, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -103,7 +102,7 @@ def test_autocast(model: FeedForward) -> None:
 
 
 @pytest.mark.minutes
-def test_compiled_as_a_whole_it_computes_the_same(model: FeedForward) -> None:
+def test_compiled_as_a_whole_it_computes_the_same(model):
     activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
     compiled, x = torch.compile(model, fullgraph=True), torch.randn(6, 8)
     for step in (0, 9, 0):
@@ -120,7 +119,7 @@ def test_compiled_as_a_whole_it_computes_the_same(model: FeedForward) -> None:
         torch.testing.assert_close(model[0].weight.grad, gradient)
 
 
-def test_what_is_measured(model: FeedForward) -> None:
+def test_what_is_measured(model):
     activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
     x = torch.randn(50, 8)
     plain = functional.relu(model[0](x)).square().detach()
@@ -140,7 +139,7 @@ def test_what_is_measured(model: FeedForward) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "s_ste", "step", "asp"])
-def test_any_recipe_trains_beside(recipe: str) -> None:
+def test_any_recipe_trains_beside(recipe):
     torch.manual_seed(0)
     model = FeedForward()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
@@ -179,7 +178,7 @@ def test_any_recipe_trains_beside(recipe: str) -> None:
     ],
     ids=["gpt", "vit", "text_encoder"],
 )
-def test_networks_with_squared_relus(build: Any) -> None:
+def test_networks_with_squared_relus(build):
     """Every feed-forward layer has one, in evaluation too, and the weights are those of GELU's."""
     usual, inputs = build("gelu")
     model, _ = build("relu2")
@@ -198,14 +197,14 @@ def test_networks_with_squared_relus(build: Any) -> None:
         nmrun.sparse_activations(usual, "2:4")
 
 
-def test_squared_relus_of_transformers() -> None:
+def test_squared_relus_of_transformers():
     activations = pytest.importorskip("transformers.activations")
     model = nn.Sequential(nn.Linear(8, 16), activations.ACT2FN["relu2"], nn.Linear(16, 4))
     sparse = nmrun.sparse_activations(model, "2:4")
     assert sparse.modules == ["1"]
 
 
-def test_other_modules_by_name() -> None:
+def test_other_modules_by_name():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     assert nmrun.sparse_activations(model, "2:4", include="1").modules == ["1"]
     x = torch.randn(5, 8)
@@ -224,13 +223,13 @@ def test_other_modules_by_name() -> None:
         ({"dense_end": -0.5, "total_steps": 9}, "shares of one run: 0 or more"),
     ],
 )
-def test_mistakes_get_one_line(model: FeedForward, options: dict[str, Any], message: str) -> None:
+def test_mistakes_get_one_line(model, options, message):
     with one_line(ValueError, message):
         nmrun.sparse_activations(model, **options)
     assert not model[1]._forward_hooks
 
 
-def test_features_that_m_does_not_divide(model: FeedForward) -> None:
+def test_features_that_m_does_not_divide(model):
     nmrun.sparse_activations(model, "2:5")
     with pytest.raises(ConfigError, match="2:5 activations: 1 has 16 features, which 5 does not"):
         model(torch.randn(3, 8))

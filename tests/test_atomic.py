@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from safetensors.torch import save_file
 from nmrun import atomic
 
 
-def test_the_old_content_stays_until_the_end(tmp_path: Path) -> None:
+def test_the_old_content_stays_until_the_end(tmp_path):
     path = tmp_path / "file.json"
     atomic.write(path, "old")
     with atomic.replaced(path) as partial:
@@ -27,7 +25,7 @@ def test_the_old_content_stays_until_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path, shared: bool) -> None:
+def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path, shared):
     path = tmp_path / "file.json"
     atomic.write(path, b"old")
     with pytest.raises(OSError, match="full"), atomic.replaced(path, shared) as partial:
@@ -37,20 +35,18 @@ def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path, shared
     assert os.listdir(tmp_path) == ["file.json"]
 
 
-def test_the_content_is_on_disk_before_it_has_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_content_is_on_disk_before_it_has_the_name(tmp_path, monkeypatch):
     """After a power cut a file system may have done what came after an fsync, and not what came
     before: a name without its content.
     """
     synced: dict[int, int] = {}
     fsync, replace = os.fsync, os.replace
 
-    def noting(handle: int) -> None:
+    def noting(handle):
         fsync(handle)
         synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
 
-    def checking(source: Any, to: Any) -> None:
+    def checking(source, to):
         assert synced.get(os.stat(source).st_ino) == 5
         replace(source, to)
 
@@ -61,7 +57,7 @@ def test_the_content_is_on_disk_before_it_has_the_name(
     assert synced
 
 
-def test_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_at_once(tmp_path, monkeypatch):
     path = tmp_path / "cache.json"
     with atomic.replaced(path, shared=True) as one:
         one.write_text("one")
@@ -76,7 +72,7 @@ def test_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="modes of POSIX")
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_who_may_read_a_new_file_may_read_weights(tmp_path: Path, umask: int) -> None:
+def test_who_may_read_a_new_file_may_read_weights(tmp_path, umask):
     before = os.umask(umask)
     try:
         (tmp_path / "plain").touch()
@@ -89,7 +85,7 @@ def test_who_may_read_a_new_file_may_read_weights(tmp_path: Path, umask: int) ->
 
 
 @pytest.mark.parametrize("writer", ["bytes", "safetensors"])
-def test_a_full_disk_says_where_and_how_much_is_free(small_disk: Path, writer: str) -> None:
+def test_a_full_disk_says_where_and_how_much_is_free(small_disk, writer):
     path = small_disk / "file"
     atomic.write(path, b"old" * 1000)  # one page of 4 kB
     with pytest.raises(OSError, match="No space left on device") as error:
@@ -105,7 +101,7 @@ def test_a_full_disk_says_where_and_how_much_is_free(small_disk: Path, writer: s
     assert os.listdir(small_disk) == ["file"]
 
 
-def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+def test_other_errors_stay_as_they_are(tmp_path):
     with pytest.raises(OSError, match="too large") as error, atomic.disk_errors(tmp_path / "file"):
         raise OSError(errno.EFBIG, "too large")
     assert error.value.filename is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from nmrun.lab.train import build
 TAKE = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
 
 
-def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
+def test_three_processes_on_two_gpus(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     start = lambda: subprocess.Popen(  # noqa: E731
         [sys.executable, "-c", TAKE],
@@ -38,7 +37,7 @@ def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
         process.communicate("")
 
 
-def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path: Path) -> None:
+def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path):
     run = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(1), flush=True); sys.stdin.read()"
     started = []
     for visible in ("3", "5"):
@@ -59,7 +58,7 @@ def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path: Path) -> 
         process.communicate("")
 
 
-def test_the_device_of_a_run_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_run_is_the_current_one(monkeypatch):
     """Events and cuSPARSELt go by the current device, not by that of the tensors."""
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -76,9 +76,7 @@ REASONS: list[tuple[str, Callable[[Start], None], str]] = [
 
 
 @pytest.mark.parametrize(("recipe", "happens", "message"), REASONS)
-def test_the_reason_is_told_and_nothing_changed(
-    recipe: str, happens: Callable[[Start], None], message: str
-) -> None:
+def test_the_reason_is_told_and_nothing_changed(recipe, happens, message):
     training = start(recipe)
     happens(training)
     before = everything(*training)
@@ -91,7 +89,7 @@ def test_the_reason_is_told_and_nothing_changed(
 
 
 @pytest.mark.parametrize("recipe", ["step", "asp", "lbc", "mdgf_linear"])
-def test_who_was_refused_can_train_on(recipe: str) -> None:
+def test_who_was_refused_can_train_on(recipe):
     training, plain = start(recipe), start(recipe)
     train(*plain[:2], range(TOTAL))
     train(*training[:2], range(3))
@@ -102,7 +100,7 @@ def test_who_was_refused_can_train_on(recipe: str) -> None:
     training[2].finalize()
 
 
-def test_refresh_returns_to_the_optimizer_s_weights() -> None:
+def test_refresh_returns_to_the_optimizer_s_weights():
     """As the message says."""
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))
@@ -117,7 +115,7 @@ def test_refresh_returns_to_the_optimizer_s_weights() -> None:
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
-def test_the_optimizer_forgets_all_but_its_own(recipe: str) -> None:
+def test_the_optimizer_forgets_all_but_its_own(recipe):
     model, optimizer, handle = start(recipe)
     train(model, optimizer, range(TOTAL), handle)
     assert recipe_tensors(optimizer)
@@ -136,7 +134,7 @@ def test_the_optimizer_forgets_all_but_its_own(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "s_ste", "t_sr_ste", "bi_mask"])
-def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
+def test_an_average_of_dense_weights_becomes_nm(recipe):
     model, optimizer, handle = start(recipe)
     average, sums, count = AveragedModel(model), None, 0
     for step in range(TOTAL):
@@ -166,7 +164,7 @@ def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
     handle.finalize()
 
 
-def test_an_average_taken_in_a_dense_phase_is_pruned_by_magnitude() -> None:
+def test_an_average_taken_in_a_dense_phase_is_pruned_by_magnitude():
     model, optimizer, handle = start("asp")
     average = AveragedModel(model)
     train(model, optimizer, [0])
@@ -197,7 +195,7 @@ class Shadows:
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
-def test_the_order_of_average_and_end_does_not_matter(recipe: str) -> None:
+def test_the_order_of_average_and_end_does_not_matter(recipe):
     """Also for a list of parameters, and where an average is N:M for a while only."""
     training, before, shadows = averaged(recipe)
     after, looked = copy.deepcopy(before), copy.deepcopy(before)
@@ -219,7 +217,7 @@ def test_the_order_of_average_and_end_does_not_matter(recipe: str) -> None:
         assert torch.equal(hard_threshold(mean, "2:4") != 0, after[0].weight != 0)
 
 
-def test_the_average_is_dense_again_after_an_error_inside() -> None:
+def test_the_average_is_dense_again_after_an_error_inside():
     training, average, shadows = averaged("sr_ste")
     before = bits(shadows)
     with pytest.raises(ZeroDivisionError), training[2].projected(shadows):
@@ -231,7 +229,7 @@ def test_the_average_is_dense_again_after_an_error_inside() -> None:
     assert bits(list(average.parameters())) == before
 
 
-def test_a_list_may_have_the_trained_parameters_alone() -> None:
+def test_a_list_may_have_the_trained_parameters_alone():
     """As older torch_ema does."""
     model = net()
     model[4].requires_grad_(False)
@@ -244,7 +242,7 @@ def test_a_list_may_have_the_trained_parameters_alone() -> None:
     assert [bool((p == 0).any()) for p in shadows] == [True, False, True, False]
 
 
-def test_what_is_no_average_is_told() -> None:
+def test_what_is_no_average_is_told():
     training, _, shadows = averaged("sr_ste")
     for wrong, message in (
         (Shadows(shadows), "Shadows is neither a copy of the model nor a list"),
@@ -258,7 +256,7 @@ def test_what_is_no_average_is_told() -> None:
             training[2].finalize(wrong)
 
 
-def test_dense_weights_is_a_look_and_what_is_written_inside_stays() -> None:
+def test_dense_weights_is_a_look_and_what_is_written_inside_stays():
     model, optimizer, handle = start("sr_ste")
     plain = start("sr_ste")
     train(model, optimizer, range(3))
@@ -281,7 +279,7 @@ def test_dense_weights_is_a_look_and_what_is_written_inside_stays() -> None:
     assert not [event for event in handle.pop_events() if "outside" in event]
 
 
-def test_layers_compute_with_the_dense_weights_inside() -> None:
+def test_layers_compute_with_the_dense_weights_inside():
     """Also in training, and the gradient of their input: not with what was pruned again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8))
@@ -323,24 +321,24 @@ class Yolo:
         self.callbacks["on_train_end"](self)
 
 
-def test_callbacks_around_a_trainer_that_saves_its_average_alone() -> None:
+def test_callbacks_around_a_trainer_that_saves_its_average_alone():
     """As the page has it for ultralytics: every saved average is the projection of the dense one."""
     averaging = contextlib.ExitStack()
     dense: list[Tensor] = []
 
-    def begin(trainer: Any) -> None:
+    def begin(trainer):
         trainer.handle = attach(trainer.model, trainer.optimizer, "sr_ste")
         update = trainer.ema.update
         dense.append(trainer.average[0].weight.detach().clone())
 
-        def averaged(model: nn.Module) -> None:
+        def averaged(model):
             with trainer.handle.dense_weights():
                 update(model)
             dense[0] = dense[0].lerp(trainer.handle.sparse[0].dense, 0.5)
 
         trainer.ema.update = averaged
 
-    def before_validation(trainer: Any) -> None:
+    def before_validation(trainer):
         averaging.enter_context(trainer.handle.projected(trainer.average))
         assert torch.equal(trainer.average[0].weight, hard_threshold(dense[0], "2:4"))
 

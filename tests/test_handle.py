@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import one_line
 from reference import top
-from torch import Tensor, nn
+from torch import nn
 from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, train
 
 import nmrun
@@ -20,11 +20,11 @@ from nmrun.recipes import RECIPES
 BY_OWN_STATE = [n for n in SPARSE if n not in ("ste", "sr_ste", "step", "s_ste", "asp")]
 
 
-def test_a_handle_shows_itself() -> None:
+def test_a_handle_shows_itself():
     class Odd(nn.Module):
         """With a name that HTML takes for a tag."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.add_module("<b>", nn.Linear(8, 4))
 
@@ -38,7 +38,7 @@ def test_a_handle_shows_itself() -> None:
     assert "<b>" not in html
 
 
-def test_a_finished_handle_shows_where_the_model_is_nm() -> None:
+def test_a_finished_handle_shows_where_the_model_is_nm():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(TOTAL))
     before = handle.report()
@@ -52,7 +52,7 @@ def test_a_finished_handle_shows_where_the_model_is_nm() -> None:
 # --- saved and restored ---------------------------------------------------------------------------
 
 
-def test_a_state_of_another_recipe_is_refused() -> None:
+def test_a_state_of_another_recipe_is_refused():
     state = start("sr_ste")[2].state_dict()
     with pytest.raises(ValueError, match="this state is of recipe sr_ste, the handle is of ste"):
         start("ste")[2].load_state_dict(state)
@@ -61,7 +61,7 @@ def test_a_state_of_another_recipe_is_refused() -> None:
 @pytest.mark.parametrize(
     ("recipe", "fused"), [(name, i % 2 == 0) for i, name in enumerate(BY_OWN_STATE)]
 )
-def test_a_step_that_loss_scaling_skips_changes_nothing(recipe: str, fused: bool) -> None:
+def test_a_step_that_loss_scaling_skips_changes_nothing(recipe, fused):
     """An overflow at every third batch: no weight, moment, mask, score or clock moves, and the end
     is that of a run without any.
     """
@@ -85,7 +85,7 @@ def test_a_step_that_loss_scaling_skips_changes_nothing(recipe: str, fused: bool
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> None:
+def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe):
     plain = net()
     objects, modules, keys = (
         dict(plain.named_parameters()),
@@ -135,7 +135,7 @@ def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> N
 @pytest.mark.parametrize(
     "recipe", ["sr_ste", "s_ste", "asp", "sdgf_stepwise", "mdgf_linear", "lbc"]
 )
-def test_report_counts(recipe: str) -> None:
+def test_report_counts(recipe):
     """In every phase the numbers are of the weights that would be left, also where the forward pass
     uses denser ones.
     """
@@ -172,7 +172,7 @@ def test_report_counts(recipe: str) -> None:
         train(model, optimizer, range(step, step + 1))
 
 
-def test_a_result_that_does_not_hold_is_reported_so() -> None:
+def test_a_result_that_does_not_hold_is_reported_so():
     """FST's dense end leaves dense weights, by the paper's design."""
     model, optimizer, handle = start("t_sr_ste", exclude=(), dense_end=0.5)
     train(model, optimizer, range(TOTAL))
@@ -182,7 +182,7 @@ def test_a_result_that_does_not_hold_is_reported_so() -> None:
     assert report["density"] == 1.0
 
 
-def test_events_are_told_once() -> None:
+def test_events_are_told_once():
     model, optimizer, handle = start("asp")
     train(model, optimizer, range(TOTAL))
     assert len(handle.pop_events()) == 1
@@ -192,7 +192,7 @@ def test_events_are_told_once() -> None:
 # --- parameter groups and tied parameters ---------------------------------------------------------
 
 
-def test_parameter_groups_keep_their_learning_rates_and_decays() -> None:
+def test_parameter_groups_keep_their_learning_rates_and_decays():
     """STE under SGD by hand: w <- w - lr_i (g(m * w) + decay_i w)."""
     model, plain = net().double(), net().double()
     groups = [
@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake: str) -> None:
+def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake):
     options, kind, message = REFUSED[mistake]
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -256,7 +256,7 @@ def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake: str) -> None
     nmrun.sparsify(model, optimizer, "ste")
 
 
-def test_an_optimizer_of_other_weights_and_a_model_without_any() -> None:
+def test_an_optimizer_of_other_weights_and_a_model_without_any():
     model, other, embedding = net(), net(), nn.Embedding(8, 8)
     with pytest.raises(ValueError, match=r"0.weight \[8, 16\] and 2 more: not in the optimizer"):
         nmrun.sparsify(model, torch.optim.SGD(other.parameters(), 0.1), "ste")
@@ -269,7 +269,7 @@ def test_an_optimizer_of_other_weights_and_a_model_without_any() -> None:
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "lbc", "maskllm"])
-def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) -> None:
+def test_a_closure_gives_the_bits_of_a_plain_loop(recipe, by_name):
     """It is evaluated before the recipe edits gradients, once a step, and its loss comes back."""
     plain, closed = start(recipe), start(recipe)
     train(*plain[:2], range(TOTAL))
@@ -277,7 +277,7 @@ def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) ->
     called = []
     for step in range(TOTAL):
 
-        def closure(step: int = step) -> Tensor:
+        def closure(step=step):
             called.append(step)
             assert torch.is_grad_enabled()
             optimizer.zero_grad()
@@ -294,7 +294,7 @@ def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) ->
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "asp", "lbc", "t_sr_ste"])
-def test_a_state_that_is_handed_on_without_a_file_is_not_shared(recipe: str) -> None:
+def test_a_state_that_is_handed_on_without_a_file_is_not_shared(recipe):
     first, second, alone = start(recipe), start(recipe), start(recipe)
     for part in (first, alone):
         train(*part[:2], range(6))

@@ -108,7 +108,7 @@ class ScalarAdam:
     ],
     ids=str,
 )
-def test_bits_of_torch_until_frozen(ours: type, stock: type, options: dict[str, Any]) -> None:
+def test_bits_of_torch_until_frozen(ours, stock, options):
     results = []
     for kind in (ours, stock):
         params = parameters()
@@ -133,9 +133,7 @@ def test_bits_of_torch_until_frozen(ours: type, stock: type, options: dict[str, 
 )
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("eps_mode", optim.EPS_MODES)
-def test_scalar_adam_after_freezing(
-    kind: type, options: dict[str, Any], eps_mode: str, bias_correction: bool
-) -> None:
+def test_scalar_adam_after_freezing(kind, options, eps_mode, bias_correction):
     params = parameters(torch.float64)
     optimizer = kind(params, lr=0.02, **options)
     expected = []
@@ -186,7 +184,7 @@ def step_sizes(t0: int, after: float, **freeze: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("eps_mode", optim.EPS_MODES)
 @pytest.mark.parametrize(("t0", "jump"), [(100, 3.24), (200, 2.35), (1000, 1.26), (1, 31.62)])
-def test_the_step_size_does_not_jump_at_the_switch(eps_mode: str, t0: int, jump: float) -> None:
+def test_the_step_size_does_not_jump_at_the_switch(eps_mode, t0, jump):
     assert step_sizes(t0, 1.0, eps_mode=eps_mode) == pytest.approx((1.0, 1.0), rel=2e-6)
     before, after = step_sizes(t0, 1.0, eps_mode=eps_mode, bias_correction=False)
     assert after / before == pytest.approx(jump, rel=2e-3)
@@ -195,11 +193,11 @@ def test_the_step_size_does_not_jump_at_the_switch(eps_mode: str, t0: int, jump:
 @pytest.mark.parametrize(
     ("eps_mode", "size"), [("inside", 1.0), ("floor", 100.0), ("outside", 1e4)]
 )
-def test_a_dead_coordinate_wakes_up(eps_mode: str, size: float) -> None:
+def test_a_dead_coordinate_wakes_up(eps_mode, size):
     assert step_sizes(20, 1e-4, eps_mode=eps_mode)[1] == pytest.approx(size)
 
 
-def test_frozen_means_constant_and_only_for_those_asked_for() -> None:
+def test_frozen_means_constant_and_only_for_those_asked_for():
     params, live = parameters(), parameters()
     optimizer, stock = optim.AdamW(params, lr=0.01), torch.optim.AdamW(live, lr=0.01)
     history = list(gradients(12))
@@ -226,7 +224,7 @@ def test_frozen_means_constant_and_only_for_those_asked_for() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-def test_state_dict_continues_with_the_same_bits(kind: type, frozen: bool) -> None:
+def test_state_dict_continues_with_the_same_bits(kind, frozen):
     params = parameters()
     optimizer = kind(params, lr=0.01, weight_decay=0.1)
     history = list(gradients(10))
@@ -249,7 +247,7 @@ def test_state_dict_continues_with_the_same_bits(kind: type, frozen: bool) -> No
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("stock", [torch.optim.Adam, torch.optim.AdamW])
-def test_hooks_fire_once_whatever_was_created_before(kind: type, stock: type) -> None:
+def test_hooks_fire_once_whatever_was_created_before(kind, stock):
     stock(parameters())  # torch wraps step of the class once an instance is made
     p = parameters()[0]
     optimizer = kind([p])
@@ -275,7 +273,7 @@ def test_hooks_fire_once_whatever_was_created_before(kind: type, stock: type) ->
 @pytest.mark.parametrize(
     "options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.3}], ids=str
 )
-def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, Any]) -> None:
+def test_change_of_v_is_what_the_next_step_does(kind, options):
     params = parameters()
     optimizer = kind(params, **options)
     for t, grads in enumerate(gradients(4)):
@@ -303,7 +301,7 @@ def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, A
 
 
 @pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"maximize": True}], ids=str)
-def test_change_of_v_with_the_others_in_a_group_of_their_own(options: dict[str, Any]) -> None:
+def test_change_of_v_with_the_others_in_a_group_of_their_own(options):
     params = parameters()
     optimizer = optim.Adam([{"params": params[:1]}, {"params": params[1:]}], **options)
     for p, grad in zip(params, next(gradients(1)), strict=True):
@@ -314,7 +312,7 @@ def test_change_of_v_with_the_others_in_a_group_of_their_own(options: dict[str, 
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_loss_scaling_changes_nothing(fused: bool) -> None:
+def test_loss_scaling_changes_nothing(fused):
     scaler, params, plain = (
         torch.amp.GradScaler("cpu", init_scale=2.0**12),
         parameters(),
@@ -354,13 +352,11 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("kinds", "options"), ALONE, ids=str)
-def test_bits_of_torch_without_its_compiler(
-    kinds: tuple[type, type], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_of_torch_without_its_compiler(kinds, options, monkeypatch):
     """Made, stepped with and without a closure, saved, loaded and emptied, with hooks, in sight of
     the profiler."""
 
-    def course(kind: type, params: list[nn.Parameter]) -> list[Any]:
+    def course(kind, params):
         optimizer, seen = kind(params, **options), list[Any]()
         optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
@@ -368,7 +364,7 @@ def test_bits_of_torch_without_its_compiler(
         again = kind(params, **options)
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
-        def closure() -> Tensor:
+        def closure():
             again.zero_grad()
             loss = sum((p * p).sum() for p in params)
             loss.backward()
@@ -391,12 +387,10 @@ def test_bits_of_torch_without_its_compiler(
 
 
 @pytest.mark.parametrize(("ours", "stock"), [*PAIRS, SGD])
-def test_a_differentiable_step_without_torch_s_compiler(
-    ours: type, stock: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_differentiable_step_without_torch_s_compiler(ours, stock, monkeypatch):
     """The gradient of the weight after a step by the weight before it."""
 
-    def slope(kind: type) -> Tensor:
+    def slope(kind):
         start = torch.tensor([0.3, -1.0], requires_grad=True)
         p = start.clone()
         optimizer = kind([p], lr=0.1, weight_decay=0.5, differentiable=True)
@@ -409,7 +403,7 @@ def test_a_differentiable_step_without_torch_s_compiler(
     assert torch.equal(slope(ours), expected)
 
 
-def test_freezing_says_what_it_cannot_do() -> None:
+def test_freezing_says_what_it_cannot_do():
     params = parameters()
     with pytest.raises(ValueError, match="eps_mode='middle': allowed are inside, outside, floor"):
         optim.Adam(params).freeze_second_moment(params, "middle")
@@ -418,7 +412,7 @@ def test_freezing_says_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["step", "sr_ste", "asp", "s_ste"])
-def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
+def test_torch_s_fused_kernel_trains_the_same(recipe):
     """As on CUDA devices, where it is the default; it exists for CPUs too. After STEP's switch the
     frozen weights have a step of their own.
     """
@@ -446,7 +440,7 @@ def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
     torch.testing.assert_close(*runs, rtol=1e-8, atol=1e-10)
 
 
-def test_a_fused_step_is_for_gpus_and_large_networks() -> None:
+def test_a_fused_step_is_for_gpus_and_large_networks():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for kind in (optim.AdamW, optim.Adam, torch.optim.SGD):
         for device, width, expected in ((cuda, 8, True), (cpu, 8, None), (cpu, 1000, True)):

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def events(handle: nmrun.Handle) -> list[str]:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("how", ["load_state_dict", "init", "in place"])
 @pytest.mark.filterwarnings("ignore:nmrun")
-def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None:
+def test_what_was_written_is_the_new_dense_weight(how, fused):
     """And the rule goes by its mask at once."""
     model, optimizer, handle = start("sr_ste", fused=fused)
     train(model, optimizer, range(3))
@@ -70,7 +69,7 @@ def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None
     assert events(handle) == []
 
 
-def test_writing_what_is_there_already_changes_nothing() -> None:
+def test_writing_what_is_there_already_changes_nothing():
     """As when model and optimizer of a checkpoint were loaded, or weights were clipped in vain."""
     (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")
     for step in range(6):
@@ -83,9 +82,7 @@ def test_writing_what_is_there_already_changes_nothing() -> None:
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.filterwarnings("ignore:nmrun")
-def test_a_write_past_the_version_is_noticed_after_a_while(
-    replaced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_past_the_version_is_noticed_after_a_while(replaced, monkeypatch):
     """A step writes the projection again, so it is only before that step that it can be seen.
     After one that was noticed, each step is looked at.
     """
@@ -114,7 +111,7 @@ def test_a_write_past_the_version_is_noticed_after_a_while(
     assert noticed == [3, 4]
 
 
-def test_in_a_dense_phase_the_parameter_is_the_weight() -> None:
+def test_in_a_dense_phase_the_parameter_is_the_weight():
     model, optimizer, handle = start("asp")
     plain = net()
     other = nmrun.optim.AdamW(plain.parameters(), lr=0.02)
@@ -136,13 +133,11 @@ def test_in_a_dense_phase_the_parameter_is_the_weight() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recipe", ["sr_ste", "t_sr_ste", "bi_mask", "s_ste"])
-def test_a_step_that_raises_in_the_middle_recovers(
-    recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_raises_in_the_middle_recovers(recipe, fused, monkeypatch):
     """The next one begins with the projected weights, and is that of an optimizer without it."""
     (model, optimizer, handle), plain = start(recipe, fused=fused), start(recipe, fused=fused)
 
-    def gradients(model: nn.Module, step: int) -> None:
+    def gradients(model, step):
         generator = torch.Generator().manual_seed(step)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
@@ -167,7 +162,7 @@ def test_a_step_that_raises_in_the_middle_recovers(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "t_sr_ste", "s_ste", "bi_mask"])
-def test_a_model_that_is_cast_after_sparsify(recipe: str, dtype: torch.dtype) -> None:
+def test_a_model_that_is_cast_after_sparsify(recipe, dtype):
     model, optimizer, handle = start(recipe)
     model.to(dtype)
     train(model, optimizer, range(TOTAL))
@@ -184,7 +179,7 @@ def test_a_model_that_is_cast_after_sparsify(recipe: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_by_sgd_a_cast_model_has_the_dense_weights_cast(dtype: torch.dtype) -> None:
+def test_by_sgd_a_cast_model_has_the_dense_weights_cast(dtype):
     """By an optimizer without a state of its own, which torch would cast."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -200,7 +195,7 @@ def test_by_sgd_a_cast_model_has_the_dense_weights_cast(dtype: torch.dtype) -> N
     assert torch.equal(model[0].weight, hard_threshold(weight.dense, "2:4"))
 
 
-def test_a_cast_between_steps_is_the_dense_weight_cast() -> None:
+def test_a_cast_between_steps_is_the_dense_weight_cast():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))
     before = [w.dense.clone() for w in handle.sparse]
@@ -216,7 +211,7 @@ def test_a_cast_between_steps_is_the_dense_weight_cast() -> None:
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "bi_mask", "lbc", "s_ste"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_is_a_plain_model_of_its_own(recipe: str, how: str) -> None:
+def test_a_copy_is_a_plain_model_of_its_own(recipe, how):
     model, optimizer, handle = start(recipe)
     train(model, optimizer, range(7))
     if how == "deepcopy":
@@ -240,12 +235,12 @@ def test_a_copy_is_a_plain_model_of_its_own(recipe: str, how: str) -> None:
     assert handle.recipe.step == 9
 
 
-def test_functional_call_and_grad_see_the_projected_weight() -> None:
+def test_functional_call_and_grad_see_the_projected_weight():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(2))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
-    def loss(values: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    def loss(values, x):
         return torch.func.functional_call(model, values, (x,)).square().mean()
 
     grads = torch.func.grad(loss)(parameters, batch(2))
@@ -258,7 +253,7 @@ def test_functional_call_and_grad_see_the_projected_weight() -> None:
     assert events(handle) == []
 
 
-def test_a_backward_pass_after_the_step_raises_as_ever() -> None:
+def test_a_backward_pass_after_the_step_raises_as_ever():
     for recipe in ("sr_ste", "ste_periodic"):
         model, optimizer, _ = start(recipe)
         loss = model(batch(0)).square().mean()
@@ -268,7 +263,7 @@ def test_a_backward_pass_after_the_step_raises_as_ever() -> None:
             loss.backward()
 
 
-def test_a_weight_that_shares_its_storage_gives_the_same_bits() -> None:
+def test_a_weight_that_shares_its_storage_gives_the_same_bits():
     """It keeps its memory, and the dense weight is copied to and fro."""
     results = []
     for shared in (False, True):
@@ -287,7 +282,7 @@ def test_a_weight_that_shares_its_storage_gives_the_same_bits() -> None:
     assert math.isfinite(float(model[0].weight.sum()))
 
 
-def test_inference_mode() -> None:
+def test_inference_mode():
     model, optimizer, handle = start("ste")
     with torch.inference_mode():
         model(batch(0))
@@ -296,7 +291,7 @@ def test_inference_mode() -> None:
     assert torch.equal(model[0].weight, hard_threshold(handle.sparse[0].dense, "2:4"))
 
 
-def test_projected_once_a_step_however_often_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projected_once_a_step_however_often_it_is_read(monkeypatch):
     model, optimizer, handle = start("ste")
     projected: list[str] = []
     project = handle.recipe.project

@@ -141,7 +141,7 @@ def test_all_extras_resolve_together_to_the_constraints(version):
 
 
 def test_the_extra_all_has_every_other_but_those_for_developers_benchmarks_and_fairseq():
-    def of(extra: str) -> set[str]:
+    def of(extra):
         names = {extra}
         for line in EXTRAS[extra]:
             if inner := re.fullmatch(r"nmrun\[(.*)\]", line):

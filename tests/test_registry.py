@@ -1,9 +1,6 @@
 """Things by their name or dotted path."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from nmrun.errors import ConfigError
 KNOWN = {"join": "os.path.join", "joined": "os.path.nothing"}
 
 
-def test_a_known_name_and_a_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_name_and_a_dotted_path(tmp_path, monkeypatch):
     (tmp_path / "mine_alone.py").write_text("thing = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -22,7 +19,7 @@ def test_a_known_name_and_a_dotted_path(tmp_path: Path, monkeypatch: pytest.Monk
     assert registry.find("what.name", "mine_alone.thing", KNOWN) == 3
 
 
-def test_mistakes_name_the_key() -> None:
+def test_mistakes_name_the_key():
     with pytest.raises(
         ConfigError,
         match=r"what\.name=jion: no such what; did you mean join\? \(there are join, joined\)",
@@ -35,6 +32,6 @@ def test_mistakes_name_the_key() -> None:
         registry.find("what.name", "os.nothing", KNOWN)
 
 
-def test_a_fault_of_our_own_is_no_mistake_of_the_user() -> None:
+def test_a_fault_of_our_own_is_no_mistake_of_the_user():
     with pytest.raises(AttributeError):
         registry.find("what.name", "joined", KNOWN)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from training import (
     SPARSE,
     TOTAL,
@@ -66,7 +65,7 @@ def ways() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "stop", "order"), list(ways()))
-def test_model_and_optimizer_resume_with_the_same_bits(recipe: str, stop: int, order: str) -> None:
+def test_model_and_optimizer_resume_with_the_same_bits(recipe, stop, order):
     """Through a file without pickle, with what is measured on the way; the handle's state is in the
     optimizer's.
     """
@@ -98,7 +97,7 @@ class Loads(nmrun.optim.AdamW):
 
 @pytest.mark.parametrize("then", ["step", "save", "look"])
 @pytest.mark.parametrize(("recipe", "stop"), [*HALF, ("bi_mask", 4)])
-def test_what_is_loaded_past_the_hooks_is_noticed(recipe: str, stop: int, then: str) -> None:
+def test_what_is_loaded_past_the_hooks_is_noticed(recipe, stop, then):
     whole, first = start(recipe), start(recipe)
     train(*whole[:2], range(TOTAL))
     train(*first[:2], range(stop))
@@ -121,7 +120,7 @@ def test_what_is_loaded_past_the_hooks_is_noticed(recipe: str, stop: int, then: 
     assert "load_state_dict" not in vars(optimizer)
 
 
-def test_another_recipe_s_state_is_refused_past_the_hooks_too() -> None:
+def test_another_recipe_s_state_is_refused_past_the_hooks_too():
     first = start("sr_ste")
     train(*first[:2], range(2))
     model = net()
@@ -135,7 +134,7 @@ def test_another_recipe_s_state_is_refused_past_the_hooks_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD"])
-def test_a_state_from_before_the_first_step(kind: str) -> None:
+def test_a_state_from_before_the_first_step(kind):
     """Some of them look for a count of steps in every state that is not empty."""
     results: list[Any] = []
     states: list[Any] = []
@@ -153,7 +152,7 @@ def test_a_state_from_before_the_first_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "at"), [(name, (2, 8)[i % 2]) for i, name in enumerate(SPARSE)])
-def test_a_handle_that_was_further_goes_back(recipe: str, at: int) -> None:
+def test_a_handle_that_was_further_goes_back(recipe, at):
     """Loading an early state into a handle in a later phase, and the other way round."""
     early = start(recipe)
     train(*early[:2], range(at))
@@ -168,7 +167,7 @@ def test_a_handle_that_was_further_goes_back(recipe: str, at: int) -> None:
     assert everything(*other) == everything(*early)
 
 
-def test_the_clock_lies_in_the_first_parameter_group_as_plain_data() -> None:
+def test_the_clock_lies_in_the_first_parameter_group_as_plain_data():
     model, optimizer, _ = start("step")
     train(model, optimizer, range(3))
     saved = stored(optimizer)[0]["param_groups"][0]["nmrun"]
@@ -176,7 +175,7 @@ def test_the_clock_lies_in_the_first_parameter_group_as_plain_data() -> None:
     assert saved["weights"] == {"0.weight": "2:4", "2.weight": "2:4"}
 
 
-def test_a_state_from_a_training_without_nmrun_begins_at_once() -> None:
+def test_a_state_from_a_training_without_nmrun_begins_at_once():
     """Its moments are taken over; the recipe begins at its first step."""
     plain = net()
     before = nmrun.optim.AdamW(plain.parameters(), lr=0.02)
@@ -194,7 +193,7 @@ def test_a_state_from_a_training_without_nmrun_begins_at_once() -> None:
 @pytest.mark.parametrize(
     "recipe", [n for n in SPARSE if n not in (*SCORED, "bi_mask", "t_sr_ste", "proxsparse")]
 )
-def test_one_dense_copy_while_sparse_and_none_while_dense(recipe: str) -> None:
+def test_one_dense_copy_while_sparse_and_none_while_dense(recipe):
     model, optimizer, handle = start(recipe)
     sizes = [128, 64]
     for step in range(TOTAL):
@@ -221,9 +220,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("sparsify_first", [False, True])
 @pytest.mark.parametrize("mistake", OTHERS)
-def test_the_state_of_another_training_is_refused_in_one_line(
-    mistake: str, sparsify_first: bool
-) -> None:
+def test_the_state_of_another_training_is_refused_in_one_line(mistake, sparsify_first):
     options, message = OTHERS[mistake]
     first = start("sr_ste")
     train(*first[:2], range(3))
@@ -248,7 +245,7 @@ def test_the_state_of_another_training_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_the_state_of_another_version_is_refused() -> None:
+def test_the_state_of_another_version_is_refused():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(2))
     before = everything(model, optimizer, handle)
@@ -263,10 +260,10 @@ def test_the_state_of_another_version_is_refused() -> None:
     assert everything(model, optimizer, handle) == before
 
 
-def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
+def test_two_optimizers_with_sparse_weights_of_one_model():
     """Each has its part, its clock and its state."""
 
-    def start(seed: int) -> tuple[nn.Module, list[Any], list[nmrun.Handle]]:
+    def start(seed):
         model = net(seed)
         parts = [list(model[:2].parameters()), list(model[2:].parameters())]
         optimizers = [nmrun.optim.AdamW(parts[0], lr=0.02), torch.optim.SGD(parts[1], lr=0.1)]
@@ -276,7 +273,7 @@ def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
         ]
         return model, optimizers, handles
 
-    def go(model: nn.Module, optimizers: list[Any], steps: range) -> None:
+    def go(model, optimizers, steps):
         for step in steps:
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
@@ -303,7 +300,7 @@ def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
 
 
 @pytest.mark.parametrize("stepped", [0, 1])
-def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped: int) -> None:
+def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped):
     """torch.distributed.checkpoint makes one to have a state; a schedule may stand at 0 later."""
     model = net(0)
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1)

@@ -65,7 +65,7 @@ FAILURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("message", FAILURES)
-def test_a_failure_leaves_all_as_it_was(message: str, trained: bool) -> None:
+def test_a_failure_leaves_all_as_it_was(message, trained):
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module("conv", nn.Conv1d(16, 16, 1))
@@ -73,7 +73,7 @@ def test_a_failure_leaves_all_as_it_was(message: str, trained: bool) -> None:
     model.add_module("head", nn.Linear(16, 12))
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
 
-    def step() -> None:
+    def step():
         model(torch.ones(2, 16, 1)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,7 +91,7 @@ def test_a_failure_leaves_all_as_it_was(message: str, trained: bool) -> None:
     nmrun.sparsity.check_nm(model, "2:4")
 
 
-def test_a_failure_after_a_loaded_state_leaves_that_too() -> None:
+def test_a_failure_after_a_loaded_state_leaves_that_too():
     model, optimizer, _ = start("sr_ste")
     train(model, optimizer, range(3))
     other = net(5)
@@ -133,7 +133,7 @@ ADDING = ("lbc", "maskllm", "sqft", "proxsparse")
 
 
 @pytest.mark.parametrize("recipe", ADDING)
-def test_an_optimizer_without_a_learning_rate_by_default_is_refused(recipe: str) -> None:
+def test_an_optimizer_without_a_learning_rate_by_default_is_refused(recipe):
     model = net()
     optimizer = ByGroup(model.parameters(), lr=0.02)
     before = all_of(model, optimizer)
@@ -145,7 +145,7 @@ def test_an_optimizer_without_a_learning_rate_by_default_is_refused(recipe: str)
 
 
 @pytest.mark.parametrize("recipe", ADDING)
-def test_keys_that_all_groups_share_count_for_added_parameters_too(recipe: str) -> None:
+def test_keys_that_all_groups_share_count_for_added_parameters_too(recipe):
     model, plain = net(), net()
     optimizer = ByGroup(model.parameters(), {"lr": 0.02})
     stock = torch.optim.SGD(plain.parameters(), lr=0.02)
@@ -156,7 +156,7 @@ def test_keys_that_all_groups_share_count_for_added_parameters_too(recipe: str) 
     assert bits(model.state_dict()) == bits(plain.state_dict())
 
 
-def test_groups_of_two_kinds_are_refused_by_recipes_that_add_one() -> None:
+def test_groups_of_two_kinds_are_refused_by_recipes_that_add_one():
     model = net()
     optimizer = ByGroup(model[0].parameters(), {"lr": 0.02})
     optimizer.add_param_group({"params": list(model[2].parameters()), "use_muon": True})
@@ -167,7 +167,7 @@ def test_groups_of_two_kinds_are_refused_by_recipes_that_add_one() -> None:
 
 
 @pytest.mark.parametrize("recipe", ADDING)
-def test_an_optimizer_of_named_parameters_serves(recipe: str) -> None:
+def test_an_optimizer_of_named_parameters_serves(recipe):
     model = net()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.02)
     handle = attach(model, optimizer, recipe)
@@ -177,7 +177,7 @@ def test_an_optimizer_of_named_parameters_serves(recipe: str) -> None:
 
 @pytest.mark.parametrize("end", ["abandon", "finalize"])
 @pytest.mark.parametrize("recipe", ADDING)
-def test_a_second_training_finds_the_groups_of_the_first(recipe: str, end: str) -> None:
+def test_a_second_training_finds_the_groups_of_the_first(recipe, end):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     groups = len(optimizer.param_groups)
@@ -191,7 +191,7 @@ def test_a_second_training_finds_the_groups_of_the_first(recipe: str, end: str) 
     assert len(optimizer.param_groups) == during
 
 
-def test_a_layer_that_modelopt_masks_is_refused() -> None:
+def test_a_layer_that_modelopt_masks_is_refused():
     kind: Any = type("SparseLinear", (nn.Linear,), {"__module__": "modelopt.torch.opt.dynamic"})
     model = nn.Sequential(kind(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,7 +211,7 @@ def test_a_layer_that_modelopt_masks_is_refused() -> None:
         (lambda p: object(), "object is no torch optimizer"),
     ],
 )
-def test_optimizers_that_cannot_serve(make: Any, message: str) -> None:
+def test_optimizers_that_cannot_serve(make, message):
     model = net()
     before = bits(model.state_dict())
     optimizer = make(list(model.parameters()))
@@ -221,7 +221,7 @@ def test_optimizers_that_cannot_serve(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("second", ["ste", "dense"])
-def test_parameters_that_are_sparse_already_are_refused(second: str) -> None:
+def test_parameters_that_are_sparse_already_are_refused(second):
     """By the same optimizer, through the model that holds them, and once they are free, not."""
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(2))
@@ -236,7 +236,7 @@ def test_parameters_that_are_sparse_already_are_refused(second: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
-def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe: str) -> None:
+def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe):
     keys = list(net().state_dict())
     model, optimizer, handle = start(recipe)
     parameters = [id(p) for p in model.parameters()]
@@ -262,7 +262,7 @@ def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe: 
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_a_parameter_keeps_its_gradient_and_its_hooks() -> None:
+def test_a_parameter_keeps_its_gradient_and_its_hooks():
     model = net()
     called: list[Tensor] = []
     model[0].weight.register_hook(called.append)

@@ -45,7 +45,7 @@ def ways(recipe: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), [*user_training.CASES, *user_training.DRAWN])
-def test_two_ranks_train_the_weights_of_one(recipe: str, optimizer: str, outcomes: Any) -> None:
+def test_two_ranks_train_the_weights_of_one(recipe, optimizer, outcomes):
     expected = user_training.alone(recipe, optimizer)
     start = user_training.net().state_dict()
     assert any(not torch.equal(expected[name], start[name]) for name in start)
@@ -59,7 +59,7 @@ def test_two_ranks_train_the_weights_of_one(recipe: str, optimizer: str, outcome
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), [*user_training.CASES, *user_training.DRAWN])
-def test_the_order_of_the_calls_changes_no_bit(recipe: str, optimizer: str, outcomes: Any) -> None:
+def test_the_order_of_the_calls_changes_no_bit(recipe, optimizer, outcomes):
     results = outcomes("ddp")
     first = results[recipe, optimizer, "ddp first"]
     for how in set(ways(recipe)) - {"no_sync"}:
@@ -68,7 +68,7 @@ def test_the_order_of_the_calls_changes_no_bit(recipe: str, optimizer: str, outc
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), user_training.CASES)
-def test_shards_train_the_bits_of_replicas(recipe: str, optimizer: str, outcomes: Any) -> None:
+def test_shards_train_the_bits_of_replicas(recipe, optimizer, outcomes):
     replicated = outcomes("ddp")[recipe, optimizer, "ddp first"]
     sharded = outcomes("fsdp")[recipe, optimizer]
     assert sharded.keys() == replicated.keys()

@@ -38,7 +38,7 @@ def loaded_by(code: str) -> set[str]:
         "import nmrun; nmrun.accelerate; nmrun.deploy; nmrun.load_packed",
     ],
 )
-def test_the_library_loads_nothing_of_the_laboratory(code: str) -> None:
+def test_the_library_loads_nothing_of_the_laboratory(code):
     modules = loaded_by(code)
     assert {name for name in modules if name.split(".")[0] in LIBRARIES} == set()
     assert {name for name in modules if name.startswith("nmrun.lab")} == set()
@@ -61,7 +61,7 @@ def strings(path: Path) -> list[str]:
     ]
 
 
-def test_no_name_in_a_string_points_up() -> None:
+def test_no_name_in_a_string_points_up():
     """A dotted name that is imported later is an arrow too, and import-linter does not see it."""
     wrong = [
         f"{path}: {text}"

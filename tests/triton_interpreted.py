@@ -108,9 +108,7 @@ def reference(weight: Tensor, pattern: Pattern, dim: int, mode: str, amount: flo
 
 
 @pytest.mark.parametrize(("ratio", "shape", "dim", "dtype"), CASES)
-def test_bits_equal_the_reference(
-    ratio: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
-) -> None:
+def test_bits_equal_the_reference(ratio, shape, dim, dtype):
     weight, pattern = nasty(shape, dtype), Pattern.parse(ratio).over(shape[dim])
     before = weight.clone()
     for mode, amount in (("hard", 1.0), ("soft", 1.4832), ("decayed", 0.37)):
@@ -124,7 +122,7 @@ def test_bits_equal_the_reference(
 
 @pytest.mark.parametrize("ratio", ["2:4", "3:16"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_channels_last(ratio: str, dim: int) -> None:
+def test_channels_last(ratio, dim):
     weight = nasty((32, 16, 3, 3), FLOAT).to(memory_format=torch.channels_last)
     out, plain, pattern = (
         torch.empty_like(weight),
@@ -139,7 +137,7 @@ def test_channels_last(ratio: str, dim: int) -> None:
     assert not triton_projection.project(plain, out, pattern, dim)
 
 
-def test_more_than_one_program() -> None:
+def test_more_than_one_program():
     for shape, dim, pattern in (
         ((300, 28), 1, Pattern(2, 4)),
         ((64, 300), 0, Pattern(2, 8)),
@@ -150,7 +148,7 @@ def test_more_than_one_program() -> None:
         assert torch.equal(bits(out), bits(hard_threshold(weight, pattern, dim)))
 
 
-def test_weights_of_many_kinds_in_one_batch() -> None:
+def test_weights_of_many_kinds_in_one_batch():
     kinds = [
         ((300, 16), 1, "2:4", FLOAT), ((8, 64), 1, "2:4", FLOAT), ((8, 8, 3, 3), 1, "2:4", FLOAT), ((64, 20), 0, "2:4", FLOAT),
         ((8, 64), 1, "1:16", FLOAT), ((9, 24), 1, "1:16", FLOAT), ((8, 64), 1, "2:4", BFLOAT),
@@ -165,7 +163,7 @@ def test_weights_of_many_kinds_in_one_batch() -> None:
     batch = triton_projection.Batch(weights, outs, patterns, dims)
     assert sorted(len(launch.members) for launch in batch._launches) == [1, 1, 1, 2, 2]
 
-    def check() -> None:
+    def check():
         for weight, out, pattern, dim in zip(weights, outs, patterns, dims, strict=True):
             assert torch.equal(bits(out), bits(reference(weight, pattern, dim, "hard", 1.0)))
 
@@ -183,7 +181,7 @@ def test_weights_of_many_kinds_in_one_batch() -> None:
     assert sum(not torch.equal(a, b) for a, b in zip(tables, before, strict=True)) == 1
 
 
-def test_what_it_leaves_to_the_reference() -> None:
+def test_what_it_leaves_to_the_reference():
     weight, pattern = torch.randn(16, 64, device=DEVICE), Pattern(2, 4)
     out = torch.full_like(weight, 7.0)
     assert not triton_projection.project(weight.T, out.T, pattern, 1)
@@ -205,9 +203,7 @@ def test_what_it_leaves_to_the_reference() -> None:
         triton_projection.Batch([shifted], [out[:1]], [pattern], [1]).project()
 
 
-def test_a_device_is_checked_before_it_is_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
     device = torch.device(DEVICE)
     assert kernels.on_cuda(device, 2, 4)
     assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
@@ -220,7 +216,7 @@ def test_a_device_is_checked_before_it_is_used(
     assert not kernels.on_cuda(device, 3, 5)
     assert "wrong numbers" in caplog.text
 
-    def fail(*args: object) -> bool:
+    def fail(*args):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(triton_projection, "project", fail)
@@ -271,9 +267,7 @@ def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
         ("decayed", True, 0.3),
     ],
 )
-def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
-    kind: str, decoupled: bool, beta1: float
-) -> None:
+def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind, decoupled, beta1):
     params, copies = start(kind)
     options = {**OPTIONS, "betas": (beta1, 0.95)}
     adam = (optim.AdamW if decoupled else optim.Adam)(params, **options)
@@ -313,7 +307,7 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
 
 @pytest.mark.usefixtures("by_triton")
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
+def test_a_step_with_a_frozen_second_moment(decoupled):
     """Against the step of nmrun.optim that is not in one pass, whose tests have the closed form."""
     params, copies = start()
     theirs = [p.detach().clone().requires_grad_() for p in params]
@@ -343,7 +337,7 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
 
 
 @pytest.mark.usefixtures("by_triton")
-def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
+def test_what_cannot_be_fused_is_stepped_as_ever():
     params, copies = start()
     dense = torch.nn.Parameter(torch.randn(3, 4, device=DEVICE))
     groups = [
@@ -380,10 +374,8 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
         ("sdgf_stepwise", {}), ("lbc", {}),
     ],
 )  # fmt: skip
-def test_a_run_with_fused_steps_is_one_with_hooks(
-    recipe: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trained(fused: bool) -> tuple[torch.nn.Module, list[Tensor], list[float]]:
+def test_a_run_with_fused_steps_is_one_with_hooks(recipe, options, monkeypatch):
+    def trained(fused):
         monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: fused)
         torch.manual_seed(0)
         layers = (
@@ -419,9 +411,7 @@ def test_a_run_with_fused_steps_is_one_with_hooks(
 
 
 @pytest.mark.parametrize("recipe", ["step", "sr_ste", "ste"])
-def test_all_weights_are_projected_in_one_launch(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_weights_are_projected_in_one_launch(recipe, monkeypatch):
     """With any optimizer, once the forward pass uses the projections; a weight that begins at no
     multiple of 16 bytes goes by itself.
     """
@@ -469,7 +459,7 @@ def estimated(x: Tensor, ratio: str, dim: int, seed: int = 7) -> Tensor:
 @pytest.mark.parametrize(
     "ratio", ["2:4", "1:4", "3:4", "2:8", pytest.param("3:16", marks=pytest.mark.minutes), "1:2"]
 )
-def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio: str) -> None:
+def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio):
     """Equal columns are independent draws; probabilities are those of the float64 reference, whose
     tests have the closed form.
     """
@@ -502,9 +492,7 @@ def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio: str) -> None
 @pytest.mark.parametrize(
     ("shape", "dim", "dtype"), [((12, 40), 0, FLOAT), ((3, 8, 5), 1, BFLOAT), ((16, 130), 0, HALF)]
 )
-def test_estimates_of_other_shapes_and_dtypes(
-    shape: tuple[int, ...], dim: int, dtype: torch.dtype
-) -> None:
+def test_estimates_of_other_shapes_and_dtypes(shape, dim, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     estimate = estimated(x, "2:4", dim)
     p = inclusion_probabilities(x.float(), "2:4", dim)
@@ -517,7 +505,7 @@ def test_estimates_of_other_shapes_and_dtypes(
     assert not (estimate.float().signbit() & (estimate == 0)).any()
 
 
-def test_estimates_at_the_edges() -> None:
+def test_estimates_at_the_edges():
     x = torch.tensor(
         [
             [0.0, 3.0, 1.0, float("inf"), 1.0],

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,15 +53,13 @@ def nonzeros(weight: Tensor, m: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "n", "m"), [("2:4", 2, 4), ("1:4", 1, 4)])
-def test_masks_gradients_and_targets(
-    monkeypatch: pytest.MonkeyPatch, pattern: str, n: int, m: int
-) -> None:
+def test_masks_gradients_and_targets(monkeypatch, pattern, n, m):
     masks: dict[Any, list[Tensor]] = {}  # by learner, as they should be
     steps: dict[Any, int] = {}
     seen = {"refreshed": 0, "followed": 0, "would not be N:M": 0}
     descend, follow = rnm_td3.Learner.descend, rnm_td3.Learner.follow
 
-    def watched_descend(self: rnm_td3.Learner, loss: Tensor) -> None:
+    def watched_descend(self, loss):
         layers = sparse_layers(self, self.model)
         mine = masks.setdefault(self, [largest(dense, n, m) for dense in dense_weights(self)])
         for layer, dense, mask in zip(layers, dense_weights(self), mine, strict=True):
@@ -79,7 +76,7 @@ def test_masks_gradients_and_targets(
             seen["refreshed"] += any(not torch.equal(a, b) for a, b in zip(new, mine, strict=True))
             masks[self] = new
 
-    def watched_follow(self: rnm_td3.Learner) -> None:
+    def watched_follow(self):
         before = copy.deepcopy(dict(self.average.named_parameters()))
         served = [layer.weight.detach().clone() for layer in sparse_layers(self, self.target)]
         follow(self)
@@ -113,18 +110,14 @@ def test_masks_gradients_and_targets(
                 bool((layer.weight == 0).any()) for layer in model if isinstance(layer, nn.Linear)
             ]
             # three inputs of the actor, four of a critic; the last stays dense
-            assert pruned == [
-                learner is not actor,
-                True,
-                False,
-            ]
+            assert pruned == [learner is not actor, True, False]
         learner.handle.finalize()
         for layer in learner.model[2 if learner is actor else 0 : 3 : 2]:
             assert isinstance(layer._parameters["weight"], nn.Parameter)
             assert torch.all(nonzeros(layer.weight, m) == n)
 
 
-def test_pruned_weights_stay_where_they_are_between_refreshes() -> None:
+def test_pruned_weights_stay_where_they_are_between_refreshes():
     """Those that no step has ever moved: without a gradient Adam has nothing to move them by."""
     torch.manual_seed(0)
     learner = rnm_td3.Learner(rnm_td3.network(4, 1), "2:4", 1000, 100)
@@ -137,7 +130,7 @@ def test_pruned_weights_stay_where_they_are_between_refreshes() -> None:
         assert moved[largest(before, 2, 4)].float().mean() > 0.5
 
 
-def test_a_dense_agent_is_plain_td3() -> None:
+def test_a_dense_agent_is_plain_td3():
     _, learners = rnm_td3.train(None, 60, seed=0, interval=INTERVAL)
     for learner in learners:
         assert learner.handle is None
@@ -147,12 +140,10 @@ def test_a_dense_agent_is_plain_td3() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_printed_and_that_a_seed_decides_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_and_that_a_seed_decides_it(monkeypatch, capsys):
     monkeypatch.setattr(rnm_td3, "WARM_UP", 220)
 
-    def printed(seed: int) -> str:
+    def printed(seed):
         monkeypatch.setattr(
             sys, "argv", ["rnm_td3", "--pattern", "1:4", "--steps", "250", "--seed", str(seed)]
         )
@@ -182,9 +173,7 @@ class OneState:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_value_stops_where_an_episode_terminates(
-    monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+def test_a_value_stops_where_an_episode_terminates(monkeypatch, ends):
     """Then it is the reward, 1; else every update of the target adds another one."""
     monkeypatch.setattr(rnm_td3, "environment", lambda task: (OneState(ends), 1.0))
     monkeypatch.setattr(rnm_td3, "TAU", 1.0)
@@ -195,9 +184,7 @@ def test_a_value_stops_where_an_episode_terminates(
         torch.testing.assert_close(values, torch.ones(9, 1), atol=0.1, rtol=0)
 
 
-def test_runs_become_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_become_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rnm_td3, "EVALUATED", 1)
     file = tmp_path / "runs.csv"
     for pattern, seed in (("dense", 0), ("dense", 1), ("2:4", 0)):
@@ -219,12 +206,12 @@ def test_runs_become_a_table(
 @pytest.mark.parametrize(
     ("task", "says"), [("Nothing-v0", "Nothing"), ("CartPole-v1", "vectors of numbers")]
 )
-def test_a_task_that_is_none_costs_one_line(task: str, says: str) -> None:
+def test_a_task_that_is_none_costs_one_line(task, says):
     with one_line(SystemExit, f"--task {task}: .*{says}"):
         rnm_td3.train("2:4", 10, 0, 5, task)
 
 
-def test_a_task_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_the_paper(tmp_path, monkeypatch):
     pytest.importorskip("mujoco")
     monkeypatch.chdir(tmp_path)  # where MuJoCo may write what it warns of
     _, learners = rnm_td3.train("2:4", 60, seed=0, interval=INTERVAL, task="HalfCheetah-v5")

@@ -40,7 +40,7 @@ def code_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").iterdir()), ids=lambda path: path.name)
-def test_three_lines_concern_nmrun(path: Path) -> None:
+def test_three_lines_concern_nmrun(path):
     if path.suffix not in (".py", ".sh") or path.name == "rnm_td3.py":
         pytest.skip("no example of a stack")
     ours = [line for line in code_of(path) if OURS.search(line)]
@@ -58,7 +58,7 @@ def groups_hold(weights: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_an_example_runs(name, tmp_path):
     pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install 'nmrun[integrations]'")
     out = tmp_path / ("folder" if name == "huggingface_trainer" else "model.pt")
     command = [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(out)]
@@ -78,7 +78,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.minutes
-def test_fairseq(tmp_path: Path) -> None:
+def test_fairseq(tmp_path):
     pytest.importorskip("fairseq", reason="needs fairseq: pip install 'nmrun[translation]'")
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -105,9 +105,7 @@ def gpt(folder: Path, *words: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["asp", "s_ste"])
-def test_a_language_model_resumes_with_the_same_bits(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_language_model_resumes_with_the_same_bits(recipe, tmp_path, monkeypatch):
     whole = gpt(tmp_path / "whole", f"recipe={recipe}")
     assert whole["optimizer"]["param_groups"][0]["nmrun"]["state"]["step"] == 12
     assert groups_hold(whole["model"]) == 8
@@ -115,7 +113,7 @@ def test_a_language_model_resumes_with_the_same_bits(
     saves = torch.save
     for stop in (4, 8):  # asp prunes after step 6
 
-        def killed(state: dict[str, Any], file: Path, stop: int = stop) -> None:
+        def killed(state, file, stop=stop):
             saves(state, file)
             if state["iter_num"] == stop:
                 raise KeyboardInterrupt
@@ -129,18 +127,14 @@ def test_a_language_model_resumes_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_compiled_language_model_trains_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_language_model_trains_the_same(tmp_path, monkeypatch):
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend="eager"))
     runs = [gpt(tmp_path / f"{i}", f"compile={i}", "recipe=asp") for i in (0, 1)]
     assert bits(runs[0]["model"]) == bits(runs[1]["model"])
 
 
-def test_a_checkpoint_in_the_middle_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_in_the_middle_samples(tmp_path, capsys):
     gpt(tmp_path)
     capsys.readouterr()
     nanogpt.main([f"out={tmp_path}", "init_from=sample"])

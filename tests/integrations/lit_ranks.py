@@ -1,7 +1,5 @@
 """Two processes of Lightning's DDP, for test_lightning.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def plain(recipe: str) -> Any:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("recipe", ["sr_ste", "step", "s_ste", "asp"])
-def test_the_weights_of_a_plain_loop(recipe: str, first: bool) -> None:
+def test_the_weights_of_a_plain_loop(recipe, first):
     loop = prepared(recipe, first)
     train(*loop)
     accelerator, model, optimizer, _, handle = loop
@@ -82,7 +81,7 @@ def test_the_weights_of_a_plain_loop(recipe: str, first: bool) -> None:
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("first", [True, False])
-def test_compiled_for_this_machine(first: bool) -> None:
+def test_compiled_for_this_machine(first):
     """By inductor, as ``prepare`` does it."""
     loop = prepared("step", first, dynamo_backend="inductor")
     train(*loop)
@@ -98,7 +97,7 @@ def test_compiled_for_this_machine(first: bool) -> None:
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "step", "s_ste", "asp"])
 @pytest.mark.parametrize("stop", [2, 7])
-def test_load_state_resumes_with_the_same_bits(recipe: str, stop: int, tmp_path: Path) -> None:
+def test_load_state_resumes_with_the_same_bits(recipe, stop, tmp_path):
     whole = prepared(recipe, first=False)
     accelerator, model, optimizer, loader, handle = whole
     train(accelerator, model, optimizer, list(loader)[: stop * MICRO], handle)
@@ -114,7 +113,7 @@ def test_load_state_resumes_with_the_same_bits(recipe: str, stop: int, tmp_path:
     assert bits(again[2].state_dict()) == bits(optimizer.state_dict())
 
 
-def test_the_line_for_step_names_the_optimizer_inside() -> None:
+def test_the_line_for_step_names_the_optimizer_inside():
     accelerator = accelerate.Accelerator(cpu=True)
     model = net()
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))

@@ -77,7 +77,7 @@ def most_of_four(weight: torch.Tensor) -> int:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_and_nm(trained: Path) -> None:
+def test_a_checkpoint_is_plain_and_nm(trained):
     """Its first moment is before STEP's sparse phase."""
     for name, most, clock in (("checkpoint1.pt", 4, 4), ("checkpoint2.pt", 2, 8)):
         state = saved(trained, name)
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_plain_and_nm(trained: Path) -> None:
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_resumed_training_is_the_same(recipe: str, data: Path, tmp_path: Path) -> None:
+def test_a_resumed_training_is_the_same(recipe, data, tmp_path):
     """In and after ASP's dense phase. All data are one batch, since fairseq itself draws other
     batches after a resume."""
     asked = ["--nm-recipe", recipe, "--optimizer", "sgd", "--momentum", "0.9", "--lr", "0.5"]
@@ -107,7 +107,7 @@ def test_a_resumed_training_is_the_same(recipe: str, data: Path, tmp_path: Path)
 
 
 @pytest.mark.minutes
-def test_generate_reads_it_without_the_folder(data: Path, trained: Path) -> None:
+def test_generate_reads_it_without_the_folder(data, trained):
     path = str(trained / "checkpoint2.pt")
     options = ["--cpu", "--dataset-impl", "raw", "--beam", "2", "--max-len-b", "8"]
     process = fairseq("generate", data, "--path", path, *options)
@@ -116,7 +116,7 @@ def test_generate_reads_it_without_the_folder(data: Path, trained: Path) -> None
 
 
 @pytest.mark.minutes
-def test_with_nothing_to_prune_it_is_the_stock_training(data: Path, tmp_path: Path) -> None:
+def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
     sgd = ["--optimizer", "sgd", "--momentum", "0.9"]
     train(data, tmp_path / "stock", *sgd, plug=False)
     train(data, tmp_path / "ours", *sgd, "--nm-recipe", "sr_ste", "--nm-pattern", "4:4")
@@ -139,7 +139,7 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data: Path, tmp_path: Pa
         ("--nm-recipe ste --nm-options x=1 --optimizer sgd", "ste has no hyperparameter x"),
     ],
 )  # fmt: skip
-def test_mistakes_get_a_line(arguments: str, message: str, data: Path, tmp_path: Path) -> None:
+def test_mistakes_get_a_line(arguments, message, data, tmp_path):
     ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path)]
     process = fairseq("train", data, *TRAIN.split(), *ours, *arguments.split())
     assert process.returncode == 2
@@ -150,7 +150,7 @@ def test_mistakes_get_a_line(arguments: str, message: str, data: Path, tmp_path:
 
 
 @pytest.mark.minutes
-def test_a_dense_end_is_told(data: Path, tmp_path: Path) -> None:
+def test_a_dense_end_is_told(data, tmp_path):
     ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
     asp = ["--nm-recipe", "asp", "--nm-options", "total_steps=100"]
     process = fairseq("train", data, *TRAIN.split(), *ours, *asp)
@@ -160,7 +160,7 @@ def test_a_dense_end_is_told(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.minutes
-def test_only_sparse_models_compete_for_the_best(data: Path, tmp_path: Path) -> None:
+def test_only_sparse_models_compete_for_the_best(data, tmp_path):
     """With 1 of 16 weights the loss is worse than it was before. A training that goes on with
     sparse weights compares with the best of them."""
     asked = ["--nm-recipe", "asp", "--nm-pattern", "1:16", "--nm-options", "prune_at=0.5"]
@@ -184,7 +184,7 @@ def test_only_sparse_models_compete_for_the_best(data: Path, tmp_path: Path) -> 
     assert list(tmp_path.glob("dense_checkpoint.best_loss_*.pt"))
 
 
-def test_the_folder_is_printed() -> None:
+def test_the_folder_is_printed():
     command = [sys.executable, "-m", "nmrun.integrations.fairseq"]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == str(FOLDER)

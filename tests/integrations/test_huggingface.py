@@ -68,11 +68,11 @@ def plain_loop(recipe: str, batches: list[dict[str, Tensor]]) -> torch.nn.Module
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "step"])
-def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_weights_of_a_plain_loop(recipe, tmp_path, monkeypatch):
     batches: list[dict[str, Tensor]] = []
     collate = hf.collate
 
-    def recorded(rows: Any) -> Any:
+    def recorded(rows):
         batches.append(collate(rows))
         return batches[-1]
 
@@ -84,7 +84,7 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path, monkeypatch: A
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "step"])
-def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path):
     """Taken in the dense phase of STEP, and after it."""
     saving = {"save_strategy": "steps", "save_steps": 3}
     whole, _ = trained(tmp_path / "whole", recipe, **saving)
@@ -111,7 +111,7 @@ class Best:
         return {"badness": float(self.count)}
 
 
-def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
+def test_only_sparse_models_compete_for_the_best(tmp_path):
     trainer, _sparse = trained(
         tmp_path, "asp", save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1,
         load_best_model_at_end=True, metric_for_best_model="badness", greater_is_better=False,
@@ -125,11 +125,11 @@ def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
     assert weights(best) != weights(last)
 
 
-def test_a_dense_model_that_is_loaded_at_the_end_is_an_error(tmp_path: Path) -> None:
+def test_a_dense_model_that_is_loaded_at_the_end_is_an_error(tmp_path):
     dense = hf.gpt2().state_dict()
 
     class Loads(transformers.TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        def on_train_end(self, args, state, control, model, **_):
             model.load_state_dict(dense)
 
     trainer = hf.trainer(tmp_path, [Loads(), callback("sr_ste")])
@@ -137,9 +137,9 @@ def test_a_dense_model_that_is_loaded_at_the_end_is_an_error(tmp_path: Path) -> 
         trainer.train()
 
 
-def test_another_optimizer_is_refused_at_its_first_step(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_at_its_first_step(tmp_path):
     class Replaces(transformers.TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_begin(self, args, state, control, **_):
             if state.global_step == 2:
                 trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
 
@@ -162,7 +162,7 @@ def test_another_optimizer_is_refused_at_its_first_step(tmp_path: Path) -> None:
         pytest.param({"bf16": True}, id="bf16"),
     ],
 )
-def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_with_the_trainer_s_options(changes, tmp_path):
     trainer, sparse = trained(tmp_path, "step", **changes)
     plain, _ = trained(tmp_path, "step")
     assert sparse.handle.recipe.step == hf.STEPS
@@ -173,7 +173,7 @@ def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.minutes
-def test_compiled_for_this_machine(tmp_path: Path) -> None:
+def test_compiled_for_this_machine(tmp_path):
     trainer, sparse = trained(tmp_path, "step", torch_compile=True)
     assert trainer.args.torch_compile_backend == "inductor"
     plain, _ = trained(tmp_path, "step")
@@ -185,7 +185,7 @@ def test_compiled_for_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.minutes
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path):
     """They train what one process trains with twice the batch. What FSDP2's shards are saved as in
     the middle is read by ``from_pretrained``.
     """
@@ -217,21 +217,19 @@ def test_two_processes(tmp_path: Path) -> None:
         ({"decay": -1.0}, ConfigError, "decay=-1.0 must be"),
     ],
 )
-def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, message: str) -> None:
+def test_mistakes_are_told_before_the_training(arguments, error, message):
     with one_line(error, re.escape(message)):
         huggingface.NMTrainerCallback(**arguments)
 
 
-def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
+def test_step_names_the_optimizer_it_needs(tmp_path):
     trainer = hf.trainer(tmp_path, [callback("step")])
     with one_line(ConfigError, r"use nmrun\.optim\.AdamW, a drop-in.*optimizer_cls_and_kwargs="):
         trainer.train()
 
 
 @pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft"])
-def test_the_trainer_s_schedule_has_no_function_for_an_added_group(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_the_trainer_s_schedule_has_no_function_for_an_added_group(recipe, tmp_path):
     trainer = hf.trainer(tmp_path, [huggingface.NMTrainerCallback(recipe, "2:4")])
     before = weights(trainer.model)
     with one_line(ConfigError, f"{recipe} adds a parameter group, for which a"):
@@ -240,7 +238,7 @@ def test_the_trainer_s_schedule_has_no_function_for_an_added_group(
     assert not any("nmrun" in group for group in trainer.optimizer.param_groups)
 
 
-def test_another_schedule_moves_the_added_group_too(tmp_path: Path) -> None:
+def test_another_schedule_moves_the_added_group_too(tmp_path):
     model = hf.gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -256,7 +254,7 @@ def test_another_schedule_moves_the_added_group_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 6])
-def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_path: Path) -> None:
+def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop, tmp_path):
     """As the page recommends. By the Trainer's own AdamW another recipe trains the same groups."""
     options = {
         "optimizer_cls_and_kwargs": (nmrun.optim.AdamW, {"lr": 0.01}),
@@ -278,14 +276,14 @@ def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_pat
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_checkpoint_without_the_optimizer_is_refused(recipe: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_optimizer_is_refused(recipe, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
     trained(tmp_path, recipe, **saving)
     with one_line(ConfigError, r"the checkpoint of step 3 has no state of"):
         trained(tmp_path, recipe, str(tmp_path / "checkpoint-3"), **saving)
 
 
-def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     hf.trainer(tmp_path, [], **saving).train()
     with pytest.warns(UserWarning, match="the checkpoint of step 3 was saved without nmrun"):
@@ -306,16 +304,16 @@ def cut_off(error: BaseException, after: int) -> Any:
 
 
 @pytest.mark.parametrize(("recipe", "after"), [("sr_ste", 2), ("asp", 5)])
-def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path) -> None:
+def test_a_batch_size_that_was_too_large(recipe, after, tmp_path):
     """The second attempt starts with the dense weights that the first one left."""
     dense: list[Any] = []
 
     class Looks(transformers.TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_train_begin(self, args, state, control, **_):
             clock = [sparse.handle.recipe.step, sparse.handle.recipe.total_steps]
             dense.append((*clock, [w.dense.clone() for w in sparse.handle.sparse]))
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_begin(self, args, state, control, **_):
             self.last = [w.dense.clone() for w in sparse.handle.sparse]
 
     sparse, looks = callback(recipe), Looks()
@@ -326,7 +324,7 @@ def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path
     )  # fmt: skip
     train, lasts = trainer._inner_training_loop, []
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args, **kwargs):
         lasts.append(getattr(looks, "last", None))
         return train(*args, **kwargs)
 
@@ -343,9 +341,7 @@ def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
 @pytest.mark.parametrize("from_checkpoint", [3, 6])
-def test_after_ctrl_c_a_training_goes_on_in_the_same_process(
-    recipe: str, from_checkpoint: int, tmp_path: Path
-) -> None:
+def test_after_ctrl_c_a_training_goes_on_in_the_same_process(recipe, from_checkpoint, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     whole, _ = trained(tmp_path / "whole", recipe, **saving)
     sparse = callback(recipe)
@@ -358,7 +354,7 @@ def test_after_ctrl_c_a_training_goes_on_in_the_same_process(
     assert weights(trainer.model) == weights(whole.model)
 
 
-def test_events_are_in_the_trainer_s_log(tmp_path: Path) -> None:
+def test_events_are_in_the_trainer_s_log(tmp_path):
     trainer, sparse = trained(tmp_path, "asp")
     logged = [row for row in trainer.state.log_history if "nmrun" in row]
     assert [(row["step"], "ASP pruned once" in row["nmrun"]) for row in logged] == [(4, True)]
@@ -366,7 +362,7 @@ def test_events_are_in_the_trainer_s_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_transformers_the_import_names_the_extra() -> None:
+def test_without_transformers_the_import_names_the_extra():
     code = "import sys; sys.modules['transformers'] = None; import nmrun.integrations.huggingface"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = process.stderr.splitlines()[-1]

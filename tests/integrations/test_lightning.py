@@ -58,7 +58,7 @@ def plain_loop(recipe: str, accumulate: int = 2, clip: bool = True) -> nn.Module
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "step", "lbc"])
-def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
+def test_the_weights_of_a_plain_loop(recipe, tmp_path):
     module, watch = lit.Module(), callback(recipe)
     trainer = lit.trainer(tmp_path, [watch])
     trainer.fit(module, lit.loader())
@@ -68,7 +68,7 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.minutes
-def test_compiled_for_this_machine(tmp_path: Path) -> None:
+def test_compiled_for_this_machine(tmp_path):
     """The whole module by inductor."""
     module, watch = lit.Module(), callback("step")
     trainer = lit.trainer(tmp_path, [watch])
@@ -81,7 +81,7 @@ def test_compiled_for_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_manual_optimization(closure: bool, tmp_path: Path) -> None:
+def test_manual_optimization(closure, tmp_path):
     module = lit.Manual(closure)
     steps = lit.STEPS * (2 if closure else 1)
     options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": lit.EPOCHS}
@@ -94,7 +94,7 @@ def test_manual_optimization(closure: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "step"])
-def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path):
     """Taken after each epoch: in the dense phase of STEP, and after it."""
     module = lit.Module()
     saves = callbacks.ModelCheckpoint(
@@ -129,9 +129,7 @@ def cut_off() -> Any:
 
 @pytest.mark.parametrize("epoch", [None, 0, 1])
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_training_that_was_cut_off_goes_on_in_the_same_process(
-    recipe: str, epoch: int | None, tmp_path: Path
-) -> None:
+def test_a_training_that_was_cut_off_goes_on_in_the_same_process(recipe, epoch, tmp_path):
     """From a checkpoint with the bits of a run without a stop; without one it begins anew, with the
     dense weights that it has."""
     saves = callbacks.ModelCheckpoint(
@@ -157,9 +155,9 @@ def test_a_training_that_was_cut_off_goes_on_in_the_same_process(
     assert weights(module) == weights(plain)
 
 
-def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
+def test_step_names_the_optimizer_it_needs(tmp_path):
     class Stock(lit.Module):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
     message = r"use nmrun\.optim\.AdamW, a drop-in.*: return it from configure_optimizers"
@@ -167,7 +165,7 @@ def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
         lit.trainer(tmp_path, [callback("step")]).fit(Stock(), lit.loader())
 
 
-def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
+def test_only_sparse_models_compete_for_the_best(tmp_path):
     """The metric is best in the first epoch, when ASP's weights are dense still."""
     best = callbacks.ModelCheckpoint(tmp_path, monitor="epoch", save_top_k=1)
     stop = callbacks.EarlyStopping("epoch", patience=3)
@@ -183,7 +181,7 @@ def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
-def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_path: Path) -> None:
+def test_swa_averages_dense_weights(recipe, norm, first, tmp_path):
     """Against averages kept by hand; batch norm gets statistics of the projected network."""
     module = lit.Module(norm)
     swa = callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
@@ -191,7 +189,7 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
     seen: list[dict[str, torch.Tensor]] = []
 
     class Watch(pl.Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_epoch_start(self, trainer, pl_module):
             if 1 <= trainer.current_epoch < lit.EPOCHS:
                 seen.append({w.name: w.dense.clone() for w in watch.handle.sparse})
                 sparse.extend(w for w in watch.handle.sparse if len(seen) == 1)
@@ -216,21 +214,21 @@ def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_pa
         torch.testing.assert_close(module.net[1].running_mean, means, rtol=1e-4, atol=1e-6)
 
 
-def test_averages_of_projected_weights_are_refused(tmp_path: Path) -> None:
+def test_averages_of_projected_weights_are_refused(tmp_path):
     trainer = lit.trainer(tmp_path, [callback("sr_ste"), callbacks.WeightAveraging()])
     with one_line(ConfigError, "use StochasticWeightAveraging"):
         trainer.fit(lit.Module(), lit.loader())
 
 
-def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path: Path) -> None:
+def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
     """One for a part of the weights, one for the rest."""
 
     class Two(lit.Manual):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             parts = self.net[0], self.net[3:]
             return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
 
-        def training_step(self, batch: Any, index: int) -> None:
+        def training_step(self, batch, index):
             self.manual_backward(self.loss(batch))
             for optimizer in self.optimizers():
                 optimizer.step()
@@ -246,7 +244,7 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path: Path) -> Non
     nmrun.sparsity.check_nm(module, "2:4", exclude="net.0")
 
 
-def test_without_a_length_the_option_is_named(tmp_path: Path) -> None:
+def test_without_a_length_the_option_is_named(tmp_path):
     trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=-1)
     with pytest.raises(ValueError, match="asp needs total_steps"):
         trainer.fit(lit.Module(), lit.loader())
@@ -261,7 +259,7 @@ def doubles() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("doubles")
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path):
     """They train what one process trains with twice the batch: in float64, since LBC's first scores
     are equal but for rounding.
     """
@@ -278,7 +276,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("recipe", ["sr_ste", "step"])
-def test_fabric_before_and_after_setup(recipe: str, first: bool) -> None:
+def test_fabric_before_and_after_setup(recipe, first):
     fabric = fabrics.Fabric(accelerator="cpu", devices=1)
     module: Any = lit.Module()
     optimizer: Any = module.configure_optimizers()
@@ -307,13 +305,13 @@ def test_fabric_before_and_after_setup(recipe: str, first: bool) -> None:
         ({"decya": 0.1}, TypeError, "sr_ste has no hyperparameter decya; did you mean decay?"),
     ],
 )
-def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, message: str) -> None:
+def test_mistakes_are_told_before_the_training(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         integration.NMCallback(**arguments)
 
 
 @pytest.mark.slow
-def test_without_lightning_the_import_names_the_extra() -> None:
+def test_without_lightning_the_import_names_the_extra():
     code = (
         "import sys; sys.modules['lightning.pytorch'] = None; import nmrun.integrations.lightning"
     )

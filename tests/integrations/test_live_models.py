@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from nmrun.errors import ConfigError, RunError
 @pytest.mark.parametrize(
     "how", ["export", "trace", pytest.param("onnx", marks=pytest.mark.minutes)]
 )  # fmt: skip
-def test_a_live_model_is_exported_and_trains_on(how: str, tmp_path: Path) -> None:
+def test_a_live_model_is_exported_and_trains_on(how, tmp_path):
     (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")
     for trained, other, _ in ((model, optimizer, handle), plain):
         train(trained, other, range(3))
@@ -42,7 +42,7 @@ def test_a_live_model_is_exported_and_trains_on(how: str, tmp_path: Path) -> Non
     assert everything(model, optimizer, handle) == everything(*plain)
 
 
-def test_adapters_of_peft_are_refused_with_the_reason() -> None:
+def test_adapters_of_peft_are_refused_with_the_reason():
     """The base is frozen, and an N:M adapter would not make the merged weight N:M."""
     peft = pytest.importorskip("peft", reason="needs peft: pip install 'nmrun[integrations]'")
     model = peft.get_peft_model(net(), peft.LoraConfig(r=4, target_modules=["0", "2"]))
@@ -54,7 +54,7 @@ def test_adapters_of_peft_are_refused_with_the_reason() -> None:
     assert "and 2 more: frozen" in str(e.value)  # each reason once, however many weights it has
 
 
-def test_peft_on_a_finished_model_leaves_its_base_nm() -> None:
+def test_peft_on_a_finished_model_leaves_its_base_nm():
     peft = pytest.importorskip("peft", reason="needs peft: pip install 'nmrun[integrations]'")
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))
@@ -68,7 +68,7 @@ def test_peft_on_a_finished_model_leaves_its_base_nm() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp"])
-def test_memory_that_comes_after_sparsify_is_an_error(recipe: str) -> None:
+def test_memory_that_comes_after_sparsify_is_an_error(recipe):
     with torch.device("meta"):
         model = net()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
@@ -81,7 +81,7 @@ def test_memory_that_comes_after_sparsify_is_an_error(recipe: str) -> None:
         handle.finalize()
 
 
-def test_memory_that_comes_before_is_fine() -> None:
+def test_memory_that_comes_before_is_fine():
     with torch.device("meta"):
         model = net()
     model.to_empty(device="cpu").load_state_dict(net().state_dict())
@@ -93,7 +93,7 @@ def test_memory_that_comes_before_is_fine() -> None:
 
 
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, parametrizations.weight_norm])
-def test_a_norm_put_on_later_is_an_error(norm: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_norm_put_on_later_is_an_error(norm):
     model, optimizer, handle = start("sr_ste")
     norm(model[0])
     train(model, optimizer, range(2))
@@ -110,7 +110,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("original", [True, False])
-def test_fsdp1_is_refused(original: bool, one_process: None) -> None:
+def test_fsdp1_is_refused(original, one_process):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=original)
@@ -119,7 +119,7 @@ def test_fsdp1_is_refused(original: bool, one_process: None) -> None:
         nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
 
 
-def test_deepspeed_is_refused() -> None:
+def test_deepspeed_is_refused():
     """Its optimizers are no torch optimizers, also inside accelerate's wrapper."""
     stage = type(
         "DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"}

@@ -111,7 +111,7 @@ def by_hand(make: Make, recipe: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_moves_the_dense_weights(name: str, recipe: str) -> None:
+def test_an_optimizer_moves_the_dense_weights(name, recipe):
     make = OPTIMIZERS[name]
     model = net().double()
     optimizer = make(list(model.parameters()))
@@ -146,7 +146,7 @@ def eight_bit(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("order", ["sparsify first", "load first"])
 @pytest.mark.parametrize("stop", [3, 7])
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste", "bi_mask"])
-def test_bitsandbytes_resumes_with_the_same_bits(recipe: str, stop: int, order: str) -> None:
+def test_bitsandbytes_resumes_with_the_same_bits(recipe, stop, order):
     """Its ``load_state_dict`` is its own, and calls none of torch's hooks."""
     model = net()
     optimizer = eight_bit(model)
@@ -167,14 +167,14 @@ def test_bitsandbytes_resumes_with_the_same_bits(recipe: str, stop: int, order: 
     nmrun.sparsity.check_nm(again, "2:4", exclude="4")
 
 
-def test_step_refuses_moments_of_eight_bits() -> None:
+def test_step_refuses_moments_of_eight_bits():
     model = net()
     with one_line(ValueError, r"AdamW8bit cannot: use nmrun\.optim\.Adam"):
         attach(model, eight_bit(model), "step")
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS][:14])
-def test_step_takes_nmrun_s_own_alone(name: str) -> None:
+def test_step_takes_nmrun_s_own_alone(name):
     model = net()
     with one_line(ValueError, r"use nmrun\.optim\.Adam"):
         nmrun.sparsify(model, OPTIMIZERS[name](list(model.parameters())), "step", "2:4", STEPS)
@@ -189,7 +189,7 @@ def test_step_takes_nmrun_s_own_alone(name: str) -> None:
         (by_timm("lookahead_sgd"), "not made by torch's constructor"),
     ],
 )
-def test_who_moves_weights_otherwise_is_refused(make: Make, message: str) -> None:
+def test_who_moves_weights_otherwise_is_refused(make, message):
     model = net()
     with pytest.raises(ConfigError) as e:
         nmrun.sparsify(model, make(list(model.parameters())), "sr_ste", "2:4")

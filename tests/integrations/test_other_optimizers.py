@@ -51,9 +51,7 @@ class CallsOurs(nmrun.optim.AdamW):
     ("kind", "base"), [(Calls, torch.optim.AdamW), (CallsOurs, nmrun.optim.AdamW)]
 )
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste", "bi_mask", "lbc"])
-def test_a_step_that_calls_another_is_one_step(
-    recipe: str, kind: Any, base: Any, closure: bool
-) -> None:
+def test_a_step_that_calls_another_is_one_step(recipe, kind, base, closure):
     """As the class that it calls does."""
     base([nn.Parameter(torch.zeros(1))])
     results = []
@@ -63,7 +61,7 @@ def test_a_step_that_calls_another_is_one_step(
         handle = attach(model, optimizer, recipe)
         for step in range(TOTAL):
 
-            def loss(model: nn.Module = model, step: int = step) -> Tensor:
+            def loss(model=model, step=step):
                 out = model(batch(step)).square().mean()
                 out.backward()
                 return out
@@ -80,7 +78,7 @@ def test_a_step_that_calls_another_is_one_step(
     assert results[0] == results[1]
 
 
-def test_after_such_a_step_failed_the_next_one_counts() -> None:
+def test_after_such_a_step_failed_the_next_one_counts():
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     model = net()
     optimizer = Calls(model.parameters(), lr=0.02)
@@ -124,7 +122,7 @@ class InBackward(torch.optim.Optimizer):
 
 @pytest.mark.filterwarnings("ignore:nmrun")
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
-def test_an_optimizer_that_moves_weights_in_the_backward_pass_is_an_error(recipe: str) -> None:
+def test_an_optimizer_that_moves_weights_in_the_backward_pass_is_an_error(recipe):
     model = net()
     optimizer = InBackward(model.parameters())
     handle = attach(model, optimizer, recipe)
@@ -134,7 +132,7 @@ def test_an_optimizer_that_moves_weights_in_the_backward_pass_is_an_error(recipe
 
 
 @pytest.mark.filterwarnings("ignore:nmrun")
-def test_a_second_optimizer_of_the_same_weights_is_an_error() -> None:
+def test_a_second_optimizer_of_the_same_weights_is_an_error():
     model, optimizer, _ = start("sr_ste")
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RunError, match=r"0\.weight and 1 more changed outside the optimizer"):
@@ -144,7 +142,7 @@ def test_a_second_optimizer_of_the_same_weights_is_an_error() -> None:
             other.step()
 
 
-def test_one_handle_for_each_optimizer_of_the_backward_pass_trains_as_one_for_all() -> None:
+def test_one_handle_for_each_optimizer_of_the_backward_pass_trains_as_one_for_all():
     """What the page recommends. AdamW moves each parameter by itself."""
     model, plain = net(), net()
     other = torch.optim.AdamW(plain.parameters(), lr=0.02)
@@ -202,7 +200,7 @@ class SavesMore(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_container_is_refused_and_what_it_has_inside_is_not(recipe: str) -> None:
+def test_a_container_is_refused_and_what_it_has_inside_is_not(recipe):
     model = net()
     container = Container(torch.optim.AdamW(model.parameters(), lr=0.02))
     before = everything(model, container)
@@ -228,7 +226,7 @@ def test_a_container_is_refused_and_what_it_has_inside_is_not(recipe: str) -> No
 
 
 @pytest.mark.parametrize("kind", [SavesLess, SavesOtherwise])
-def test_a_state_dict_without_the_dense_weights_is_refused(kind: Any) -> None:
+def test_a_state_dict_without_the_dense_weights_is_refused(kind):
     model = net()
     optimizer = kind(model.parameters(), lr=0.02)
     before = bits(model.state_dict())
@@ -244,7 +242,7 @@ def test_a_state_dict_without_the_dense_weights_is_refused(kind: Any) -> None:
     assert bits(model.state_dict()) == bits(plain.state_dict())
 
 
-def test_a_state_dict_that_adds_something_is_none_of_our_business() -> None:
+def test_a_state_dict_that_adds_something_is_none_of_our_business():
     model, plain = net(), net()
     optimizer, other = SavesMore(model.parameters(), lr=0.02), torch.optim.AdamW(
         plain.parameters(), lr=0.02
@@ -263,7 +261,7 @@ def test_a_state_dict_that_adds_something_is_none_of_our_business() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 @pytest.mark.parametrize("recipe", ["lbc", "maskllm"])
-def test_muon_cannot_move_scores_which_are_no_matrices(recipe: str) -> None:
+def test_muon_cannot_move_scores_which_are_no_matrices(recipe):
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 8, bias=False))
     optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
     before = everything(model, optimizer)
@@ -284,7 +282,7 @@ class WantsEveryGradient(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("recipe", ["maskllm", "proxsparse"])
-def test_frozen_weights_that_are_moved_are_an_error(recipe: str) -> None:
+def test_frozen_weights_that_are_moved_are_an_error(recipe):
     model = net()
     optimizer = WantsEveryGradient(model.parameters(), lr=0.02, momentum=0.9)
     attach(model, optimizer, recipe, dense=0.5)
@@ -296,7 +294,7 @@ def test_frozen_weights_that_are_moved_are_an_error(recipe: str) -> None:
 # --- what is told ---------------------------------------------------------------------------------
 
 
-def test_events_reach_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_reach_the_log_once(caplog):
     caplog.set_level(logging.INFO, "nmrun")
     model, optimizer, handle = start("asp")
     train(model, optimizer, range(3))
@@ -307,7 +305,7 @@ def test_events_reach_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(logged) == 1
 
 
-def test_weights_from_outside_and_a_step_too_many_are_warned_of_once() -> None:
+def test_weights_from_outside_and_a_step_too_many_are_warned_of_once():
     model, optimizer, handle = start("sr_ste")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

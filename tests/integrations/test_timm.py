@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import reference
@@ -48,7 +46,7 @@ def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> n
     ("recipe", "name"),
     [("sr_ste", "adamw"), ("asp", "sgd"), ("asp", "lamb"), ("sr_ste", "muon"), ("asp", "adafactorbv")],
 )  # fmt: skip
-def test_its_scaler_changes_no_bit(recipe: str, name: str) -> None:
+def test_its_scaler_changes_no_bit(recipe, name):
     """With two micro-batches a step, and the learning rates of layer decay."""
     weights = []
     for scaled in (False, True):
@@ -77,7 +75,7 @@ def test_its_scaler_changes_no_bit(recipe: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_its_average_made_before_or_after(first: bool) -> None:
+def test_its_average_made_before_or_after(first):
     """Dense weights are averaged; the average is projected."""
     model = vit()
     optimizer = optimizer_of(model)
@@ -103,14 +101,14 @@ def test_its_average_made_before_or_after(first: bool) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 4])
-def test_its_checkpoints_are_read_by_a_plain_model_and_resume(stop: int, tmp_path: Path) -> None:
+def test_its_checkpoints_are_read_by_a_plain_model_and_resume(stop, tmp_path):
     """In and after ASP's dense phase."""
     model = vit()
     optimizer = optimizer_of(model)
     saver = utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
     handle = sparse(model, optimizer, "asp")
 
-    def steps(model: Any, optimizer: Any, numbers: Any) -> None:
+    def steps(model, optimizer, numbers):
         for step in numbers:
             model(images(step)).square().mean().backward()
             optimizer.step()

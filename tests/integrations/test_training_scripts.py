@@ -138,7 +138,7 @@ def clock(state: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste", "step"])
-def test_nanogpt_resumes_with_the_same_bits_and_samples(recipe: str, tmp_path: Path) -> None:
+def test_nanogpt_resumes_with_the_same_bits_and_samples(recipe, tmp_path):
     script = nanogpt(tmp_path / "gpt", recipe)
     whole = gpt(script)
     assert clock(whole) == whole["iter_num"] == STEPS
@@ -163,14 +163,14 @@ def test_nanogpt_resumes_with_the_same_bits_and_samples(recipe: str, tmp_path: P
         assert bits(again["optimizer"]) == bits(whole["optimizer"])
 
 
-def test_nanogpt_with_nothing_to_prune_is_as_it_was(tmp_path: Path) -> None:
+def test_nanogpt_with_nothing_to_prune_is_as_it_was(tmp_path):
     stock = gpt(nanogpt(tmp_path / "stock"))
     ours = gpt(nanogpt(tmp_path / "ours", "sr_ste", "4:4"))
     assert bits(ours["model"]) == bits(stock["model"])
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_nanogpt_compiled_trains_the_same(recipe: str, tmp_path: Path) -> None:
+def test_nanogpt_compiled_trains_the_same(recipe, tmp_path):
     script = nanogpt(tmp_path / "gpt", recipe)
     checkpoints = [gpt(script, compile=compiled) for compiled in (False, True)]
     assert clock(checkpoints[1]) == STEPS
@@ -205,9 +205,7 @@ def torchvision(folder: Path, recipe: str) -> Path:
 @pytest.mark.parametrize(
     ("optimizer", "recipe"), [("sgd", "sr_ste"), ("rmsprop", "s_ste"), ("adamw", "asp")]
 )
-def test_torchvision_s_script_resumes_with_the_same_bits(
-    optimizer: str, recipe: str, tmp_path: Path
-) -> None:
+def test_torchvision_s_script_resumes_with_the_same_bits(optimizer, recipe, tmp_path):
     script = torchvision(tmp_path / "classification", recipe)
     sizes = ("--train-crop-size=32", "--val-resize-size=32", "--val-crop-size=32")
     words = (

@@ -60,9 +60,7 @@ SHAPES = [
     ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
-    kind: str, decoupled: bool, beta1: float, layout: torch.memory_format
-) -> None:
+def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind, decoupled, beta1, layout):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in SHAPES]
     for p in params:
@@ -163,9 +161,7 @@ def train(
 
 
 @pytest.mark.parametrize(("recipe", "options"), RUNS, ids=lambda x: str(x))
-def test_a_run_in_one_pass_is_one_with_hooks(
-    recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_one_pass_is_one_with_hooks(recipe, options, monkeypatch):
     steps: list[Operands] = []
     step = cpu.step_adam
     monkeypatch.setattr(cpu, "step_adam", lambda p, scalars: (steps.append(p), step(p, scalars)))
@@ -186,7 +182,7 @@ def test_a_run_in_one_pass_is_one_with_hooks(
         assert_same(p, q)
 
 
-def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step() -> None:
+def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step():
     model, optimizer, handle = begin("sr_ste", {"input_gradient": "transposable"})
     for step in range(3):
         train(model, optimizer, handle, range(step, step + 1))
@@ -199,7 +195,7 @@ def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step() -
     ("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x)
 )
 @pytest.mark.parametrize("stop", [2, 7])
-def test_a_run_goes_on_with_the_same_bits(recipe: str, options: dict[str, Any], stop: int) -> None:
+def test_a_run_goes_on_with_the_same_bits(recipe, options, stop):
     whole = begin(recipe, options)
     train(*whole, range(TOTAL))
     first, second = begin(recipe, options), begin(recipe, options)
@@ -219,9 +215,7 @@ def test_a_run_goes_on_with_the_same_bits(recipe: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_share_the_work_without_a_gap(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_the_work_without_a_gap(threads, monkeypatch):
     results = []
     for number in (1, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
@@ -239,14 +233,14 @@ def test_threads_share_the_work_without_a_gap(
     assert all(map(torch.equal, *results))
 
 
-def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(p: nn.Parameter, pattern: str = "2:4", **options: Any) -> bool:
+def test_what_it_leaves_to_torch(monkeypatch):
+    def taken(p, pattern="2:4", **options):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         optimizer = optim.AdamW([p], **{"fused": True, **options})
         update = Update(p.detach(), torch.zeros_like(p), 1, Pattern.parse(pattern), Rule())
         return optimizer.plan({p: update}) == [p]
 
-    def weight(*shape: int, **options: Any) -> nn.Parameter:
+    def weight(*shape, **options):
         return nn.Parameter(torch.ones(*shape, **options))
 
     assert taken(weight(8, 16))
@@ -268,7 +262,7 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(weight(8, 16))
 
 
-def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
+def test_a_step_for_which_nothing_was_asked_is_torchs():
     p = nn.Parameter(torch.randn(8, 16))
     optimizer, update = (
         optim.Adam([p], fused=True),
@@ -291,9 +285,7 @@ def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
         before = update.projected.clone()
 
 
-def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(monkeypatch):
     """The kernel steps only what a rule says whole."""
     asked: list[str] = []
 
@@ -303,21 +295,21 @@ def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(
     class Edits(STE):
         name = "edits"
 
-        def edit_gradient(self, weight: Any, grad: Tensor) -> None:
+        def edit_gradient(self, weight, grad):
             asked.append("edits")
             grad.mul_(0.5)
 
     class Projects(STE):
         name = "projects"
 
-        def project(self, weight: Any, out: Tensor) -> None:
+        def project(self, weight, out):
             asked.append("projects")
             torch.mul(weight.dense, 0.5, out=out)
 
     class Speaks(Projects):
         name = "speaks"
 
-        def rule(self, weight: Any) -> Rule:
+        def rule(self, weight):
             return Rule(pruned_gradient_decay=0.5)
 
     steps: list[Operands] = []
@@ -336,7 +328,7 @@ def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(
         assert kind is not Projects or torch.equal(model.weight, handle.sparse[0].dense * 0.5)
 
 
-def test_devices_without_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_kernels_are_torchs(monkeypatch):
     p = nn.Parameter(torch.randn(8, 16, device="meta"))
     p.grad = torch.zeros_like(p)
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: False)

@@ -71,7 +71,7 @@ SEVERAL += [rare(ratio) for ratio in ("1:32", "8:32", "24:32", "31:32", "48:64",
 
 @needs_compiler
 @pytest.mark.parametrize("ratio", SEVERAL)
-def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
+def test_groups_of_several_vectors_with_ties_and_without(ratio):
     """Sixteen groups without a tie are written in another way than those with one."""
     torch.manual_seed(0)
     m = Pattern.parse(ratio).m
@@ -124,9 +124,7 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         late("255:256", (2, 512), 1),
     ],
 )
-def test_bits_equal_the_reference(
-    ratio: str, shape: tuple[int, ...], dim: int, scale: float | None
-) -> None:
+def test_bits_equal_the_reference(ratio, shape, dim, scale):
     weight = nasty(shape)
     before = weight.clone()
     compiled, expected = both(weight, ratio, dim, scale)
@@ -148,9 +146,7 @@ def test_bits_equal_the_reference(
         ("2:4", (4, 10, 3, 3), 1, True),
     ],
 )
-def test_weights_with_channels_last(
-    ratio: str, shape: tuple[int, ...], dim: int, padded: bool
-) -> None:
+def test_weights_with_channels_last(ratio, shape, dim, padded):
     weight = nasty(shape)
     pattern = Pattern.parse(ratio).over(shape[dim]) if padded else Pattern.parse(ratio)
     last = weight.to(memory_format=torch.channels_last)
@@ -171,7 +167,7 @@ def test_weights_with_channels_last(
     [("2:4", (7, 36), 1), ("3:16", (3, 32, 3, 3), 1), ("3:16", (32, 50), 0)],
 )
 @pytest.mark.parametrize("factor", [0.7, 1e-3, 1.0])
-def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, factor: float) -> None:
+def test_pruned_weights_fade(ratio, shape, dim, factor):
     weight = nasty(shape)
     out = torch.full_like(weight, 7.0)
     assert cpu.project(weight, out, Pattern.parse(ratio), dim, factor=factor)
@@ -195,9 +191,7 @@ def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, facto
     ],
 )
 @pytest.mark.parametrize("threads", [1, 3])
-def test_rows_in_another_order(
-    ratio: str, shape: tuple[int, ...], last: bool, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_another_order(ratio, shape, last, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(c_library, "CHUNK", 16)
     weight = nasty(shape)
@@ -240,9 +234,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("ratio", "dim", "pad"), [("2:4", 1, False), ("3:4", -2, False), ("2:8", 0, True)]
 )
-def test_public_functions_go_through_the_kernel(
-    ratio: str, dim: int, pad: bool, stored: Any, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_public_functions_go_through_the_kernel(ratio, dim, pad, stored, function, monkeypatch):
     weight, pattern = stored(nasty((12, 28))), Pattern.parse(ratio)
     pattern = pattern.over(weight.shape[dim]) if pad else pattern
     expected = getattr(reference, function)(weight, pattern, dim % 2)
@@ -256,7 +248,7 @@ def test_public_functions_go_through_the_kernel(
 @needs_compiler
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(4, 8, 3, 3), (3, 8, 5), (2, 8, 2, 2, 3)])
-def test_public_functions_in_any_order_of_memory(shape: tuple[int, ...], function: str) -> None:
+def test_public_functions_in_any_order_of_memory(shape, function):
     weight = nasty(shape)
     expected = getattr(reference, function)(weight, Pattern(2, 4), 1)
     for order in itertools.permutations(range(len(shape))):
@@ -267,12 +259,12 @@ def test_public_functions_in_any_order_of_memory(shape: tuple[int, ...], functio
 
 @needs_compiler
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_whoever_looks_at_the_operations_sees_them(function: str) -> None:
+def test_whoever_looks_at_the_operations_sees_them(function):
     """torch.func, tracers and fake tensors, for which memory says nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def call(w: Tensor) -> Tensor:
+    def call(w):
         return getattr(sparsity, function)(w, "2:4", 1)
 
     first, second = nasty((8, 16)), torch.randn(8, 16)
@@ -285,14 +277,14 @@ def test_whoever_looks_at_the_operations_sees_them(function: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_other_dtypes_stay_with_torch(function: str, dtype: torch.dtype) -> None:
+def test_other_dtypes_stay_with_torch(function, dtype):
     weight = torch.randn(8, 16).to(dtype)
     result = getattr(sparsity, function)(weight, "2:4")
     assert torch.equal(result, getattr(reference, function)(weight, Pattern(2, 4), 1))
 
 
 @needs_compiler
-def test_an_infinite_weight_shows_after_the_soft_threshold() -> None:
+def test_an_infinite_weight_shows_after_the_soft_threshold():
     compiled, expected = both(torch.tensor([[torch.inf, torch.inf, 1.0, 2.0]]), "1:4", 1, 1.0)
     assert not compiled.isfinite().all()
     assert not expected.isfinite().all()
@@ -301,9 +293,7 @@ def test_an_infinite_weight_shows_after_the_soft_threshold() -> None:
 @needs_compiler
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("shape", [(1024, 204), (101, 68, 3, 3)])
-def test_threads_share_the_work_without_a_gap(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], threads: int
-) -> None:
+def test_threads_share_the_work_without_a_gap(monkeypatch, shape, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(c_library, "CHUNK", 1000)
     compiled, expected = both(nasty(shape), "2:4", 1, None)
@@ -312,7 +302,7 @@ def test_threads_share_the_work_without_a_gap(
 
 @needs_compiler
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(c_library, "CHUNK", 16)
     weight = torch.randn(8, 16)
@@ -325,7 +315,7 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
-def test_what_it_leaves_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_leaves_to_the_reference(monkeypatch):
     weight, pattern = torch.randn(64, 64), Pattern(2, 4)
     out = torch.full_like(weight, 7.0)
     assert not cpu.project(weight.T, out, pattern, 1)
@@ -356,9 +346,7 @@ def _project(recipe: type[STE] | type[SSTE], weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "trouble", ["no compiler", "broken compiler", "crashing compiler", "not a library"]
 )
-def test_without_a_working_compiler_the_result_is_the_same(
-    trouble: str, recipe: type[STE] | type[SSTE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_working_compiler_the_result_is_the_same(trouble, recipe, tmp_path, monkeypatch):
     weight = nasty((16, 64)).nan_to_num(nan=torch.nan, posinf=3.0)
     expected = _project(recipe, weight.T.contiguous().T)  # this layout goes to the reference
     script = {
@@ -380,9 +368,7 @@ def test_without_a_working_compiler_the_result_is_the_same(
 
 @needs_compiler
 @pytest.mark.parametrize("trouble", ["a file in the way", "no home"])
-def test_without_a_cache_folder_it_still_compiles(
-    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_cache_folder_it_still_compiles(trouble, tmp_path, monkeypatch):
     if trouble == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(
@@ -400,9 +386,7 @@ def test_without_a_cache_folder_it_still_compiles(
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_cache_is_used_and_knows_what_it_was_built_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_used_and_knows_what_it_was_built_from(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built: list[Path] = []
     build = c_library._build
@@ -419,9 +403,7 @@ def test_the_cache_is_used_and_knows_what_it_was_built_from(
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o007, 0o000])
-def test_what_was_built_is_found_again_whatever_the_umask(
-    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_built_is_found_again_whatever_the_umask(umask, tmp_path, monkeypatch):
     compiler, calls = tmp_path / "cc", tmp_path / "calls"
     compiler.write_text(
         f'#!/bin/bash\necho >> {calls}\nfor last; do :; done; echo no > "${{@: -2:1}}"\n'
@@ -438,9 +420,7 @@ def test_what_was_built_is_found_again_whatever_the_umask(
     assert calls.read_text().count("\n") == 1
 
 
-def test_compiler_of_the_environment_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiler_of_the_environment_comes_first(tmp_path, monkeypatch):
     (mine := tmp_path / "my-cc").write_text("#!/bin/sh\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CC", str(mine))

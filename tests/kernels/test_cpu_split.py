@@ -20,7 +20,7 @@ def exact(values: Tensor, mask: Tensor, squares: bool) -> list[float]:
 
 @pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize("shape", [(1 << 16,), (257, 263), (64, 40, 5, 7)])
-def test_against_exact_sums(shape: tuple[int, ...], squares: bool) -> None:
+def test_against_exact_sums(shape, squares):
     torch.manual_seed(0)
     values, mask = torch.randn(shape), torch.rand(shape) < 0.3
     sums = cpu.split(values, mask, squares)
@@ -34,7 +34,7 @@ def test_against_exact_sums(shape: tuple[int, ...], squares: bool) -> None:
         assert cpu.split(last[0], mask, squares) is None
 
 
-def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(compiler, "CHUNK", 1)
     values, mask, sums = torch.randn(300, 301), torch.rand(300, 301) < 0.5, []
     for threads in (1, 2, 5):
@@ -44,7 +44,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Mon
     assert torch.equal(sums[0], sums[2])
 
 
-def test_a_number_that_is_none_stays_on_its_side() -> None:
+def test_a_number_that_is_none_stays_on_its_side():
     values, mask = torch.ones(300, 300), torch.zeros(300, 300, dtype=torch.bool)
     values[7, 7], mask[7, 7] = float("nan"), True
     kept_sum, pruned_sum = cpu.split(values, mask, True).tolist()
@@ -52,7 +52,7 @@ def test_a_number_that_is_none_stays_on_its_side() -> None:
     assert pruned_sum == 300 * 300 - 1
 
 
-def test_what_it_is_not_for() -> None:
+def test_what_it_is_not_for():
     mask = torch.ones(300, 300, dtype=torch.bool)
     assert cpu.split(torch.ones(300, 300).bfloat16(), mask, True) is None
     assert cpu.split(torch.ones(300, 300).t()[:200], mask[:200], True) is None

@@ -51,9 +51,7 @@ def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         (17, 1000, 16, [(0, 16), (16, 17)]),
     ],
 )
-def test_every_row_is_in_one_part(
-    three_threads: None, rows: int, weights: int, unit: int, expected: list[tuple[int, int]]
-) -> None:
+def test_every_row_is_in_one_part(three_threads, rows, weights, unit, expected):
     calls, rest = Calls(), [*range(3, compiler.MOST)]
     operands = (1 << 40, BEGIN, END, *rest)
     in_parts(calls.kernel, operands, rows, weights, unit)
@@ -62,7 +60,7 @@ def test_every_row_is_in_one_part(
 
 
 @pytest.mark.parametrize("bad", [0, 40, 80])
-def test_a_part_that_fails_fails_the_whole(three_threads: None, bad: int) -> None:
+def test_a_part_that_fails_fails_the_whole(three_threads, bad):
     operands = (0, BEGIN, END, *[0] * (compiler.MOST - 3))
     with pytest.raises(MemoryError, match="no memory"):
         in_parts(Calls(bad).kernel, operands, 120, 1000)

@@ -48,7 +48,7 @@ CODE = sorted(
         ),
     ],
 )
-def test_against_the_reference(where: str, which: str) -> None:
+def test_against_the_reference(where, which):
     file = Path(__file__).parents[1] / "triton_interpreted.py"
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", which, str(file)],
@@ -133,9 +133,7 @@ def many(kernel: Any, architecture: int, weight: Any, fields: int, **options: An
 @pytest.mark.slow
 # hard, soft and decayed
 @pytest.mark.parametrize(("architecture", "mode"), [(80, 0), (90, 1), (100, 2)])
-def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(
-    architecture: int, mode: int
-) -> None:
+def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(architecture, mode):
     """2,048 weights for 128 threads: four vectors of four each."""
     built = project_one(architecture, "2:4", mode)
     assert built.loads == built.stores == {"v4.b32": 4}
@@ -144,7 +142,7 @@ def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_2_of_4_from_a_table(architecture: int) -> None:
+def test_2_of_4_from_a_table(architecture):
     import triton.language as tl
 
     from nmrun.kernels.triton_projection import project_many
@@ -162,7 +160,7 @@ def test_2_of_4_from_a_table(architecture: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_step_of_adam() -> None:
+def test_the_step_of_adam():
     import triton.language as tl
 
     from nmrun.kernels.triton_adamw import adam_many
@@ -198,7 +196,7 @@ def test_the_step_of_adam() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "ratio"), [(90, "3:16"), (100, "2:4")])
-def test_the_unbiased_estimate_compiles(architecture: int, ratio: str) -> None:
+def test_the_unbiased_estimate_compiles(architecture, ratio):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -217,7 +215,7 @@ def test_the_unbiased_estimate_compiles(architecture: int, ratio: str) -> None:
 
 
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])
-def test_other_patterns_are_vectors_too(ratio: str) -> None:
+def test_other_patterns_are_vectors_too(ratio):
     built = project_one(90, ratio)
     assert built.loads == built.stores == {"v4.b32": 4}
     assert built.shared == 0
@@ -227,7 +225,7 @@ def test_other_patterns_are_vectors_too(ratio: str) -> None:
     ("ratio", "options"),
     [("2:4", {"strided": True}), ("1:16", {"strided": True}), ("2:4", {"short": True})],
 )
-def test_strided_and_short_groups_compile(ratio: str, options: dict[str, bool]) -> None:
+def test_strided_and_short_groups_compile(ratio, options):
     built = project_one(90, ratio, **options)
     assert built.loads.keys() == built.stores.keys() == {"b32"}
     assert built.shared == 0
@@ -251,7 +249,7 @@ def _loads(tree: ast.AST) -> list[tuple[str, str]]:
     ]
 
 
-def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
+def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read():
     loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
     wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
     narrow = [(name, to) for name, to in loads if name not in wide]
@@ -272,7 +270,7 @@ def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
 # --- who calls them -------------------------------------------------------------------------------
 
 
-def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch):
     monkeypatch.setattr(projection, "on_cuda", lambda *args: pytest.fail("asked for CUDA"))
     weight = torch.randn(64, 128)
     out = torch.empty_like(weight)
@@ -283,7 +281,7 @@ def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device_the_recipes_do_not_wait_for_it() -> None:
+def test_on_a_device_the_recipes_do_not_wait_for_it():
     from nmrun.sparsity import hard_threshold, soft_threshold
 
     weight, scale = torch.randn(256, 512, device="cuda"), torch.tensor(1.25, device="cuda")

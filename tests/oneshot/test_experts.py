@@ -58,7 +58,7 @@ def sent(model, inputs) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
-def test_each_expert_by_the_tokens_that_it_gets(kind: str, method: str, few: bool) -> None:
+def test_each_expert_by_the_tokens_that_it_gets(kind, method, few):
     """GPT-OSS has matrices (inputs, outputs), biases and a gate of its own."""
     model, inputs = mixture(8 if few else 4, kind).eval(), batches()
     if few:
@@ -96,7 +96,7 @@ def test_each_expert_by_the_tokens_that_it_gets(kind: str, method: str, few: boo
     assert bool(unreached) == few
 
 
-def test_the_error_is_that_of_all_experts_together() -> None:
+def test_the_error_is_that_of_all_experts_together():
     model, inputs = mixture(), batches()
     dense = copy.deepcopy(model).eval()
     pruned = nmrun.prune(model, inputs, "magnitude")

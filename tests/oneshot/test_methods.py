@@ -93,7 +93,7 @@ def blocks_best(scores: torch.Tensor, n: int, group: range, rows: range) -> list
     ],
     ids=str,
 )
-def test_blocks_of_rows(pattern: Pattern, columns: int) -> None:
+def test_blocks_of_rows(pattern, columns):
     """Scores add up over the rows of a block; so do SparseGPT's costs, when a group is reached."""
     weight, x = problem(8, columns)
     norms = (x.T @ x).diagonal().sqrt()

@@ -79,7 +79,7 @@ class Recorder(nn.Module):
 # --- what a network is told -----------------------------------------------------------------------
 
 
-def test_a_network_is_told_each_image_in_its_size_with_what_is_learned(tmp_path: Path) -> None:
+def test_a_network_is_told_each_image_in_its_size_with_what_is_learned(tmp_path):
     write(tmp_path / "coco")
     built, network = coco(tmp_path, "dataset.flip=false"), Recorder()
     assert {name: len(split.rows) for name, split in built.splits.items()} == {
@@ -106,7 +106,7 @@ def test_a_network_is_told_each_image_in_its_size_with_what_is_learned(tmp_path:
     assert len(seen) == 3
 
 
-def test_generated_boxes_and_masks_are_those_of_the_shapes(tmp_path: Path) -> None:
+def test_generated_boxes_and_masks_are_those_of_the_shapes(tmp_path):
     """Shapes are brighter than the noise behind them, and boxes end where masks end."""
     built, network = task(tmp_path, *SHAPES), Recorder()
     for epoch in range(3):  # mirrored and not
@@ -157,7 +157,7 @@ def square(image: int, left: int, score: float) -> dict[str, Any]:
     return one
 
 
-def test_average_precision_by_hand() -> None:
+def test_average_precision_by_hand():
     split = squares()
     assert set(precision(split, []).values()) == {0.0}
     both = precision(split, [square(1, 10, 0.9), square(2, 10, 0.8)])
@@ -184,7 +184,7 @@ def test_average_precision_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_and_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_and_one_that_goes_on(tmp_path):
     words = (*SHAPES, "trainer.batch_size=4", "trainer.epochs=2", "trainer.accumulate=2")
     words = (*words, "recipe=sr_ste", "optimizer=sgd", "trainer.limit_evaluation=4")
     resumed(tmp_path, *words, steps=(3,))

@@ -61,7 +61,7 @@ def of_sintel(tmp_path: Path, *overrides: str) -> FlowTask:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def test_generated_pixels_are_where_their_flow_says() -> None:
+def test_generated_pixels_are_where_their_flow_says():
     """But for what the square covers."""
     for first, second, flow in data.Moved(5, 64, 1).pairs:
         y, x = np.mgrid[:64, :64]
@@ -75,7 +75,7 @@ def test_generated_pixels_are_where_their_flow_says() -> None:
         assert front.any() or (flow == corner[:, None, None]).all()
 
 
-def test_sintels_layout_gives_what_was_written(tmp_path: Path) -> None:
+def test_sintels_layout_gives_what_was_written(tmp_path):
     moved = sintel(tmp_path)
     built = of_sintel(tmp_path, "dataset.flip=false")
     assert {name: len(split.rows) for name, split in built.splits.items()} == {
@@ -104,7 +104,7 @@ def test_sintels_layout_gives_what_was_written(tmp_path: Path) -> None:
 # --- loss and metric ------------------------------------------------------------------------------
 
 
-def test_the_sequence_loss_by_hand() -> None:
+def test_the_sequence_loss_by_hand():
     flow = torch.zeros(1, 2, 1, 2)
     flow[0, :, 0, 1] = torch.tensor([300.0, 300.0])  # moves by 424: does not count
     estimates = [torch.full((1, 2, 1, 2), value) for value in (4.0, 2.0, 1.0)]
@@ -123,7 +123,7 @@ class Says(nn.Module):
         return [flow]
 
 
-def test_the_end_point_error_by_hand_and_of_shares(tmp_path: Path) -> None:
+def test_the_end_point_error_by_hand_and_of_shares(tmp_path):
     built, model = task(tmp_path, *MOTION), Says()
     split = built.splits["test"]
     true = np.stack([split.source.pairs[row][2] for row in split.rows])
@@ -137,7 +137,7 @@ def test_the_end_point_error_by_hand_and_of_shares(tmp_path: Path) -> None:
 # --- the network ----------------------------------------------------------------------------------
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run(tmp_path):
     words = (*MOTION, "trainer.batch_size=2", "trainer.epochs=1", "trainer.limit_batches=2")
     cfg = config(
         tmp_path, *words, "recipe=sr_ste", "trainer.accumulate=2", "trainer.limit_evaluation=2"

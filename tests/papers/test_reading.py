@@ -56,7 +56,7 @@ def write(folder: Path, name: str, *articles: dict[str, Any]) -> Path:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_a_file_in_the_official_layout(tmp_path: Path) -> None:
+def test_a_file_in_the_official_layout(tmp_path):
     none = {**asked(key="n"), "is_impossible": True, "plausible_answers": [{"text": "x"}]}
     path = write(tmp_path, "dev-v2.0", article(asked("Tuskegee", "Alabama"), none))
     assert data.read(path) == [
@@ -67,7 +67,7 @@ def test_a_file_in_the_official_layout(tmp_path: Path) -> None:
     ]
 
 
-def test_articles_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_articles_are_held_out_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     every = [
         article(
@@ -101,7 +101,7 @@ def test_articles_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_a_broken_file_costs_one_line(tmp_path: Path, broken: str, says: str) -> None:
+def test_a_broken_file_costs_one_line(tmp_path, broken, says):
     path = tmp_path / "train-v1.1.json"
     path.write_text(broken)
     with pytest.raises(ConfigError) as caught:
@@ -111,7 +111,7 @@ def test_a_broken_file_costs_one_line(tmp_path: Path, broken: str, says: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_missing_files_say_where_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_say_where_and_how(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=r"squad/train-v1.1.json in .*rajpurkar"):
         data.load_squad("v1.1")
@@ -121,7 +121,7 @@ def test_missing_files_say_where_and_how(tmp_path: Path, monkeypatch: pytest.Mon
         data.load_squad("v1.1")
 
 
-def test_real_articles() -> None:
+def test_real_articles():
     path = Path(os.environ.get("NMRUN_DATA", "nowhere")) / "squad" / "dev-v2.0-five-articles.json"
     if not path.exists():
         pytest.skip("SQuAD's articles are not here")
@@ -140,7 +140,7 @@ def test_real_articles() -> None:
 # --- windows --------------------------------------------------------------------------------------
 
 
-def test_windows_cover_the_text_and_find_the_answer() -> None:
+def test_windows_cover_the_text_and_find_the_answer():
     text = " ".join(f"w{i}" for i in range(50))
     questions = [
         Question("a", "where is it?", text, (("w17 w18", text.index("w17")),)),
@@ -167,12 +167,12 @@ def test_windows_cover_the_text_and_find_the_answer() -> None:
     assert any(window.span(questions[0]) == (0, 0) for window in parts if window.row == 0)
 
 
-def test_a_question_that_leaves_no_room() -> None:
+def test_a_question_that_leaves_no_room():
     with pytest.raises(ConfigError, match=r"the question q leaves room for 3 .* dataset.stride=4"):
         windows([Question("q", "one two", TEXT, ())], Words(64, 8), 4)
 
 
-def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
+def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path):
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -206,7 +206,7 @@ def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
 # --- scores ---------------------------------------------------------------------------------------
 
 
-def test_scores_by_hand() -> None:
+def test_scores_by_hand():
     assert normal("The  U.S. Army's an, a 2nd-Brigade!") == ["us", "armys", "2ndbrigade"]
     assert exact("The cat!", "a cat") == 1.0
     assert exact("cat", "cats") == 0.0
@@ -233,12 +233,12 @@ def test_scores_by_hand() -> None:
     assert set(scores(["tea", "x"], questions[:2])) == {"f1", "exact_match"}
 
 
-def test_scores_by_another_implementation() -> None:
+def test_scores_by_another_implementation():
     text = pytest.importorskip("torchmetrics.functional.text")
     words = ["the", "Cat", "cat,", "a", "dog", "Dog's", "an", "hour", "2"]
     generator = torch.Generator().manual_seed(0)
 
-    def answer() -> str:
+    def answer():
         length = int(torch.randint(1, 5, (), generator=generator))
         return " ".join(
             words[int(i)] for i in torch.randint(len(words), (length,), generator=generator)
@@ -263,7 +263,7 @@ def test_scores_by_another_implementation() -> None:
 # --- the task -------------------------------------------------------------------------------------
 
 
-def test_the_best_span_by_brute_force() -> None:
+def test_the_best_span_by_brute_force():
     logits = torch.randn(5, 50, 2, generator=torch.Generator().manual_seed(0))
     of_text = torch.rand(5, 50, generator=torch.Generator().manual_seed(1)) < 0.7
     of_text[4] = False
@@ -301,7 +301,7 @@ def reading(size: int = 300) -> Reading:
     return Reading(splits, Words(512, 24), 8, batch_size=16, seed=0)
 
 
-def test_who_knows_the_spans_is_right_and_who_says_none_is_for_questions_without() -> None:
+def test_who_knows_the_spans_is_right_and_who_says_none_is_for_questions_without():
     task = reading()
     text_windows = task.windows["val"]
     assert len(text_windows) > len(task.questions["val"])  # some texts are several windows
@@ -316,7 +316,7 @@ def test_who_knows_the_spans_is_right_and_who_says_none_is_for_questions_without
     assert right["loss"] < none["loss"]
 
 
-def test_the_loss_is_the_mean_of_both_ends_cross_entropies() -> None:
+def test_the_loss_is_the_mean_of_both_ends_cross_entropies():
     task = reading()
     (batch,) = task.micro_batches(0, 0, 1)
     tokens, mask, _, spans = batch
@@ -332,7 +332,7 @@ def test_the_loss_is_the_mean_of_both_ends_cross_entropies() -> None:
     torch.testing.assert_close(loss, torch.stack(by_hand).mean())
 
 
-def test_shares_of_an_evaluation_make_the_whole() -> None:
+def test_shares_of_an_evaluation_make_the_whole():
     task, torch_model = reading(), nn.Embedding(512, 2)
     model = lambda tokens, mask, segments: torch_model(tokens)  # noqa: E731
     whole = task.metrics_of("test", [task.tally(model, "test")])
@@ -340,7 +340,7 @@ def test_shares_of_an_evaluation_make_the_whole() -> None:
     assert task.metrics_of("test", tallies) == pytest.approx(whole)
 
 
-def test_batches_are_of_the_seed_and_the_epoch() -> None:
+def test_batches_are_of_the_seed_and_the_epoch():
     one, two = reading(), reading()
     for epoch, index in ((0, 0), (1, 3)):
         first, again = one.micro_batches(epoch, index, 2), two.micro_batches(epoch, index, 2)
@@ -354,7 +354,7 @@ def test_batches_are_of_the_seed_and_the_epoch() -> None:
         Reading(data.generated(300), Words(512, 64), 8, batch_size=10_000, seed=0)
 
 
-def test_generated_questions_have_their_answers() -> None:
+def test_generated_questions_have_their_answers():
     splits = data.generated(300)
     texts = [question.text for some in splits.values() for question in some]
     assert len(set(texts)) == len(texts) == 700
@@ -368,7 +368,7 @@ def test_generated_questions_have_their_answers() -> None:
             )
 
 
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
     cfg = config(
         tmp_path,

@@ -73,7 +73,7 @@ def t5_config(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
 
 
 @pytest.mark.parametrize("task", labelled.TASKS)
-def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved: Path) -> None:
+def test_texts_and_answers_are_t5s(task, data, tmp_path, saved):
     texts, labels = FILES[task][3:]
     names, answers = WORDS[task]
     (first,) = prompt(task, texts[0])
@@ -99,14 +99,14 @@ def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved:
         assert answer == (f"{label:.1f}" if task == "stsb" else answers[int(label)])
 
 
-def test_words_of_the_paper() -> None:
+def test_words_of_the_paper():
     """Raffel et al. 2020, appendix D."""
     assert prompt("rte", ("A.", "B.")) == ("rte sentence1: A. sentence2: B.",)
     assert prompt("qqp", ("Why?", "How?")) == ("qqp question1: Why? question2: How?",)
     assert prompt("sst2", ("it 's good",)) == ("sst2 sentence: it 's good",)
 
 
-def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Path) -> None:
+def test_loss_and_answers_by_transformers(data, tmp_path, saved):
     write(data, "rte", 8 * FILES["rte"][2])
     asked_for = t5_config(tmp_path, saved, "rte")
     task = tasks.build(asked_for, torch.device("cpu"))
@@ -127,7 +127,7 @@ def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Pat
             torch.testing.assert_close(scores[row, number], -by_mean, rtol=1e-4, atol=1e-4)
 
 
-def test_the_nearest_score_is_the_answer() -> None:
+def test_the_nearest_score_is_the_answer():
     from nmrun.lab.tasks.text.classification import Words
 
     task = TextToText(
@@ -143,9 +143,7 @@ def test_the_nearest_score_is_the_answer() -> None:
 
 
 @pytest.mark.parametrize("task", ["stsb", pytest.param("mnli", marks=pytest.mark.slow)])
-def test_a_run(
-    task: str, data: Path, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run(task, data, tmp_path, saved, monkeypatch):
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
     write(data, task, 16 * FILES[task][2])
     asked_for = t5_config(tmp_path, saved, task, "recipe=mdgf_exponential", "sparsity=1:8")
@@ -159,7 +157,7 @@ def test_a_run(
     assert all("DenseReluDense.w" in name for name in sparse)
 
 
-def test_what_is_no_t5_is_refused(data: Path, tmp_path: Path, saved: Path) -> None:
+def test_what_is_no_t5_is_refused(data, tmp_path, saved):
     write(data, "rte", 8 * FILES["rte"][2])
     task = tasks.build(t5_config(tmp_path, saved, "rte"), torch.device("cpu"))
     other = tmp_path / "other"

@@ -114,9 +114,7 @@ def decoded(batch: tuple[torch.Tensor, ...]) -> list[tuple[tuple[int, ...], tupl
 # --- the import -----------------------------------------------------------------------------------
 
 
-def test_importing_fairseq_changes_neither_hydra_nor_logging(
-    imported: tuple[tuple[Any, ...], tuple[Any, ...]],
-) -> None:
+def test_importing_fairseq_changes_neither_hydra_nor_logging(imported):
     before, after = imported
     assert before == after
     assert "config.yaml" not in after[0]
@@ -125,7 +123,7 @@ def test_importing_fairseq_changes_neither_hydra_nor_logging(
 # --- batches --------------------------------------------------------------------------------------
 
 
-def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens() -> None:
+def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens():
     task = translation(max_tokens=64)
     source, target = task.splits["train"]
     expected = sorted(
@@ -152,7 +150,7 @@ def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens() -> N
     assert padding < 0.1
 
 
-def test_batches_are_a_function_of_seed_and_epoch_alone() -> None:
+def test_batches_are_a_function_of_seed_and_epoch_alone():
     first, second, other = translation(seed=3), translation(seed=3), translation(seed=4)
     second.micro_batches(7, 2, 1)
     for index in (4, 0):
@@ -161,7 +159,7 @@ def test_batches_are_a_function_of_seed_and_epoch_alone() -> None:
         assert decoded(a) != decoded(c)
 
 
-def test_batches_are_those_of_fairseqs_collater() -> None:
+def test_batches_are_those_of_fairseqs_collater():
     task = translation()
     batch = task._batch("train", np.arange(12))
     collate = fairseq("data.language_pair_dataset").collate
@@ -180,7 +178,7 @@ def test_batches_are_those_of_fairseqs_collater() -> None:
     assert task.size(batch) == theirs["ntokens"]
 
 
-def test_parts_of_a_batch_make_up_the_whole() -> None:
+def test_parts_of_a_batch_make_up_the_whole():
     task = translation(label_smoothing=0.1)
     model = transformer(task)
     (whole,) = task.micro_batches(0, 2, 1)
@@ -191,7 +189,7 @@ def test_parts_of_a_batch_make_up_the_whole() -> None:
     assert len(task.micro_batches(0, 2, 1000)) == len(decoded(whole))
 
 
-def test_a_sentence_that_fits_into_no_batch() -> None:
+def test_a_sentence_that_fits_into_no_batch():
     with pytest.raises(
         ConfigError, match="max_tokens=8: the longest training sentence has 9 tokens"
     ):
@@ -201,7 +199,7 @@ def test_a_sentence_that_fits_into_no_batch() -> None:
 # --- model and loss -------------------------------------------------------------------------------
 
 
-def test_the_loss_is_fairseqs_label_smoothed_cross_entropy() -> None:
+def test_the_loss_is_fairseqs_label_smoothed_cross_entropy():
     task = translation(label_smoothing=0.2)
     model = transformer(task)
     (batch,) = task.micro_batches(0, 0, 1)
@@ -230,7 +228,7 @@ def test_the_loss_is_fairseqs_label_smoothed_cross_entropy() -> None:
     assert float(ours) == pytest.approx(total / len(following), rel=1e-5)
 
 
-def test_the_model_computes_what_fairseqs_own_does() -> None:
+def test_the_model_computes_what_fairseqs_own_does():
     task = translation()
     ours = transformer(task, share_embeddings="decoder")
     base = fairseq("models.transformer").TransformerModelBase
@@ -252,7 +250,7 @@ def test_the_model_computes_what_fairseqs_own_does() -> None:
     assert logits.shape == (*previous.shape, len(task.target))
 
 
-def test_embeddings_are_shared_as_asked_and_stay_dense() -> None:
+def test_embeddings_are_shared_as_asked_and_stay_dense():
     task = translation()
     tied = transformer(task)  # one dictionary: auto means all
     assert (
@@ -317,7 +315,7 @@ def rigged(table: torch.Tensor, vocabulary: Symbols) -> nn.Module:
     return Model(Encoder(vocabulary), Decoder(vocabulary)).eval()
 
 
-def test_beam_search_finds_what_greedy_search_does_not() -> None:
+def test_beam_search_finds_what_greedy_search_does_not():
     vocabulary = Symbols(["a", "b", "c"])
     a, b, c, end = 4, 5, 6, 2
     table = torch.full((7, 7), 1e-9)
@@ -328,7 +326,7 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
     table[c, [a, end]] = torch.tensor([0.1, 0.9])
     corpus = Corpus.of([[a, b, end], [c, end]])
 
-    def best(penalty: float) -> list[str]:
+    def best(penalty):
         best = {}
         for length in range(6):
             for words in itertools.product((a, b, c), repeat=length):
@@ -365,7 +363,7 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
     assert metrics["perplexity"] == pytest.approx(math.exp(wanted_loss), rel=1e-3)
 
 
-def test_translations_are_matched_with_the_references_of_their_sentences() -> None:
+def test_translations_are_matched_with_the_references_of_their_sentences():
     """A model that only copies: BLEU is 100 if and only if each translation meets its own
     reference.
     """
@@ -378,7 +376,7 @@ def test_translations_are_matched_with_the_references_of_their_sentences() -> No
     task.splits = {"train": task.splits["train"], "val": (source, source)}
     task.references = {"val": plain}
 
-    def copying(generator: Any, tokens: torch.Tensor) -> Any:
+    def copying(generator, tokens):
         return ([vocabulary.symbols[t] for t in line.tolist() if t > 3] for line in tokens)
 
     task._translations = copying
@@ -389,7 +387,7 @@ def test_translations_are_matched_with_the_references_of_their_sentences() -> No
     assert "version:" in task.notes["bleu"]
 
 
-def test_bleu_is_sacrebleus() -> None:
+def test_bleu_is_sacrebleus():
     import sacrebleu
 
     bleu, signature = corpus_bleu(["a b c d e"], ["a b c d f"])
@@ -407,7 +405,7 @@ def test_bleu_is_sacrebleus() -> None:
     assert signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
 
 
-def test_symbols_become_plain_text() -> None:
+def test_symbols_become_plain_text():
     assert detokenizer("none")(["a", "b"]) == "a b"
     assert detokenizer("sentencepiece")(["▁A", "▁ca", "t", "."]) == "A cat."
     assert detokenizer("subword_nmt")(["A", "ca@@", "t", "s@@"]) == "A cat s"
@@ -472,9 +470,7 @@ def built(tmp_path: Path, *overrides: str) -> Translation:
 @pytest.mark.parametrize(
     "options", [(), ("--dataset-impl", "cached", "--joined-dictionary"), ("--dataset-impl", "raw")]
 )
-def test_folders_of_fairseq_preprocess_are_read_as_they_are(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_folders_of_fairseq_preprocess_are_read_as_they_are(tmp_path, options):
     folder = preprocessed(tmp_path, *options)
     task = built(tmp_path, "dataset=fairseq", f"dataset.path={folder}")
     for side, lines in ((0, GERMAN), (1, ENGLISH)):
@@ -488,10 +484,10 @@ def test_folders_of_fairseq_preprocess_are_read_as_they_are(
     assert (task.source == task.target) == bool(options[2:])
 
 
-def test_what_is_wrong_with_a_folder_is_one_line(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_folder_is_one_line(tmp_path):
     folder = preprocessed(tmp_path)
 
-    def complaint(*overrides: str) -> str:
+    def complaint(*overrides):
         with pytest.raises(ConfigError) as error:
             built(tmp_path, "dataset=fairseq", f"dataset.path={folder}", *overrides)
         assert len(error.value.problems) == 1
@@ -541,9 +537,7 @@ def preprocessed_side(tmp_path: Path, lines: list[str]) -> Path:
     return tmp_path
 
 
-def test_prepared_text_comes_back_and_only_once_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_text_comes_back_and_only_once_is_prepared(tmp_path, monkeypatch):
     pytest.importorskip("sentencepiece")
     written(tmp_path / "multi30k", [*GERMAN, "", "nur hier"], [*ENGLISH, "only here", " "])
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
@@ -552,10 +546,7 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
     task = built(tmp_path, *words)
     assert task.references["val"] == [*ENGLISH, "only here", " "]  # the raw text, as it is
     # training pairs with an empty side are left out
-    for side, lines in (
-        (0, GERMAN),
-        (1, ENGLISH),
-    ):
+    for side, lines in ((0, GERMAN), (1, ENGLISH)):
         corpus = task.splits["train"][side]
         assert [
             task.detokenize([task.target.symbols[t] for t in sentence(corpus, row)[:-1]])
@@ -572,9 +563,7 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
         built(tmp_path, *words)
 
 
-def test_prepare_writes_a_whole_folder_or_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys):
     pytest.importorskip("sentencepiece")
     raw, to = written(tmp_path / "raw"), tmp_path / "to" / "here"
     words = [
@@ -623,7 +612,7 @@ def test_prepare_writes_a_whole_folder_or_nothing(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     schedule = ("schedule=inverse_sqrt", "schedule.warmup_steps=4")
     words = (*RUN, "recipe=step", "recipe.switch=0.5", *schedule)
     resumed(tmp_path, *words, by=cut_off)
@@ -638,7 +627,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     }
 
 
-def test_inverse_sqrt_is_fairseqs_schedule() -> None:
+def test_inverse_sqrt_is_fairseqs_schedule():
     module = fairseq("optim.lr_scheduler.inverse_square_root_schedule")
     lrs: list[float] = []
     optimizer = Namespace(set_lr=lrs.append)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def layers_of(
     "parts",
     [[(3, "1:2")], [(4, "2:3")], [(2, "1:3")], [(3, "1:3"), (2, "2:3")], [(5, "1:2"), (3, "2:2")]],
 )
-def test_few_channels_are_searched_exactly(parts: list[tuple[int, str]]) -> None:
+def test_few_channels_are_searched_exactly(parts):
     """Against all 720 permutations of 6 channels."""
     for seed in range(3):
         layers = layers_of(*parts, channels=6, seed=seed)
@@ -85,9 +84,7 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize(("parts", "channels", "pad"), SEARCHES)
-def test_no_swap_of_two_channels_is_missed(
-    parts: list[tuple[int, str]], channels: int, pad: bool
-) -> None:
+def test_no_swap_of_two_channels_is_missed(parts, channels, pad):
     layers = layers_of(*parts, channels=channels, pad=pad)
 
     order = best_order(layers).tolist()
@@ -101,7 +98,7 @@ def test_no_swap_of_two_channels_is_missed(
 
 
 @pytest.mark.parametrize(("n", "m", "groups"), [(1, 4, 6), (2, 4, 5), (2, 8, 3), (1, 8, 4)])
-def test_a_hidden_perfect_order_is_found(n: int, m: int, groups: int) -> None:
+def test_a_hidden_perfect_order_is_found(n, m, groups):
     """m / n kinds of channels, each alone in its own rows: with n of every kind to a group, all
     magnitude is kept.
     """
@@ -115,7 +112,7 @@ def test_a_hidden_perfect_order_is_found(n: int, m: int, groups: int) -> None:
     assert kept_magnitude(layers, best_order(layers)) == pytest.approx(float(matrix.double().sum()))
 
 
-def test_more_regressions_keep_no_less() -> None:
+def test_more_regressions_keep_no_less():
     layers = layers_of((16, "2:4"), channels=32)
     magnitudes = [
         kept_magnitude(layers, best_order(layers, regressions)) for regressions in (0, 5, 20)
@@ -126,7 +123,7 @@ def test_more_regressions_keep_no_less() -> None:
 
 
 @pytest.mark.parametrize("find", [best_order, assigned_order])
-def test_the_same_input_gives_the_same_order(find: Any) -> None:
+def test_the_same_input_gives_the_same_order(find):
     layers = layers_of((16, "2:4"), channels=32)
     torch.manual_seed(1)
     first = find(layers)
@@ -135,7 +132,7 @@ def test_the_same_input_gives_the_same_order(find: Any) -> None:
 
 
 @pytest.mark.parametrize("find", [best_order, assigned_order])
-def test_what_no_order_improves_stays(find: Any) -> None:
+def test_what_no_order_improves_stays(find):
     matrix = layers_of((4, "1:4"), channels=16)[0][0]
     broken = matrix.clone()
     broken[0, 0] = torch.nan
@@ -278,7 +275,7 @@ def outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_can_be_reordered_and_what_cannot(name: str) -> None:
+def test_what_can_be_reordered_and_what_cannot(name):
     model, _ = network(name)
     before = copy.deepcopy(model.state_dict())
     inputs = input_channels(model)
@@ -304,9 +301,7 @@ def shuffled(layers: Any) -> Tensor:
 
 @pytest.mark.parametrize("search", [best_order, shuffled])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_network_computes_the_same(
-    name: str, search: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_network_computes_the_same(name, search, monkeypatch):
     model, x = network(name)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = sparsified(model, optimizer, "1:4")
@@ -343,9 +338,7 @@ def test_the_network_computes_the_same(
 
 
 @pytest.mark.parametrize("update", ["sgd", "adam", "adamw"])
-def test_the_next_updates_are_the_same_reordered(
-    update: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_updates_are_the_same_reordered(update, monkeypatch):
     """Train three steps; then one network is reordered, its twin is not, and both train on with the
     same batches.
     """
@@ -360,7 +353,7 @@ def test_the_next_updates_are_the_same_reordered(
     handle = sparsified(model, optimizer)
     labels = torch.arange(len(x)) % 5
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    def train(model, optimizer, steps):
         for step in range(steps):
             optimizer.zero_grad()
             F.cross_entropy(model(x * (1 + step)), labels).backward()
@@ -379,7 +372,7 @@ def test_the_next_updates_are_the_same_reordered(
     moves: list[tuple[str, int, Tensor]] = []
     permute_inputs(handle.sparse, handle.recipe.channels, optimizer, moves)
 
-    def check() -> None:
+    def check():
         for name, tensor in named.items():
             expected, gradient = tensor.detach(), tensor.grad
             for moved, dim, index in moves:
@@ -472,9 +465,7 @@ def moved_columns(old: Tensor, new: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("change", "make", "moving", "sentence"), ALONE)
-def test_what_is_not_understood_is_left_alone_and_said(
-    change: Any, make: Any, moving: set[str], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_understood_is_left_alone_and_said(change, make, moving, sentence, monkeypatch):
     monkeypatch.setattr(permute, "best_order", shuffled)
     model = change(chain())
     optimizer = make(model)
@@ -494,7 +485,7 @@ def test_what_is_not_understood_is_left_alone_and_said(
     assert columns_moved == moving
 
 
-def test_a_group_with_positions_of_several_channels_is_left_alone() -> None:
+def test_a_group_with_positions_of_several_channels_is_left_alone():
     """Two positions a channel: at M = 8 a group has four channels, at M = 2 one, and then its place
     does not matter.
     """
@@ -520,7 +511,7 @@ class Untraceable(nn.Sequential):
 
 
 @pytest.mark.parametrize("wrap", [lambda m: Untraceable(*m), nn.DataParallel])
-def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap: Any) -> None:
+def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap):
     tensors = []
     for option in (True, False):
         model = wrap(chain())
@@ -543,7 +534,7 @@ def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap: Any) -> None:
     assert all(map(torch.equal, *tensors))
 
 
-def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = chain()
@@ -575,7 +566,7 @@ def asp(
     return model, handle, events
 
 
-def test_pruning_keeps_more_and_the_pattern_holds() -> None:
+def test_pruning_keeps_more_and_the_pattern_holds():
     magnitudes, dense = [], []
     for permuting in (False, True):
         _, handle, _ = asp(permuting, 4)
@@ -599,14 +590,14 @@ def test_pruning_keeps_more_and_the_pattern_holds() -> None:
     assert all(more > less for less, more in zip(*magnitudes, strict=True))
 
 
-def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did() -> None:
+def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did():
     """Whenever it is made; an average of weights is of channels in one order where it begins after
     the pruning.
     """
     copies, results = {}, {}
     x = network("small_conv")[1]
 
-    def watch(step: int, model: nn.Module, handle: nmrun.Handle) -> None:
+    def watch(step, model, handle):
         if step in (2, 6):
             copies[step] = copy.deepcopy(model)
             results[step] = model(x).detach()
@@ -621,7 +612,7 @@ def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did() -> None:
     assert torch.equal(copies[6](x), model(x))
 
 
-def test_masks_that_are_remembered_follow() -> None:
+def test_masks_that_are_remembered_follow():
     """With a learning rate of 0 the pruning alone changes masks: those before, reordered, against
     those after, counted by hand.
     """
@@ -632,7 +623,7 @@ def test_masks_that_are_remembered_follow() -> None:
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 
-    def follow(name: str, dim: int, index: Tensor) -> None:
+    def follow(name, dim, index):
         weight = reordered.get_parameter(name)
         weight.data.copy_(weight.index_select(dim, index))
         if name in masks:
@@ -668,9 +659,7 @@ class _Task:
         return model(batch).square().mean()
 
 
-def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path, monkeypatch):
     """Pruned after step 7, checkpoints after 3, 6, 9 and 12: killed before the pruning, right after
     it, and later.
     """

@@ -37,7 +37,7 @@ def written_out(queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> 
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_in_float32_only_the_result_is_rounded(causal: bool) -> None:
+def test_in_float32_only_the_result_is_rounded(causal):
     inputs = operands(2, 3, 20, 16)
     exact, attention = written_out(*inputs, causal), DotProductAttention(causal)
     attention.in_float32 = True
@@ -49,7 +49,7 @@ def test_in_float32_only_the_result_is_rounded(causal: bool) -> None:
     torch.testing.assert_close(results, exact.bfloat16(), rtol=2**-7, atol=1e-3)
 
 
-def test_else_it_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_else_it_is_torch_s(monkeypatch):
     inputs, attention = operands(2, 3, 20, 16), DotProductAttention(causal=True)
     torchs = functional.scaled_dot_product_attention(*inputs, is_causal=True)
     assert torch.equal(attention(*inputs), torchs)
@@ -85,10 +85,10 @@ def trained(model: nn.Module, forward: object = None) -> list[float]:
 
 @pytest.mark.usefixtures("small_layers")
 @pytest.mark.parametrize("faster", [FLOAT32, "dense"])
-def test_a_run_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_takes_what_is_faster(faster, monkeypatch):
     measure = probe.measure
 
-    def played(shape: object) -> dict[str, Times]:
+    def played(shape):
         times = measure(shape)
         assert all(taken.forward > 0 for taken in times.values())
         names = times if isinstance(shape, probe.AttentionShape) else ("dense",)
@@ -113,7 +113,7 @@ def test_a_run_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_compiled_as_one_graph() -> None:
+def test_compiled_as_one_graph():
     model = gpt()
     for module in model.modules():
         if isinstance(module, DotProductAttention):

@@ -46,7 +46,7 @@ def near(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize(("tokens", "bias"), [(48, True), (5, True), (21, False)])
-def test_products_and_gradients(dtype: torch.dtype, both: bool, tokens: int, bias: bool) -> None:
+def test_products_and_gradients(dtype, both, tokens, bias):
     x, dz = (
         normal(tokens, 64, dtype=torch.float32).to(dtype),
         normal(tokens, 32, seed=1, dtype=torch.float32).to(dtype) * 8,
@@ -73,7 +73,7 @@ def test_products_and_gradients(dtype: torch.dtype, both: bool, tokens: int, bia
     assert (z.dtype, z.is_contiguous(), dx.dtype, dw.dtype) == (dtype, True, dtype, dtype)
 
 
-def test_it_is_remembered_by_what_it_rounds(machine: Machine) -> None:
+def test_it_is_remembered_by_what_it_rounds(machine):
     shape = probe.SemiStructuredShape(32, 64, 16, torch.bfloat16)
     rounding = probe.SemiStructuredShape(32, 64, 16, torch.bfloat16, fp8=True)
     device = torch.device("cpu")
@@ -85,13 +85,13 @@ def test_it_is_remembered_by_what_it_rounds(machine: Machine) -> None:
     assert machine.timed == timed
 
 
-def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_memory_was_free_for_is_tried_again(monkeypatch):
     shape, device = (
         probe.SemiStructuredShape(32, 64, 16, torch.bfloat16, fp8=True),
         torch.device("cpu"),
     )
 
-    def full(*_: Any, **__: Any) -> Tensor:
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as for_now:
@@ -102,7 +102,7 @@ def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("what", ["forward", "both"])
-def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_is_never_taken(what, monkeypatch):
     right = cusparselt.multiply
     only = torch.float8_e4m3fn if what == "forward" else torch.bfloat16
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPat
     assert probe.measure(shape, torch.device("cpu"))["cusparselt_fp8"].wrong == "WRONG results"
 
 
-def test_the_verdict() -> None:
+def test_the_verdict():
     assert semi_structured.verdict(semi_structured.CUSPARSELT_FP8, "cpu") == "right"
     # which rounds nothing
     plain = semi_structured.Path(
@@ -158,7 +158,7 @@ def trained(
     ("recipe", "options"),
     [("sr_ste", {}), ("t_sr_ste", {}), ("s_ste", {"input_gradient": "double_prune"})],
 )
-def test_training_is_that_of_the_simulation(recipe: str, options: dict[str, Any]) -> None:
+def test_training_is_that_of_the_simulation(recipe, options):
     products, simulated = (
         trained("auto", recipe=recipe, **options),
         trained("off", recipe=recipe, **options),
@@ -169,13 +169,13 @@ def test_training_is_that_of_the_simulation(recipe: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("recipe", ["ste", pytest.param("t_sr_ste", marks=pytest.mark.slow)])
-def test_compiled_as_one_graph(recipe: str) -> None:
+def test_compiled_as_one_graph(recipe):
     compiled, eager = (trained("auto", compiled, recipe=recipe) for compiled in (True, False))
     assert compiled[2][0] == "cusparselt_fp8"
     assert compiled[0] == pytest.approx(eager[0], rel=2e-2)
 
 
-def test_operators_by_torchs_own_check() -> None:
+def test_operators_by_torchs_own_check():
     weight, x = (
         both_ways(32, 64).bfloat16().requires_grad_(),
         normal(16, 64, dtype=torch.float32).bfloat16().requires_grad_(),
@@ -192,10 +192,7 @@ def test_operators_by_torchs_own_check() -> None:
             parts[forward + backward :],
         )
         # the others compute with the operands, which FP8 does not allow
-        known = (
-            "test_autograd_registration",
-            "test_faketensor",
-        )
+        known = ("test_autograd_registration", "test_faketensor")
         torch.library.opcheck(
             linear.linear24, (*arguments, "cusparselt_fp8", None, None, None), test_utils=known
         )
@@ -204,14 +201,14 @@ def test_operators_by_torchs_own_check() -> None:
             torch.library.opcheck(linear.multiply24, (dz, parts[forward:], 64, "cusparselt_fp8"))
 
 
-def test_estimates_stay_dense() -> None:
+def test_estimates_stay_dense():
     torch.manual_seed(0)
     losses, _, paths = trained("auto", recipe="ste", mvue="2:4")
     assert paths[0] == "cusparselt_fp8"
     assert all(loss < 10 for loss in losses)
 
 
-def test_what_is_said(tmp_path: Path) -> None:
+def test_what_is_said(tmp_path):
     network = (
         "model=mlp",
         "model.hidden=[32,64,32]",
@@ -237,7 +234,7 @@ def test_what_is_said(tmp_path: Path) -> None:
         config(tmp_path, *network[:-1], "trainer.acceleration=cusparselt_fp8")
 
 
-def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers() -> None:
+def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers():
     from nmrun.lab.bench import gemm
 
     x, weight = (

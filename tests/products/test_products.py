@@ -51,14 +51,14 @@ def gradients(
 
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6), (0, 6)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_finite_differences(shape: tuple[int, ...], bias: bool) -> None:
+def test_finite_differences(shape, bias):
     leaves = [normal(*shape), normal(4, 6, seed=1)] + ([normal(4, seed=2)] if bias else [])
     assert torch.autograd.gradcheck(simulation.linear, [t.requires_grad_() for t in leaves])
     torch.testing.assert_close(simulation.linear(*leaves), F.linear(*leaves), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_input_gradient_with_the_weight_given(bias: bool) -> None:
+def test_input_gradient_with_the_weight_given(bias):
     x, w, v, dz = (
         normal(2, 3, 6),
         normal(4, 6, seed=1),
@@ -89,9 +89,7 @@ def test_input_gradient_with_the_weight_given(bias: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_convolutions(
-    shape: tuple[int, ...], kernel: tuple[int, ...], geometry: tuple[Any, ...], bias: bool
-) -> None:
+def test_convolutions(shape, kernel, geometry, bias):
     plain = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(shape)]
     x, w, v = (
         normal(*shape).requires_grad_(),
@@ -117,7 +115,7 @@ def test_convolutions(
 
 
 @pytest.mark.slow
-def test_input_gradient_with_an_estimate_of_the_weight() -> None:
+def test_input_gradient_with_an_estimate_of_the_weight():
     """2:4 along the outputs, another in every pass, exact in the mean; dW and db are exact."""
     x, w, b, dz = normal(5, 6), normal(8, 6, seed=1), normal(8, seed=2), normal(5, 8, seed=3)
     torch.manual_seed(0)
@@ -136,7 +134,7 @@ def test_input_gradient_with_an_estimate_of_the_weight() -> None:
     torch.testing.assert_close(db, dz.sum(0))
 
 
-def test_the_input_gradient_is_estimated_in_linear_layers_whose_outputs_fit() -> None:
+def test_the_input_gradient_is_estimated_in_linear_layers_whose_outputs_fit():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", input_gradient="mvue")
@@ -168,7 +166,7 @@ def probabilities(column: list[float], n: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (2, 8)])
-def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n: int, m: int) -> None:
+def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n, m):
     """With the identity as input the weight gradient is the estimate itself; equal columns of dZ
     are independent draws of it.
     """
@@ -193,7 +191,7 @@ def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n: int
     assert math.isclose(dw.var(0).sum(), variance.sum(), rel_tol=0.15)
 
 
-def test_weight_gradient_is_unbiased_for_any_input() -> None:
+def test_weight_gradient_is_unbiased_for_any_input():
     draws, x, dz, w = 2000, normal(3, 6, 5), normal(3, 6, 4, seed=1), normal(4, 5)
     generator = torch.Generator().manual_seed(0)
     estimates = torch.stack(
@@ -204,7 +202,7 @@ def test_weight_gradient_is_unbiased_for_any_input() -> None:
     assert (estimates.std(0) > 0.1).all()
 
 
-def test_the_last_tokens_are_a_group_with_zeros() -> None:
+def test_the_last_tokens_are_a_group_with_zeros():
     """Ten tokens at 2:4: of the last two, alone with zeros, nothing is left to chance."""
     dz, eye, w = normal(10, 300), torch.eye(10).double(), normal(300, 10)
     estimate = gradients(dz, eye, w, None, None, Pattern(2, 4))[1].T
@@ -215,7 +213,7 @@ def test_the_last_tokens_are_a_group_with_zeros() -> None:
     torch.testing.assert_close(db, dz.sum(0))
 
 
-def test_random_numbers_come_from_the_generator() -> None:
+def test_random_numbers_come_from_the_generator():
     case = normal(8, 4), normal(8, 6), normal(4, 6), None, None, Pattern(2, 4), False
     state = torch.get_rng_state()
     first, second = (gradients(*case, torch.Generator().manual_seed(3))[1] for _ in range(2))
@@ -237,7 +235,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-20, 1e15])
-def test_fp8_products_by_hand(size: float) -> None:
+def test_fp8_products_by_hand(size):
     x, w, b = (
         normal(6, 8, dtype=torch.float32) * size,
         normal(5, 8, seed=1).float(),
@@ -259,7 +257,7 @@ def test_fp8_products_by_hand(size: float) -> None:
     assert z.dtype == dx.dtype == dw.dtype == torch.float32
 
 
-def test_fp8_error_is_within_half_a_unit_in_the_last_place() -> None:
+def test_fp8_error_is_within_half_a_unit_in_the_last_place():
     """e4m3 has 3 bits behind the point and steps of 2^-9 near zero, e5m2 2 bits and 2^-16."""
     x, w, dz = (
         normal(6, 8, dtype=torch.float32),
@@ -267,10 +265,10 @@ def test_fp8_error_is_within_half_a_unit_in_the_last_place() -> None:
         normal(6, 5, seed=2).float(),
     )
 
-    def off(t: Tensor, u: float, step: float, top: float) -> Tensor:
+    def off(t, u, step, top):
         return torch.maximum(t.abs() * u, step / 2 * t.abs().max() / top)
 
-    def bound(a: Tensor, b: Tensor, *grid: float) -> Tensor:
+    def bound(a, b, *grid):
         da, db = off(a, *grid), off(b, *grid)
         return da @ b.abs() + a.abs() @ db + da @ db + 1e-5
 
@@ -283,7 +281,7 @@ def test_fp8_error_is_within_half_a_unit_in_the_last_place() -> None:
     assert ((dw - dz.T @ x).abs() <= bound(dz.T, x, 2**-3, 2**-16, 57344)).all()
 
 
-def test_estimate_first_then_the_cast() -> None:
+def test_estimate_first_then_the_cast():
     dz, eye, w = normal(8, 50, dtype=torch.float32), torch.eye(8), normal(50, 8).float()
     pattern, seed = Pattern(1, 4), torch.Generator().manual_seed
     estimate = nmrun.sparsity.mvue(dz, pattern, 0, seed(1))
@@ -295,7 +293,7 @@ def test_estimate_first_then_the_cast() -> None:
     )
 
 
-def test_fp8_of_zeros_and_extremes_is_finite() -> None:
+def test_fp8_of_zeros_and_extremes_is_finite():
     for dtype in (E4M3, E5M2):
         values, scale = simulation.quantize(torch.zeros(3, 4), dtype)
         assert (values.float() == 0).all()
@@ -325,7 +323,7 @@ def test_fp8_of_zeros_and_extremes_is_finite() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("backward_too", [False, True])
-def test_autocast_casts_as_linear_does(fp8: bool, backward_too: bool) -> None:
+def test_autocast_casts_as_linear_does(fp8, backward_too):
     x, w, b = (normal(*s, dtype=torch.float32).requires_grad_() for s in ((6, 8), (4, 8), (4,)))
     v, low = normal(4, 8, seed=5, dtype=torch.float32), torch.bfloat16
     dz = normal(6, 4, seed=6).to(low)
@@ -384,7 +382,7 @@ def grads_of(model: nn.Module, x: Tensor, seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["ste", "s_ste"])
-def test_a_layer_computes_so_by_hand(recipe: str) -> None:
+def test_a_layer_computes_so_by_hand(recipe):
     """Both layers by hand: the projected weight in all three products, the gradient straight
     through to the dense weight.
     """
@@ -416,9 +414,7 @@ def test_a_layer_computes_so_by_hand(recipe: str) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("recipe", "hyper"), [("step", {"switch": 0.5}), ("asp", {})])
-def test_evaluation_and_dense_phases_are_as_they_were(
-    recipe: str, hyper: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_evaluation_and_dense_phases_are_as_they_were(recipe, hyper, options):
     model, plain = mlp(), mlp()
     (optimizer, handle), (other, plain_handle) = (
         sparsify(model, recipe, **hyper, **options),
@@ -447,7 +443,7 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
-def test_a_copy_of_the_model_computes_as_a_plain_one(products: str) -> None:
+def test_a_copy_of_the_model_computes_as_a_plain_one(products):
     """Forward and backward; what is installed belongs to the model that trains."""
     recipe, options = PRODUCTS[products]
     model, plain, x = mlp(), mlp(), normal(6, 8, dtype=torch.float32)
@@ -472,7 +468,7 @@ def test_a_copy_of_the_model_computes_as_a_plain_one(products: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_finalize_takes_the_products_away(options: dict[str, Any]) -> None:
+def test_finalize_takes_the_products_away(options):
     model, x = mlp(), normal(6, 8, dtype=torch.float32)
     optimizer, handle = sparsify(model, **options)
     train(model, optimizer, 2)
@@ -488,7 +484,7 @@ def test_finalize_takes_the_products_away(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("products", ["bi_mask", "double_prune"])
-def test_the_weight_of_the_input_gradient_follows_every_step(products: str) -> None:
+def test_the_weight_of_the_input_gradient_follows_every_step(products):
     recipe, options = PRODUCTS[products]
     model = mlp()
     optimizer, handle = sparsify(model, recipe, **options)
@@ -513,7 +509,7 @@ def test_the_weight_of_the_input_gradient_follows_every_step(products: str) -> N
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_resumed_from_a_state_with_the_generators(options: dict[str, Any]) -> None:
+def test_resumed_from_a_state_with_the_generators(options):
     alone = mlp()
     optimizer, _ = sparsify(alone, **options)
     torch.manual_seed(5)
@@ -536,7 +532,7 @@ def test_resumed_from_a_state_with_the_generators(options: dict[str, Any]) -> No
     assert all(map(torch.equal, other.parameters(), alone.parameters()))
 
 
-def test_weights_stored_the_other_way_round() -> None:
+def test_weights_stored_the_other_way_round():
     model = nn.Sequential(Conv1D(5, 8))
     _, handle = sparsify(model, fp8=True, mvue="2:4")
     x = normal(2, 4, 8, dtype=torch.float32).requires_grad_()
@@ -564,9 +560,9 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
+def test_what_is_no_plain_linear_layer_is_named_and_left_alone():
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.attention, self.scaled = (
                 nn.MultiheadAttention(8, 2, batch_first=True),
@@ -575,7 +571,7 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
             self.conv, self.fc, self.patched = nn.Conv1d(8, 8, 1), nn.Linear(8, 8), nn.Linear(8, 8)
             self.patched.forward = lambda x: -F.linear(x, self.patched.weight)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = self.scaled(self.attention(x, x, x)[0])
             return self.patched(self.fc(self.conv(x.mT).mT))
 
@@ -598,7 +594,7 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
     assert "forward" in vars(model.patched)
 
 
-def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() -> None:
+def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was():
     model = nn.Sequential(nn.Conv2d(8, 8, 3))
     with pytest.raises(
         ConfigError,
@@ -612,14 +608,11 @@ def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() ->
 
 @pytest.mark.parametrize(
     ("options", "precision"),
-    [
-        ("both", torch.bfloat16),
-        pytest.param("input", torch.float32, marks=pytest.mark.slow),
-    ],
+    [("both", torch.bfloat16), pytest.param("input", torch.float32, marks=pytest.mark.slow)],
     ids=str,
 )
 @pytest.mark.slow
-def test_compiled_in_one_graph(options: str, precision: torch.dtype) -> None:
+def test_compiled_in_one_graph(options, precision):
     """aot_eager compiles the backward pass too, and draws the same random numbers as without
     compilation.
     """
@@ -642,7 +635,7 @@ def test_compiled_in_one_graph(options: str, precision: torch.dtype) -> None:
 # --- on the command line --------------------------------------------------------------------------
 
 
-def test_config_keys(tmp_path: Any) -> None:
+def test_config_keys(tmp_path):
     mlps = ("model=mlp", "model.hidden=[16,16,16]", "recipe=s_ste")
     both = config(tmp_path, *mlps, "trainer.mvue=2of4", "trainer.fp8=true")
     parts = build.build(both)

@@ -1,7 +1,5 @@
 """ASP's pruned weights stay at 0, whatever the optimizer's momentum wants."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from training import TOTAL, attach, batch, net
@@ -11,7 +9,7 @@ import nmrun
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_pruned_weights_stay_zero(kind: str, fused: bool) -> None:
+def test_pruned_weights_stay_zero(kind, fused):
     model = net()
     if kind == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=0.1, fused=fused)

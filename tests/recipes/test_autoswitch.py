@@ -68,7 +68,7 @@ def run(
     return 0, ""
 
 
-def test_the_window_must_be_full() -> None:
+def test_the_window_must_be_full():
     assert run(gradients(lambda t: 1e-6), "auto", 0.95, t_min=0.0)[0] == 20
     assert run(gradients(lambda t: 0.0), "auto_geometric", 0.95, t_min=0.0)[0] == 20
 
@@ -77,13 +77,13 @@ def test_the_window_must_be_full() -> None:
     ("beta2", "length"),
     [(0.9, 10), (0.95, 20), (0.98, 50), (0.99, 100), (0.999, 1000), (0.9999, 10_000)],
 )
-def test_window_length(beta2: float, length: int) -> None:
+def test_window_length(beta2, length):
     switch = AutoSwitch(False, False, None, 0.1, 0.5, 100_000)
     assert switch.prepare(beta2, EPS, torch.device("cpu")) == []
     assert len(switch.window) == length
 
 
-def test_a_window_longer_than_t_max_is_said_beforehand() -> None:
+def test_a_window_longer_than_t_max_is_said_beforehand():
     model, optimizer, handle = begin("auto", beta2=0.999)
     (event,) = handle.pop_events()
     assert len(event.split()) == 6
@@ -96,18 +96,18 @@ def test_a_window_longer_than_t_max_is_said_beforehand() -> None:
     assert handle.pop_events() == []
 
 
-def test_a_fixed_switch_point() -> None:
+def test_a_fixed_switch_point():
     for rms in (lambda t: 1e-6, lambda t: 1.0):
         step, event = run(gradients(rms), 0.25)
         assert step == 50
         assert "fixed switch point, 50 steps" in event
 
 
-def test_t_max_of_one_never_switches() -> None:
+def test_t_max_of_one_never_switches():
     assert run(gradients(lambda t: 1.0), "auto", t_max=1.0) == (0, "")
 
 
-def test_what_is_logged() -> None:
+def test_what_is_logged():
     grads = gradients(lambda t: 1e-2)
     model, optimizer, handle = begin("auto")
     v = [0.0] * 48
@@ -126,7 +126,7 @@ def test_what_is_logged() -> None:
     assert handle.metrics() == {"step/phase": 2.0}
 
 
-def test_gradients_that_are_all_0_have_no_relative_change() -> None:
+def test_gradients_that_are_all_0_have_no_relative_change():
     model, optimizer, handle = begin("auto_geometric", threshold=1.2)
     for _ in range(3):
         one_step(model, optimizer, [0.0] * 48)
@@ -138,7 +138,7 @@ def test_gradients_that_are_all_0_have_no_relative_change() -> None:
     assert handle.metrics()["step/variance_change_relative"] == pytest.approx(0.25 / 0.1)
 
 
-def test_weights_without_a_gradient_do_not_count() -> None:
+def test_weights_without_a_gradient_do_not_count():
     model, optimizer, handle = begin("auto")
     for _ in range(2):
         model.a.weight.grad = torch.full((4, 8), 1e-2, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_weights_without_a_gradient_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_the_frozen_moment_is_bias_corrected_or_not(corrected: bool) -> None:
+def test_the_frozen_moment_is_bias_corrected_or_not(corrected):
     """With a gradient that stays the same, v after t steps is (1 - beta2^t) g^2."""
     model, optimizer, handle = begin(0.05, bias_correction=corrected)
     for _ in range(10):

@@ -39,7 +39,7 @@ def order_of(weight: SparseWeight) -> list[int]:
 # --- the second mask ------------------------------------------------------------------------------
 
 
-def test_four_by_four_by_hand() -> None:
+def test_four_by_four_by_hand():
     """One group of outputs, so their order does not matter but for ties: 4 and -4 tie, and 5 goes
     before both.
     """
@@ -56,10 +56,7 @@ def test_four_by_four_by_hand() -> None:
         assert torch.autograd.grad(z[0, output], x, retain_graph=True)[0].tolist() == [row]
     z[0, 0].backward()
     # the weight gradient is dense
-    assert model[0].weight.grad.tolist() == [
-        [1.0] * 4,
-        *[[0.0] * 4] * 3,
-    ]
+    assert model[0].weight.grad.tolist() == [[1.0] * 4, *[[0.0] * 4] * 3]
 
 
 def second_mask(forward: Tensor, order: list[int], n: int, m: int) -> Tensor:
@@ -90,7 +87,7 @@ LAYERS = {
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("pattern", ["1:4", "2:4", "2:8"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
+def test_input_gradient_of_every_layer(layer, pattern):
     """The input gradient is that of a plain layer with the weight masked twice; weight and bias
     gradients are SR-STE's.
     """
@@ -126,7 +123,7 @@ def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
     assert torch.equal(torch.autograd.grad(model.eval()(x), x, dz)[0], exact)
 
 
-def test_without_sparsity_it_is_exact() -> None:
+def test_without_sparsity_it_is_exact():
     model = nn.Sequential(nn.Linear(8, 8))
     plain = copy.deepcopy(model)
     sparsify(model, "4:4")
@@ -141,9 +138,7 @@ def test_without_sparsity_it_is_exact() -> None:
     ("layer", "pattern"),
     [("linear", "2:4"), ("conv2d", "1:4"), ("outputs that fill no group", "2:8")],
 )
-def test_the_best_of_the_candidates_is_taken(
-    layer: str, pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_of_the_candidates_is_taken(layer, pattern, monkeypatch):
     drawn: list[list[int]] = []
     randperm = torch.randperm
     monkeypatch.setattr(
@@ -162,7 +157,7 @@ def test_the_best_of_the_candidates_is_taken(
     assert int((weight.layer.input_weight != 0).sum()) == max(counts)
 
 
-def test_each_seed_has_its_own_candidates() -> None:
+def test_each_seed_has_its_own_candidates():
     orders = []
     for seed in (0, 1, 1):
         model = Net()
@@ -172,7 +167,7 @@ def test_each_seed_has_its_own_candidates() -> None:
     assert orders[0][0][:4] != orders[0][1][:4]
 
 
-def test_each_layer_has_its_own_candidates() -> None:
+def test_each_layer_has_its_own_candidates():
     """Of layers of the same size too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
@@ -180,7 +175,7 @@ def test_each_layer_has_its_own_candidates() -> None:
     assert order_of(one) != order_of(other)
 
 
-def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> None:
+def test_searched_every_interval_and_the_mask_follows_the_weight_between():
     model = Net()
     optimizer, handle = sparsify(model, interval=3, candidates=5)
     batches, orders = data(1), [[order_of(w) for w in handle.sparse]]
@@ -229,7 +224,7 @@ class BiMaskReference(Reference):
 
 @pytest.mark.parametrize(("accumulate", "clip", "wd"), [(1, None, 0.2), (3, 0.05, 0.0)])
 @pytest.mark.parametrize("update", UPDATES)
-def test_trajectory(update: str, accumulate: int, clip: float | None, wd: float) -> None:
+def test_trajectory(update, accumulate, clip, wd):
     model = Net()
     reference = BiMaskReference("sr_ste", update, model.used, wd)
     optimizer = UPDATES[update](model.parameters(), wd)
@@ -256,16 +251,16 @@ def test_trajectory(update: str, accumulate: int, clip: float | None, wd: float)
     assert all("forward" not in vars(layer) for layer in model)
 
 
-def test_what_keeps_the_exact_input_gradient_is_told() -> None:
+def test_what_keeps_the_exact_input_gradient_is_told():
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.attention, self.conv = (
                 nn.MultiheadAttention(8, 2, batch_first=True),
                 nn.Conv1d(8, 8, 1, groups=2),
             )
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.conv(self.attention(x, x, x)[0].mT)
 
     torch.manual_seed(0)
@@ -281,7 +276,7 @@ def test_what_keeps_the_exact_input_gradient_is_told() -> None:
     )
 
 
-def test_with_estimates_and_fp8_besides() -> None:
+def test_with_estimates_and_fp8_besides():
     """The estimate is for the weight gradient, the second mask for the input gradient: both hold at
     once.
     """
@@ -295,7 +290,7 @@ def test_with_estimates_and_fp8_besides() -> None:
     torch.testing.assert_close(x.grad, dz @ handle.sparse[0].layer.input_weight)
 
 
-def test_numbers_of_a_recipe_are_apart_by_each_word() -> None:
+def test_numbers_of_a_recipe_are_apart_by_each_word():
     """Seed 1 at place 23 is not seed 12 at place 3."""
     words = [(1, 23), (12, 3), (123,), (1, 2, 3), (3, 12)]
     drawn = [torch.rand(4, generator=generator_of(*each)).tolist() for each in words]

@@ -4,8 +4,6 @@ written by hand.
 
 import itertools
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from nmrun.sparsity.reference import by_group, from_groups
 MASKS = [list(c) for c in itertools.combinations(range(4), 2)]  # of 2:4, in order
 
 
-def test_candidates_are_all_masks_once() -> None:
+def test_candidates_are_all_masks_once():
     rows = candidates(Pattern(2, 5), torch.zeros(()))
     assert rows.shape == (10, 5)
     assert (rows.sum(1) == 2).all()
@@ -31,7 +29,7 @@ def test_candidates_are_all_masks_once() -> None:
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((3, 8), 1), ((8, 3), 0), ((2, 8, 3, 3), 1)])
-def test_groups_there_and_back(shape: tuple[int, ...], dim: int) -> None:
+def test_groups_there_and_back(shape, dim):
     w = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     groups = by_group(w, Pattern(2, 4), dim)
     assert groups.shape[-1] == 4
@@ -40,7 +38,7 @@ def test_groups_there_and_back(shape: tuple[int, ...], dim: int) -> None:
     assert torch.equal(from_groups(groups, w.shape, dim), w)
 
 
-def test_softmax_gradient_is_autograd_s() -> None:
+def test_softmax_gradient_is_autograd_s():
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     g = torch.randn(5, 6, dtype=torch.float64)
     soft = torch.softmax(x, -1)
@@ -48,7 +46,7 @@ def test_softmax_gradient_is_autograd_s() -> None:
     torch.testing.assert_close(softmax_gradient(soft.detach(), g), expected)
 
 
-def test_gumbel_noise_samples_the_softmax() -> None:
+def test_gumbel_noise_samples_the_softmax():
     """The largest of logits + Gumbel noise is entry k with probability softmax(logits)_k."""
     logits = torch.tensor([0.0, 1.0, -1.0]).repeat(40000, 1)
     picked = gumbel_softmax(logits, 0.01, seed=1).argmax(-1)
@@ -98,10 +96,10 @@ class LBCByHand:
             self.scores[key] = {k: scores[k] for k in best}
 
 
-def test_lbc() -> None:
+def test_lbc():
     hand = LBCByHand(Net().used, t_f=6)
 
-    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+    def edit(t, i, w, g):
         hand.learn(i, w, g)
         return g * hand.mask(t, i, w)
 
@@ -126,7 +124,7 @@ def test_lbc() -> None:
     assert not any("scores" in name for name in model.state_dict())
 
 
-def test_lbc_ends_early_with_its_best_candidate() -> None:
+def test_lbc_ends_early_with_its_best_candidate():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
     (weight,) = handle.sparse
@@ -139,7 +137,7 @@ def test_lbc_ends_early_with_its_best_candidate() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["lbc", "maskllm"])
-def test_too_many_candidates(recipe: str) -> None:
+def test_too_many_candidates(recipe):
     model = nn.Sequential(nn.Linear(16, 4))
     with pytest.raises(ValueError, match="1,820 possible masks a group"):
         nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, "4:16", 10)
@@ -154,7 +152,7 @@ def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimize
     return model, optimizer, nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, **options)
 
 
-def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
+def test_maskllm_s_logits_get_the_gradient_of_its_objective():
     """Autograd through softmax((kappa * logits + noise) / temperature), with the noise recovered
     from the mask that was used.
     """
@@ -191,7 +189,7 @@ def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
     assert all(torch.equal(model[i].bias, b) for i, b in zip((0, 2), biases, strict=True))
 
 
-def test_maskllm_ends_with_the_likeliest_masks() -> None:
+def test_maskllm_ends_with_the_likeliest_masks():
     model, optimizer, handle = maskllm(total=6, dense=0.5)
     batches = data(1)
     for t in range(6):
@@ -208,7 +206,7 @@ def test_maskllm_ends_with_the_likeliest_masks() -> None:
     nmrun.sparsity.check_nm(model, "2:4")
 
 
-def test_the_prior_prefers_large_weights() -> None:
+def test_the_prior_prefers_large_weights():
     """With a strong prior the likeliest mask is the magnitude mask from the start."""
     _, _, handle = maskllm(dense=0.0, prior=50.0)
     for weight in handle.sparse:
@@ -221,7 +219,7 @@ def test_the_prior_prefers_large_weights() -> None:
             )
 
 
-def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path: Path) -> None:
+def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path):
     """Of a file: the smallest weights here, which no magnitude would keep. The dense weights stay."""
     masks = {
         f"{name}.weight": top(1 / Net()[int(name)].weight.detach(), 2, 4) for name in ("0", "2")
@@ -248,7 +246,7 @@ def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path: Path) -> None
         maskllm(dense=0.0, masks=str(tmp_path / "nowhere"))
 
 
-def test_every_weight_and_step_has_noise_of_its_own() -> None:
+def test_every_weight_and_step_has_noise_of_its_own():
     """Of equal logits the blend is the noise's."""
     model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(80)))
     optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -264,13 +262,13 @@ def test_every_weight_and_step_has_noise_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 3, 10])
-def test_kappa_and_temperature_change_linearly_up_to_the_last_step(step: int) -> None:
+def test_kappa_and_temperature_change_linearly_up_to_the_last_step(step):
     chance = torch.Generator().manual_seed(1)
 
-    def centred(logits: Tensor) -> Tensor:
+    def centred(logits):
         return logits - logits.mean(-1, keepdim=True)  # a softmax knows no more of them
 
-    def blended(scale: float, **options: Any) -> tuple[Tensor, Tensor]:
+    def blended(scale, **options):
         _, _, handle = maskllm(11, dense=0.0, **options)
         recipe, weight = handle.recipe, handle.sparse[0]
         scores = recipe.scores(weight).data

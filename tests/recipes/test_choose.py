@@ -56,7 +56,7 @@ class Alternates(Recipe):
 @pytest.mark.usefixtures("kernels_for_small_weights")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("kind", [FirstTwo, FirstTwoDecayed, Alternates])
-def test_it_is_asked_at_every_step(kind: type[Recipe], update: str) -> None:
+def test_it_is_asked_at_every_step(kind, update):
     model = net()
     optimizer = UPDATES[update](model.parameters())
     handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
@@ -72,7 +72,7 @@ def test_it_is_asked_at_every_step(kind: type[Recipe], update: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [FirstTwo, FirstTwoDecayed])
-def test_its_gradients_are_those_of_its_mask(kind: type[Recipe]) -> None:
+def test_its_gradients_are_those_of_its_mask(kind):
     decay = DECAY if kind is FirstTwoDecayed else 0.0
     hand = ByHand(
         Net().used,
@@ -89,7 +89,7 @@ def test_its_gradients_are_those_of_its_mask(kind: type[Recipe]) -> None:
         hand.step(data(1)(t))
 
 
-def test_an_object_is_what_its_name_and_hyperparameters_are() -> None:
+def test_an_object_is_what_its_name_and_hyperparameters_are():
     results = []
     for recipe, options in (("step", {"switch": 0.25, "decay": 0.1}), (STEP(0.25, decay=0.1), {})):
         model = net()
@@ -100,7 +100,7 @@ def test_an_object_is_what_its_name_and_hyperparameters_are() -> None:
     assert results[0] == results[1]
 
 
-def test_one_object_serves_two_models() -> None:
+def test_one_object_serves_two_models():
     recipe, alone = STEP(switch=0.5), STEP(switch=0.5)
     models = [net(), net(1)]
     optimizers = [nmrun.optim.AdamW(m.parameters(), lr=0.02) for m in models]
@@ -121,7 +121,7 @@ def test_one_object_serves_two_models() -> None:
     assert bits(other.state_dict()) == bits(models[0].state_dict())
 
 
-def test_an_object_takes_no_hyperparameters_and_is_checked() -> None:
+def test_an_object_takes_no_hyperparameters_and_is_checked():
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = nmrun.optim.Adam(model.parameters())
     with pytest.raises(TypeError, match="step is made already: give switch to its constructor"):

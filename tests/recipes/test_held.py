@@ -45,7 +45,7 @@ class Held:
 
 @pytest.mark.parametrize("gradient", ["ste", "masked"])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_ste(interval: int, gradient: str) -> None:
+def test_ste(interval, gradient):
     mask = Held(lambda w: top(w, 2, 4), interval)
     edit = lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g  # noqa: E731
     model = follow(
@@ -58,10 +58,10 @@ def test_ste(interval: int, gradient: str) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_t_sr_ste(interval: int) -> None:
+def test_t_sr_ste(interval):
     mask = Held(transposable, interval)
 
-    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+    def edit(t, i, w, g):
         return g + 0.3 * (1 - mask(t, i, w)) * w
 
     model = follow(
@@ -87,18 +87,16 @@ def test_t_sr_ste(interval: int) -> None:
     ],
     ids=str,
 )
-def test_other_masks_for_recipes_that_keep_the_largest(
-    recipe: str, hyperparameters: dict[str, Any], find: Any
-) -> None:
+def test_other_masks_for_recipes_that_keep_the_largest(recipe, hyperparameters, find):
     mask, pruned_at = Held(find, hyperparameters.get("interval", 1)), TOTAL // 2
     fixed = Held(find, TOTAL + 1)
 
-    def forward(t: int, i: int, w: Tensor) -> Tensor:
+    def forward(t, i, w):
         if recipe == "asp":
             return w if t < pruned_at else w * fixed(0, i, w)
         return w * mask(t, i, w)
 
-    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+    def edit(t, i, w, g):
         if recipe == "asp":
             return g if t < pruned_at else g * fixed(0, i, w)
         return (
@@ -118,7 +116,7 @@ def test_other_masks_for_recipes_that_keep_the_largest(
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")
 
 
-def test_step_learns_transposable_masks() -> None:
+def test_step_learns_transposable_masks():
     model = Net()
     optimizer = nmrun.optim.Adam(model.parameters(), LR)
     handle = nmrun.sparsify(
@@ -142,7 +140,7 @@ def test_step_learns_transposable_masks() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "bi_mask", "mdgf_linear", "lbc", "maskllm"])
-def test_who_has_masks_of_its_own_keeps_them(recipe: str) -> None:
+def test_who_has_masks_of_its_own_keeps_them(recipe):
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = nmrun.optim.Adam(model.parameters())
     with pytest.raises(
@@ -160,7 +158,7 @@ def test_who_has_masks_of_its_own_keeps_them(recipe: str) -> None:
         nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense")
 
 
-def test_the_dense_end_is_dense_and_not_called_sparse() -> None:
+def test_the_dense_end_is_dense_and_not_called_sparse():
     mask = Held(transposable, 40)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -182,7 +180,7 @@ def test_the_dense_end_is_dense_and_not_called_sparse() -> None:
     torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
 
 
-def test_transposable_at_every_kernel_position() -> None:
+def test_transposable_at_every_kernel_position():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10)
@@ -195,7 +193,7 @@ def test_transposable_at_every_kernel_position() -> None:
     ("recipe", "input_gradient"),
     [("t_sr_ste", "exact"), ("t_sr_ste", "transposable"), ("ste", "transposable")],
 )
-def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe: str, input_gradient: str) -> None:
+def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient)
@@ -206,7 +204,7 @@ def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe: str, input_gradien
     )
 
 
-def test_one_of_m_is_the_best_permutation() -> None:
+def test_one_of_m_is_the_best_permutation():
     torch.manual_seed(0)
     w = torch.randn(5, 5)
     best = max(itertools.permutations(range(5)), key=lambda p: float(w.abs()[range(5), p].sum()))
@@ -215,7 +213,7 @@ def test_one_of_m_is_the_best_permutation() -> None:
     assert torch.equal(nmrun.sparsity.transposable_mask(w, "1:5"), expected)
 
 
-def test_a_copy_keeps_the_mask_of_what_it_averages() -> None:
+def test_a_copy_keeps_the_mask_of_what_it_averages():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(model, optimizer, "ste_periodic", "2:4", 10, interval=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def rows(numbers: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype: torch.dtype) -> None:
+def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype):
     """Inputs that are always 0, as behind a dead ReLU, give every candidate the same score."""
     torch.manual_seed(0)
     layer = nn.Linear(16, 4, bias=False).to(dtype)
@@ -43,7 +42,7 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype: torch.dtype) -> Non
     assert torch.equal(indices.sort(1).values, expected.sort(1).values)
 
 
-def test_a_better_score_beats_any_magnitude() -> None:
+def test_a_better_score_beats_any_magnitude():
     layer = nn.Linear(4, 1, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[0.1, 5.0, 4.0, 0.2]]))
@@ -62,15 +61,13 @@ def test_a_better_score_beats_any_magnitude() -> None:
     ("recipe", "rate", "options"),
     [("lbc", 40.0, {"t_f": 0.9}), ("maskllm", 0.005, {"dense": 0.0, "prior": 0.0})],
 )
-def test_flips_are_of_the_candidates_with_the_best_scores(
-    recipe: str, rate: float, options: dict[str, Any]
-) -> None:
+def test_flips_are_of_the_candidates_with_the_best_scores(recipe, rate, options):
     """Until the end too, so that no jump comes with the last step."""
     model, total = Net(), 10
     optimizer = torch.optim.SGD(model.parameters(), rate * LR)
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total, **options)
 
-    def best() -> list[Tensor]:
+    def best():
         masks = []
         for weight in handle.sparse:
             scores = handle.recipe.scores(weight).detach()
@@ -93,7 +90,7 @@ def test_flips_are_of_the_candidates_with_the_best_scores(
 # --- MaskLLM --------------------------------------------------------------------------------------
 
 
-def test_the_bonus_falls_to_0() -> None:
+def test_the_bonus_falls_to_0():
     """Without a loss the logits move by the bonus alone: reg * (1 - it / n), by autograd."""
     kappa, temperature, reg, total = 2.0, 1.5, 0.5, 4
     model, optimizer, handle = maskllm(
@@ -118,7 +115,7 @@ def test_the_bonus_falls_to_0() -> None:
             torch.testing.assert_close(handle.recipe.scores(weight).detach(), moved)
 
 
-def test_evaluation_is_by_the_likeliest_masks() -> None:
+def test_evaluation_is_by_the_likeliest_masks():
     model, optimizer, handle = maskllm(6, dense=0.5)
     for t in range(6):
         used = [p.detach().clone() for p in model.parameters()]
@@ -139,7 +136,7 @@ def test_evaluation_is_by_the_likeliest_masks() -> None:
     assert handle.phase == "sparse"
 
 
-def test_each_step_draws_its_own_noise() -> None:
+def test_each_step_draws_its_own_noise():
     """Where neither scores nor temperature move, the noise alone moves the blend of masks."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)

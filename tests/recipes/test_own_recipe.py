@@ -245,7 +245,7 @@ def test_it_is_what_a_scalar_loop_gives(module):
 def test_its_state_is_saved_with_the_model(module):
     """Six steps, or three, all that the page says to save, and three more: the same bits."""
 
-    def fresh() -> tuple[torch.nn.Linear, nmrun.Handle, torch.optim.Optimizer]:
+    def fresh():
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

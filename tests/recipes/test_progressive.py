@@ -3,12 +3,10 @@ wrongly.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from reference import LR, TOTAL, ByHand, Net, data, follow, top, train_step
-from torch import Tensor
 
 import nmrun
 from nmrun.errors import RunError
@@ -29,12 +27,12 @@ def factor(shape: str, tau: float | None, t: int) -> float:
 @pytest.mark.parametrize("tau", [None, 0.3])
 @pytest.mark.parametrize("shape", ["linear", "exponential"])
 @pytest.mark.parametrize("mode", ["scaled", "ste"])
-def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
-    def forward(t: int, i: int, w: Tensor) -> Tensor:
+def test_mask_decay(mode, shape, tau):
+    def forward(t, i, w):
         m = top(w, 2, 4)
         return w * (m + (1 - m) * factor(shape, tau, t))
 
-    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+    def edit(t, i, w, g):
         m = top(w, 2, 4)
         return g * (m + (1 - m) * factor(shape, tau, t)) if mode == "scaled" else g
 
@@ -43,22 +41,17 @@ def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "options", "shape"),
-    [
-        ("decay_mask", {}, "linear"),
-        ("mdgf_exponential", {"grad_mode": "ste"}, "exponential"),
-    ],
+    [("decay_mask", {}, "linear"), ("mdgf_exponential", {"grad_mode": "ste"}, "exponential")],
 )
-def test_the_decaying_mask_passes_the_gradient_on(
-    recipe: str, options: dict[str, Any], shape: str
-) -> None:
-    def forward(t: int, i: int, w: Tensor) -> Tensor:
+def test_the_decaying_mask_passes_the_gradient_on(recipe, options, shape):
+    def forward(t, i, w):
         m = top(w, 2, 4)
         return w * (m + (1 - m) * factor(shape, 0.25, t))
 
     follow(recipe, ByHand(Net().used, forward), tau=0.25, **options, **PHASES)
 
 
-def test_densify_keeps_n() -> None:
+def test_densify_keeps_n():
     """N:(M * 2^i), as the authors' code has it; the density rises to the target's."""
     assert [str(p) for p in geometric(Pattern(1, 8), 4, densify=True)] == [
         "1:64",
@@ -67,7 +60,7 @@ def test_densify_keeps_n() -> None:
         "1:8",
     ]
 
-    def forward(t: int, i: int, w: Tensor) -> Tensor:
+    def forward(t, i, w):
         frames = [(1, 8)] * 2 + [(1, 4)] * 2 + [(1, 2)]
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 2)))
 
@@ -83,28 +76,28 @@ FRAMES = {  # of steps 2 to 6, then 3 at the target
 
 
 @pytest.mark.parametrize(("recipe", "pattern"), FRAMES)
-def test_structure_decay(recipe: str, pattern: str) -> None:
+def test_structure_decay(recipe, pattern):
     frames = FRAMES[recipe, pattern]
     target = frames[-1]
 
-    def forward(t: int, i: int, w: Tensor) -> Tensor:
+    def forward(t, i, w):
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else target))
 
     options = {"frames": 3} if recipe == "sdgf_geometric" else {}
     follow(recipe, ByHand(Net().used, forward), pattern, **options, **PHASES)
 
 
-def test_decay_structure_is_stepwise() -> None:
+def test_decay_structure_is_stepwise():
     frames = FRAMES["sdgf_stepwise", "1:4"]
 
-    def forward(t: int, i: int, w: Tensor) -> Tensor:
+    def forward(t, i, w):
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 4)))
 
     follow("decay_structure", ByHand(Net().used, forward), "1:4", **PHASES)
 
 
-def test_paths_of_patterns() -> None:
-    def shown(path: list[Pattern]) -> list[str]:
+def test_paths_of_patterns():
+    def shown(path):
         return [str(p) for p in path]
 
     assert shown(stepwise(Pattern(1, 16))) == ["15:16", "8:16", "4:16", "2:16", "1:16"]
@@ -117,7 +110,7 @@ def test_paths_of_patterns() -> None:
             stepwise(Pattern(n, m))
 
 
-def test_phase_is_told() -> None:
+def test_phase_is_told():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(model, optimizer, "mdgf_linear", "2:4", 10, dense=0.2, final=0.3)
@@ -129,7 +122,7 @@ def test_phase_is_told() -> None:
     assert phases == ["dense"] * 2 + ["transition"] * 5 + ["sparse"] * 3
 
 
-def test_the_weight_a_run_would_leave_is_always_nm() -> None:
+def test_the_weight_a_run_would_leave_is_always_nm():
     for recipe in ("mdgf_linear", "sdgf_stepwise", "decay_mask", "decay_structure"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -168,7 +161,7 @@ def test_the_weight_a_run_would_leave_is_always_nm() -> None:
         ("decay_structure", "3:8", {}, "power of two"),
     ],
 )
-def test_refused(recipe: str, pattern: str, options: dict[str, Any], words: str) -> None:
+def test_refused(recipe, pattern, options, words):
     model = Net()
     before = model.state_dict()
     with pytest.raises(ValueError, match=words):
@@ -179,7 +172,7 @@ def test_refused(recipe: str, pattern: str, options: dict[str, Any], words: str)
 
 
 @pytest.mark.parametrize("recipe", ["mdgf_linear", "mdgf_exponential"])
-def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe: str) -> None:
+def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe):
     """A hundredth of ten steps is none of them, and the last one is still N:M."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)

@@ -30,7 +30,7 @@ def on_a_grid(z: Tensor, n: int, strength: float, points: int) -> float:
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (1, 2), (1, 3)])
 @pytest.mark.parametrize("strength", [0.05, 0.4, 2.0])
-def test_no_point_of_a_grid_is_lower(n: int, m: int, strength: float) -> None:
+def test_no_point_of_a_grid_is_lower(n, m, strength):
     torch.manual_seed(0)
     z = torch.randn(6, m, dtype=torch.float64)
     minimiser = proximal(z, Pattern(n, m), 1, strength)
@@ -39,7 +39,7 @@ def test_no_point_of_a_grid_is_lower(n: int, m: int, strength: float) -> None:
 
 
 @pytest.mark.parametrize(("n", "m", "strength"), [(2, 4, 0.1), (2, 6, 0.7)])
-def test_no_descent_from_anywhere_ends_lower(n: int, m: int, strength: float) -> None:
+def test_no_descent_from_anywhere_ends_lower(n, m, strength):
     """Gradient descent from 20 random points, within the orthant of z, where the minimum lies."""
     torch.manual_seed(1)
     z = torch.randn(20, m, dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_no_descent_from_anywhere_ends_lower(n: int, m: int, strength: float) ->
     assert (value <= objective(share * z, z, n, strength).amin(0) + 1e-9).all()
 
 
-def test_two_by_hand() -> None:
+def test_two_by_hand():
     """1:2 at strength l: both stay where l < min / max, at (z1 - l z2, z2 - l z1) / (1 - l^2)."""
     z = torch.tensor([[2.0, -1.0], [3.0, 1.0]], dtype=torch.float64)
     minimiser = proximal(z, Pattern(1, 2), 1, 0.4)
@@ -64,13 +64,13 @@ def test_two_by_hand() -> None:
     )
 
 
-def test_a_pattern_that_holds_stays() -> None:
+def test_a_pattern_that_holds_stays():
     w = torch.tensor([[3.0, 0, 0, -2], [0, 0, 1, 0]])
     assert torch.equal(proximal(w, Pattern(2, 4), 1, 5.0), w)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_along_any_dimension(dim: int) -> None:
+def test_along_any_dimension(dim):
     torch.manual_seed(3)
     w = torch.randn(8, 8, 3)
     minimiser = proximal(w, Pattern(2, 4), dim, 0.3)
@@ -79,7 +79,7 @@ def test_along_any_dimension(dim: int) -> None:
     torch.testing.assert_close(minimiser.movedim(dim, -1).reshape(-1, 4), expected)
 
 
-def test_a_group_does_not_depend_on_the_others() -> None:
+def test_a_group_does_not_depend_on_the_others():
     """Groups end at different sweeps; each ends where it would alone, to the bit."""
     torch.manual_seed(4)
     w = torch.randn(64, 8) * torch.logspace(-2, 1, 64)[:, None]

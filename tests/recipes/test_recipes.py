@@ -55,9 +55,7 @@ def start(
     ("accumulate", "clip", "wd"), [(1, None, 0.2), (3, None, 0.0), (3, 0.05, 0.2)]
 )
 @pytest.mark.parametrize(("setting", "update"), COMBINATIONS)
-def test_trajectory(
-    setting: str, update: str, accumulate: int, clip: float | None, wd: float
-) -> None:
+def test_trajectory(setting, update, accumulate, clip, wd):
     recipe, _, switch = SETTINGS[setting]
     moment = SETTINGS[setting][1].get("second_moment", "frozen")
     reference = Reference(recipe, update, Net().used, wd, switch, moment)
@@ -84,9 +82,7 @@ def test_trajectory(
     [(s, u, {}, None) for s, u in COMBINATIONS if u != "adamw"]
     + [(s, "adamw", {"fused": True}, 0.05) for s in SETTINGS],
 )
-def test_loss_scaling_and_a_skipped_step(
-    setting: str, update: str, options: dict[str, Any], clip: float | None
-) -> None:
+def test_loss_scaling_and_a_skipped_step(setting, update, options, clip):
     """A power of two as loss scale changes no bit, and the step that overflows leaves neither
     weights nor clock changed.
     """
@@ -123,7 +119,7 @@ def test_loss_scaling_and_a_skipped_step(
     assert handle.pop_events() == plain_handle.pop_events()
 
 
-def test_a_weight_without_gradient_is_passed_over() -> None:
+def test_a_weight_without_gradient_is_passed_over():
     for setting, update in COMBINATIONS:
         model, optimizer, handle = start(setting, update, 0.1)
         for _ in range(TOTAL):
@@ -133,7 +129,7 @@ def test_a_weight_without_gradient_is_passed_over() -> None:
             assert before is None or torch.equal(model[2].weight, before)
 
 
-def test_s_ste_scale_is_fitted_once_and_saved() -> None:
+def test_s_ste_scale_is_fitted_once_and_saved():
     model, optimizer, handle = start("s_ste", "adamw", 0.1)
     first = [(w.dense * soft(w.dense)).sum() / soft(w.dense).square().sum() for w in handle.sparse]
     for x, y in data(TOTAL)(0):
@@ -171,9 +167,7 @@ def same_sum(w: Tensor) -> Tensor:
         ({"interval": 2, "fit": "l1"}, same_sum, 2),
     ],
 )
-def test_s_ste_scales_of_the_ablations(
-    options: dict[str, Any], scale: Any, interval: int, fused: bool
-) -> None:
+def test_s_ste_scales_of_the_ablations(options, scale, interval, fused):
     """The forward weight is ``scale(w) * S(w)``, the scale of the last multiple of the interval."""
     model = Net(torch.float32)
     optimizer = nmrun.optim.AdamW(model.parameters(), LR, fused=fused)
@@ -194,7 +188,7 @@ def test_s_ste_scales_of_the_ablations(
         assert logged["s_ste/largest_scale"] == pytest.approx(float(max(expected)))
 
 
-def test_s_ste_with_another_threshold() -> None:
+def test_s_ste_with_another_threshold():
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters(), LR)
     handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, gamma=0.5)
@@ -210,7 +204,7 @@ def test_s_ste_with_another_threshold() -> None:
     handle.finalize()
 
 
-def test_s_ste_refuses_two_kinds_of_scales() -> None:
+def test_s_ste_refuses_two_kinds_of_scales():
     for options in ({"interval": 3}, {"fit": "l1"}):
         model = Net()
         with pytest.raises(ValueError, match="of a fitted scale, and beta is a fixed one"):
@@ -220,7 +214,7 @@ def test_s_ste_refuses_two_kinds_of_scales() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(set(nmrun.recipes.RECIPES) - {"custom"}))
-def test_dropout_draws_the_same_with_every_recipe(recipe: str) -> None:
+def test_dropout_draws_the_same_with_every_recipe(recipe):
     """Runs of one seed are compared in pairs, so what they draw is the same."""
     frames = {"frames": 2} if recipe == "sdgf_geometric" else {}
     model = Net(torch.float32)
@@ -237,7 +231,7 @@ def test_dropout_draws_the_same_with_every_recipe(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["dense", "nmrun.recipes.dense.Dense"])
-def test_dense_leaves_everything_alone(recipe: str) -> None:
+def test_dense_leaves_everything_alone(recipe):
     model, plain = Net(), Net()
     optimizer, plain_optimizer = (nmrun.optim.AdamW(m.parameters(), LR) for m in (model, plain))
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4")
@@ -274,7 +268,7 @@ def test_dense_leaves_everything_alone(recipe: str) -> None:
         (torch.optim.SGD, r"torch.optim.sgd.SGD cannot: use nmrun.optim.Adam or nmrun.optim.AdamW"),
     ],
 )
-def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> None:
+def test_step_names_the_optimizer_it_needs(optimizer, instead):
     model = Net()
     keys = list(model.state_dict())
     with one_line(ValueError, instead):
@@ -319,7 +313,7 @@ def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> Non
         ("step", {"total_steps": 9, "decay": -1.0}, "step: decay=-1.0 must be a number at least 0"),
     ],
 )
-def test_values_out_of_range(recipe: str, hyperparameters: dict[str, Any], message: str) -> None:
+def test_values_out_of_range(recipe, hyperparameters, message):
     model = Net()
     with pytest.raises(ValueError, match=message):
         nmrun.sparsify(
@@ -327,7 +321,7 @@ def test_values_out_of_range(recipe: str, hyperparameters: dict[str, Any], messa
         )
 
 
-def test_step_wants_one_beta2_and_eps_for_what_it_pools() -> None:
+def test_step_wants_one_beta2_and_eps_for_what_it_pools():
     model = Net()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "eps": 1e-6}]
     with pytest.raises(ValueError, match="must share beta2 and eps"):

@@ -32,7 +32,7 @@ class DoublePruned(torch.autograd.Function):
         return gradient @ again, gradient.T @ x * mask, None
 
 
-def test_slope_prunes_twice() -> None:
+def test_slope_prunes_twice():
     """The algorithm: a mask from the initial weights, masked gradients, double-pruned input gradients."""
     model = Net()
     weights = [w.clone() for w in model.used]
@@ -54,7 +54,7 @@ def test_slope_prunes_twice() -> None:
     torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
 
 
-def test_slope_draws_random_masks_for_each_seed() -> None:
+def test_slope_draws_random_masks_for_each_seed():
     masks = []
     for seed in (0, 1, 1):
         torch.manual_seed(seed)
@@ -72,14 +72,14 @@ def test_slope_draws_random_masks_for_each_seed() -> None:
     assert not torch.equal(masks[1][0], largest)
 
 
-def test_slope_says_where_the_input_gradient_is_exact() -> None:
+def test_slope_says_where_the_input_gradient_is_exact():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
     assert handle.pop_events() == ["SLoPe leaves the input gradient exact at 1.weight"]
     assert len(handle.sparse) == 2
 
 
-def test_slope_prunes_twice_by_itself() -> None:
+def test_slope_prunes_twice_by_itself():
     model = Net()
     with pytest.raises(ValueError, match="slope makes the input gradient N:M by itself"):
         nmrun.sparsify(
@@ -140,7 +140,7 @@ class AdaptiveSparseTrainer:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, nmrun.optim.AdamW])
 @pytest.mark.parametrize(("rise", "interval"), [(0.5, 3), (0.0, 1)])
-def test_ast_is_the_authors_adamw(kind: Any, rise: float, interval: int) -> None:
+def test_ast_is_the_authors_adamw(kind, rise, interval):
     model = Net()
     hand = AdaptiveSparseTrainer(
         model.used, 0.3, round(rise * TOTAL), interval, 0.2, kind is not torch.optim.Adam
@@ -160,7 +160,7 @@ def test_ast_is_the_authors_adamw(kind: Any, rise: float, interval: int) -> None
     torch.testing.assert_close(model.used, hand.used, rtol=1e-8, atol=1e-10)
 
 
-def test_ast_decays_pruned_weights_without_momentum() -> None:
+def test_ast_decays_pruned_weights_without_momentum():
     """Where the gradients are 0 the first moments stay 0, and pruned weights alone move."""
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.0)
@@ -187,7 +187,7 @@ def test_ast_decays_pruned_weights_without_momentum() -> None:
     ],
 )
 @pytest.mark.parametrize("recipe", ["ast", "cast"])
-def test_ast_and_cast_name_the_optimizer_they_need(recipe: str, make: Any) -> None:
+def test_ast_and_cast_name_the_optimizer_they_need(recipe, make):
     model = Net()
     before = model.used
     with pytest.raises(ValueError, match=f"^{recipe} .* takes Adam or AdamW, without amsgrad"):
@@ -204,7 +204,7 @@ def scaled(w: Tensor, scales: Tensor) -> Tensor:
     return (w.reshape(rows, parts, -1) * scales[:, :, None]).reshape(w.shape)
 
 
-def test_cast_is_its_algorithm() -> None:
+def test_cast_is_its_algorithm():
     """Algorithm 1 for the two sparse weights, whose forward weights are scaled (equation 12), and
     plain Adam for biases and scales; in the end pruned, and the scales are merged."""
     model, lam, interval = Net(), 0.02, 3
@@ -260,7 +260,7 @@ def test_cast_is_its_algorithm() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_casts_scales_of_convolutions(parts: int) -> None:
+def test_casts_scales_of_convolutions(parts):
     """One for each output and each span of whole groups of its inputs; of 5 groups in 3 spans the
     sizes are 2, 2, 1. Their gradients are those of autograd."""
     torch.manual_seed(0)
@@ -284,7 +284,7 @@ def test_casts_scales_of_convolutions(parts: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_casts_scales_of_a_short_last_group(parts: int) -> None:
+def test_casts_scales_of_a_short_last_group(parts):
     """Ten inputs are three groups of four; one step, then all is pruned and scaled by hand."""
     torch.manual_seed(0)
     model = nn.Linear(10, 4).double()
@@ -309,7 +309,7 @@ def test_casts_scales_of_a_short_last_group(parts: int) -> None:
 # --- ProxSparse -----------------------------------------------------------------------------------
 
 
-def test_proxsparse_learns_masks_and_gives_the_weights_back() -> None:
+def test_proxsparse_learns_masks_and_gives_the_weights_back():
     """Half the steps plain, half with proximal steps on the two weights alone; in the end the old
     values under the masks of the moved ones."""
     model, half, lr = Net(), TOTAL // 2, 1.0
@@ -346,7 +346,7 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back() -> None:
     nmrun.sparsity.check_nm(model, "2:4")
 
 
-def test_proxsparse_refuses_large_groups() -> None:
+def test_proxsparse_refuses_large_groups():
     model = nn.Sequential(nn.Linear(32, 8))
     with pytest.raises(ValueError, match="proximal steps are for groups of 8 at most"):
         nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "proxsparse", "2:16", 10)
@@ -378,7 +378,7 @@ def first_adapters(weight: SparseWeight, *shape: int) -> list[Tensor]:
     return [up.requires_grad_(), down.requires_grad_()]
 
 
-def test_sqft_draws_adapters_for_each_seed() -> None:
+def test_sqft_draws_adapters_for_each_seed():
     drawn = []
     for seed in (0, 1, 1):
         torch.manual_seed(seed)
@@ -397,7 +397,7 @@ def test_sqft_draws_adapters_for_each_seed() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("ratio", ["2:4", "4:2:8"])
-def test_sqft_trains_masked_adapters(turned: bool, ratio: str) -> None:
+def test_sqft_trains_masked_adapters(turned, ratio):
     """Against autograd through base + mask * alpha / rank * B A, with torch's Adam."""
     model, rank, alpha = Net(), 3, 6.0
     used = model.used
@@ -432,7 +432,7 @@ def test_sqft_trains_masked_adapters(turned: bool, ratio: str) -> None:
     handle.finalize()
 
 
-def test_sqft_goes_on_from_weights_that_were_written_in_between() -> None:
+def test_sqft_goes_on_from_weights_that_were_written_in_between():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
     handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0)
@@ -464,7 +464,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_sqft_multiplies_its_adapters_once_a_step() -> None:
+def test_sqft_multiplies_its_adapters_once_a_step():
     """With the two gradients of the adapters that is three products for each weight."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -485,7 +485,7 @@ def test_sqft_multiplies_its_adapters_once_a_step() -> None:
     torch.testing.assert_close(model[0].weight.detach(), doubled, rtol=1e-6, atol=1e-9)
 
 
-def test_sqft_of_convolutions() -> None:
+def test_sqft_of_convolutions():
     """The adapters of a kernel are a convolution with `rank` outputs and one of 1 x 1, as in LoRA."""
     torch.manual_seed(0)
     model = nn.Conv2d(8, 4, 3).double()

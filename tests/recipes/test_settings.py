@@ -28,12 +28,12 @@ PAPERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_defaults_are_those_of_the_papers(name: str) -> None:
+def test_defaults_are_those_of_the_papers(name):
     recipe = recipes.build(name, {})
     assert {key: getattr(recipe, key) for key in PAPERS[name]} == PAPERS[name]
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_a_recipe_shows_its_hyperparameters_alone(name: str) -> None:
+def test_a_recipe_shows_its_hyperparameters_alone(name):
     text = repr(recipes.build(name, {}))
     assert re.findall(r"(\w+)=", text) == list(checks(recipes.find(name)))

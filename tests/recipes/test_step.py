@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,21 +63,14 @@ def test_the_learning_rate_is_the_user_s_again_after_a_step_that_failed():
 
 DEFAULT = ("track=local", "trainer.threads=1")
 # its first layer has inputs that are always 0
-OVER_PIXELS = (
-    *DEFAULT,
-    "model=mlp",
-    "model.exclude=[head]",
-    "trainer.epochs=30",
-)
+OVER_PIXELS = (*DEFAULT, "model=mlp", "model.exclude=[head]", "trainer.epochs=30")
 
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("overrides", [DEFAULT, OVER_PIXELS], ids=["default", "mlp"])
 @pytest.mark.parametrize("ratio", ["2:4", "1:16"])
-def test_no_seed_diverges(
-    ratio: str, overrides: tuple[str, ...], seed: int, tmp_path: Path
-) -> None:
+def test_no_seed_diverges(ratio, overrides, seed, tmp_path):
     composition.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         words = [

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Measured, str, dict[str, Any]]] = {
     ("curve", "beta2", "dead"),
     [(curve, *((0.9, 0), (0.95, 20))[i % 2]) for i, curve in enumerate(CURVES)],
 )
-def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float, dead: int) -> None:
+def test_switch_step_is_the_oracles(curve, case, beta2, dead):
     """``dead`` coordinates never have a gradient."""
     measured, rule, options = CASES[case]
     grads = gradients(CURVES[curve], dead)
@@ -109,7 +109,7 @@ def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float, dead: i
     assert ("t > t_min = 20" in event) == (settled and step == 21)  # the bound has decided
 
 
-def test_every_rule_decides_between_its_bounds_somewhere() -> None:
+def test_every_rule_decides_between_its_bounds_somewhere():
     """And is clipped elsewhere, so that the comparison above sees both."""
     for measured, _, _ in CASES.values():
         steps = {
@@ -126,7 +126,7 @@ def test_every_rule_decides_between_its_bounds_somewhere() -> None:
 
 
 @pytest.mark.parametrize("case", ["relative", "both", "ratio", "gradient"])
-def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case: str) -> None:
+def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case):
     _, rule, options = CASES[case]
     curve = CURVES["grows, then stays"]
     steps = {
@@ -142,7 +142,7 @@ def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stop", [5, 33])
-def test_resume_at_any_moment(case: str, stop: int) -> None:
+def test_resume_at_any_moment(case, stop):
     measured, rule, options = CASES[case]
     grads = gradients(CURVES["jumps late"])
     expected, _ = oracle(measured(grads, 0.95))
@@ -159,7 +159,7 @@ def test_resume_at_any_moment(case: str, stop: int) -> None:
 
 @pytest.mark.parametrize("resumed", [0, 33, -1])
 @pytest.mark.parametrize("case", CASES)
-def test_where_no_step_waits_a_rule_fires_one_step_later(case: str, resumed: int) -> None:
+def test_where_no_step_waits_a_rule_fires_one_step_later(case, resumed):
     """As on a GPU, also when the run was resumed on the way, be it just before (-1). Where t_min
     decides, the measure was known before.
     """
@@ -191,7 +191,7 @@ def test_where_no_step_waits_a_rule_fires_one_step_later(case: str, resumed: int
         ("relative", "step/variance_change_relative"),
     ],
 )
-def test_what_is_measured_is_logged(case: str, key: str) -> None:
+def test_what_is_measured_is_logged(case, key):
     measured, rule, options = CASES[case]
     grads = gradients(CURVES["grows"])
     expected = [measure for measure, _ in measured(grads, 0.9)]
@@ -204,13 +204,11 @@ def test_what_is_measured_is_logged(case: str, key: str) -> None:
 
 @pytest.mark.parametrize("options", [{"window": "partial"}, {"threshold": 0.1}])
 @pytest.mark.parametrize("rule", ["variance_ratio", "gradient_norm", 0.25])
-def test_options_of_autoswitch_are_of_no_other_rule(
-    rule: str | float, options: dict[str, Any]
-) -> None:
+def test_options_of_autoswitch_are_of_no_other_rule(rule, options):
     with pytest.raises(ValueError, match="are of switch=auto and auto_geometric"):
         begin(rule, **options)
 
 
-def test_an_unknown_rule_is_one_line() -> None:
+def test_an_unknown_rule_is_one_line():
     with pytest.raises(ConfigError, match="did you mean variance_ratio"):
         begin("variance_ration")

@@ -55,7 +55,7 @@ def weights(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("v", "n", "m"), [(2, 2, 8), (4, 1, 6), (8, 4, 16), (16, 3, 5), (4, 2, 12)]
 )
-def test_the_mask_by_trying_all_choices(v: int, n: int, m: int, dtype: torch.dtype) -> None:
+def test_the_mask_by_trying_all_choices(v, n, m, dtype):
     text, w = f"{v}:{n}:{m}", weights(16, 3 * m).to(dtype)
     expected = by_hand(w, v, n, m)
     assert torch.equal(nm_mask(w, text), expected)
@@ -67,7 +67,7 @@ def test_the_mask_by_trying_all_choices(v: int, n: int, m: int, dtype: torch.dty
     check_nm(hard_threshold(w, text), f"{n}:{m}")
 
 
-def test_at_every_kernel_position_and_in_a_short_last_group() -> None:
+def test_at_every_kernel_position_and_in_a_short_last_group():
     w = weights(8, 16, 3, 2)
     mask = nm_mask(w, "4:2:8")
     for y, x in itertools.product(range(3), range(2)):
@@ -78,13 +78,13 @@ def test_at_every_kernel_position_and_in_a_short_last_group() -> None:
         assert torch.equal(mask, by_hand(w, 4, 2, 8))
 
 
-def test_what_is_not_a_number_is_kept() -> None:
+def test_what_is_not_a_number_is_kept():
     w = weights(4, 8)
     w[1, 3] = torch.nan
     assert nm_mask(w, "4:2:8")[1, 3]
 
 
-def test_a_check_looks_at_blocks() -> None:
+def test_a_check_looks_at_blocks():
     w = torch.zeros(4, 8)
     w[0, :2] = w[1, 2:4] = 1.0
     check_nm(w, "4:2:8")
@@ -117,7 +117,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def test_layers_that_cannot_hold_it_are_named() -> None:
+def test_layers_that_cannot_hold_it_are_named():
     model = Net()
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8")
     assert [w.name for w in handle.sparse] == ["0.weight"]
@@ -135,12 +135,10 @@ def test_layers_that_cannot_hold_it_are_named() -> None:
 @pytest.mark.parametrize(
     ("recipe", "fused"), [("sr_ste", True), ("asp", False), ("step", True), ("sqft", False)]
 )
-def test_a_training_resumes_with_the_same_bits(
-    recipe: str, fused: bool, kernels_for_small_weights: None
-) -> None:
+def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_weights):
     """With kernels for small weights, none of which may be taken."""
 
-    def start() -> Any:
+    def start():
         model = Net()
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
         options: dict[str, Any] = {"overrides": {"2": "3:2:8", "4": "2:6"}}
@@ -179,7 +177,7 @@ def test_a_training_resumes_with_the_same_bits(
         ("ste", {"mvue": "4:2:8"}, "mvue=4:2:8: it takes an N:M pattern"),
     ],
 )  # fmt: skip
-def test_who_refuses_it(recipe: str, options: dict[str, Any], message: str) -> None:
+def test_who_refuses_it(recipe, options, message):
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters())
     with one_line(ValueError, message):
@@ -187,7 +185,7 @@ def test_who_refuses_it(recipe: str, options: dict[str, Any], message: str) -> N
     assert not optimizer.state
 
 
-def test_packed_by_rows() -> None:
+def test_packed_by_rows():
     """What it is stored as is that of N:M."""
     w = hard_threshold(weights(8, 16), "4:2:8")
     values, places = pack(w, Pattern.parse("4:2:8"), 1)
@@ -233,7 +231,7 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
+def test_a_run(nmrun_cli, tmp_path):
     words = (
         "recipe=sr_ste",
         "model=mlp",

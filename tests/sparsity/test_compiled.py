@@ -77,11 +77,11 @@ def same(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_graph_serves_all_phases(recipe: str) -> None:
+def test_one_graph_serves_all_phases(recipe):
     """The same bits, compiled once: a change of phase changes values alone."""
     compiles: list[int] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def backend(graph, inputs):
         compiles.append(1)
         return graph.forward
 
@@ -100,7 +100,7 @@ def test_one_graph_serves_all_phases(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_backward_graph(recipe: str) -> None:
+def test_compiled_backward_graph(recipe):
     training, expected = start(recipe), start(recipe)
     compiled = torch.compile(training[0], backend="aot_eager", fullgraph=True)
     for at in range(TOTAL):
@@ -120,7 +120,7 @@ def test_compiled_backward_graph(recipe: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
-def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
+def test_compiled_optimizer_step(optimizer, recipe):
     training, expected = start(recipe, optimizer), start(recipe, optimizer)
     step = torch.compile(training[1].step, backend="aot_eager")
     for at in range(TOTAL):
@@ -137,11 +137,11 @@ def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
     ("optimizer", "recipe"),
     [case if case in ONCE else pytest.param(*case, marks=pytest.mark.minutes) for case in BY_STEP],
 )
-def test_compiled_training_step(optimizer: str, recipe: str) -> None:
+def test_compiled_training_step(optimizer, recipe):
     training, expected = start(recipe, optimizer), start(recipe, optimizer)
 
     @torch.compile(backend="aot_eager")
-    def whole(x: Tensor) -> Tensor:
+    def whole(x):
         loss = training[0](x).square().mean()
         loss.backward()
         training[1].step()
@@ -160,7 +160,7 @@ def test_compiled_training_step(optimizer: str, recipe: str) -> None:
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_by_inductor(optimizer: str) -> None:
+def test_by_inductor(optimizer):
     """Code for this machine: model, step, and both at once."""
     expected = start("sr_ste", optimizer)
     for at in range(TOTAL):

@@ -68,7 +68,7 @@ def train(
 @pytest.mark.parametrize(
     ("recipe", "pattern"), [(name, ("2:4", "1:4")[i % 2]) for i, name in enumerate(SPARSE)]
 )
-def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
+def test_ends_exactly_nm(recipe, pattern):
     model, optimizer, handle = start(recipe, pattern)
     keys = list(Net().state_dict())
     train(model, optimizer, model)
@@ -86,7 +86,7 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", BEYOND_RULES)
-def test_compiled_equals_eager(recipe: str) -> None:
+def test_compiled_equals_eager(recipe):
     eager, compiled = start(recipe), start(recipe)
     forward = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
     expected = train(eager[0], eager[1], eager[0])
@@ -99,9 +99,7 @@ FULL = {"ste", "sr_ste", "step", "s_ste", "decay_mask", "sdgf_stepwise", "sdgf_g
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
-def test_where_gradients_are_said_to_be_masked_those_of_pruned_weights_count_for_nothing(
-    recipe: str,
-) -> None:
+def test_where_gradients_are_said_to_be_masked_those_of_pruned_weights_count_for_nothing(recipe):
     """Products that compute the others alone are then right."""
     ends, claims = [], []
     for noise in (0.0, 1.0):
@@ -142,7 +140,7 @@ PER_WEIGHT = {
 
 
 @pytest.mark.parametrize("recipe", [n for n in RECIPES if n not in ("bi_mask", "slope")])
-def test_memory(recipe: str) -> None:
+def test_memory(recipe):
     """All that is kept for the weights lies in the optimizer's state, and it is no more than said."""
     model, optimizer, handle = start(recipe)
     train(model, optimizer, model)

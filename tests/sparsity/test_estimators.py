@@ -40,7 +40,7 @@ def best_by_search(block: Tensor, n: int) -> float:
 @pytest.mark.parametrize(
     ("n", "m", "count"), [(1, 2, 2), (1, 3, 6), (1, 4, 24), (2, 4, 90), (3, 4, 24), (4, 4, 1)]
 )
-def test_number_of_block_patterns(n: int, m: int, count: int) -> None:
+def test_number_of_block_patterns(n, m, count):
     blocks = block_patterns(n, m)
     assert blocks.shape == (count, m, m)
     assert len({tuple(b.flatten().tolist()) for b in blocks}) == count
@@ -52,7 +52,7 @@ def test_number_of_block_patterns(n: int, m: int, count: int) -> None:
     ("n", "m"), [(1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (2, 5), (3, 6), (2, 8)]
 )
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
-def test_transposable_mask_is_optimal_in_every_block(n: int, m: int, size: float) -> None:
+def test_transposable_mask_is_optimal_in_every_block(n, m, size):
     torch.manual_seed(0)
     count = 20 if m <= 4 else 2
     weight = torch.randn(count * m, m) * size
@@ -67,7 +67,7 @@ def test_transposable_mask_is_optimal_in_every_block(n: int, m: int, size: float
 
 
 @pytest.mark.parametrize("m", [4, 8, 16])
-def test_one_of_m_is_the_assignment_problem(m: int) -> None:
+def test_one_of_m_is_the_assignment_problem(m):
     torch.manual_seed(0)
     weight = torch.randn(m, m)
     rows, columns = linear_sum_assignment(weight.abs().numpy(), maximize=True)
@@ -76,7 +76,7 @@ def test_one_of_m_is_the_assignment_problem(m: int) -> None:
     assert torch.equal(transposable_mask(weight, f"1:{m}"), expected)
 
 
-def test_blocks_are_where_they_should_be() -> None:
+def test_blocks_are_where_they_should_be():
     torch.manual_seed(0)
     weight = torch.randn(8, 12)
     mask = transposable_mask(weight, "2:4")
@@ -123,7 +123,7 @@ def groups(m: int) -> Tensor:
 @pytest.mark.parametrize(
     ("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (3, 16)]
 )
-def test_inclusion_probabilities_fill_up_to_n(n: int, m: int) -> None:
+def test_inclusion_probabilities_fill_up_to_n(n, m):
     x = groups(m)
     expected = torch.tensor([water_filling(g, n) for g in x.tolist()], dtype=torch.float64)
     torch.testing.assert_close(
@@ -132,9 +132,7 @@ def test_inclusion_probabilities_fill_up_to_n(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 16)])
-def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(
-    n: int, m: int
-) -> None:
+def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(n, m):
     draws = 4000
     x = groups(m).double()
     estimates = mvue(
@@ -153,7 +151,7 @@ def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(
     assert math.isclose(total, expected, rel_tol=0.15, abs_tol=1e-9)
 
 
-def test_two_of_four_by_hand() -> None:
+def test_two_of_four_by_hand():
     """A dominant entry is kept as it is; otherwise all kept values have the same magnitude, half
     the sum.
     """
@@ -167,7 +165,7 @@ def test_two_of_four_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_form_and_reproducibility(dtype: torch.dtype, dim: int) -> None:
+def test_form_and_reproducibility(dtype, dim):
     torch.manual_seed(0)
     x = torch.randn(8, 8, 8).to(dtype)
     first, second = (mvue(x, "2:4", dim, torch.Generator().manual_seed(3)) for _ in range(2))
@@ -184,14 +182,14 @@ def test_form_and_reproducibility(dtype: torch.dtype, dim: int) -> None:
     assert not torch.equal(mvue(x, "2:4", dim), one)
 
 
-def test_no_gradient_goes_through_an_estimate() -> None:
+def test_no_gradient_goes_through_an_estimate():
     x = torch.randn(4, 8, requires_grad=True)
     assert not mvue(x, "2:4", 1).requires_grad
     assert not inclusion_probabilities(x, "2:4", 1).requires_grad
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_shows(bad: float) -> None:
+def test_what_is_not_finite_shows(bad):
     x = torch.ones(2, 8)
     x[0, 5] = bad
     estimate = mvue(x, "2:4", 1)
@@ -200,7 +198,7 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     assert estimate[1].isfinite().all()
 
 
-def test_on_a_device_it_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_it_is_one_operator(monkeypatch):
     """Which Triton's kernel may stand behind; where it does not apply it is the reference, with the
     device's own generator.
     """

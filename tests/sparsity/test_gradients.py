@@ -37,7 +37,7 @@ def weights(count: int, device: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
-def test_launches_do_not_grow_with_the_weights(count: int) -> None:
+def test_launches_do_not_grow_with_the_weights(count):
     """On the meta device, a GPU's stand-in."""
     parameters = weights(count, "meta")
     with Operations() as mode:
@@ -57,7 +57,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         [Rule(pruned_gradient_factor=factor) for factor in (0.0, 1.0, 0.5, 0.0)],
     ],
 )
-def test_the_same_bits_as_one_by_one(device: str, rules: list[Rule]) -> None:
+def test_the_same_bits_as_one_by_one(device, rules):
     together, apart = weights(4, device), weights(4, device)
     edit_gradients(together, rules)
     for one, rule in zip(apart, rules, strict=True):

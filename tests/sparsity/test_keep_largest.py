@@ -28,9 +28,7 @@ def best_of_each_group(tokens: Tensor, pattern: Pattern) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 24), (0, 8)])
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:8", "1:2", "4:4"])
-def test_each_token_keeps_the_most_energy_that_the_pattern_allows(
-    shape: tuple[int, ...], pattern: str
-) -> None:
+def test_each_token_keeps_the_most_energy_that_the_pattern_allows(shape, pattern):
     torch.manual_seed(0)
     activations, parsed = torch.randn(shape, dtype=torch.float64), Pattern.parse(pattern)
     expected = best_of_each_group(activations.reshape(-1, shape[-1]), parsed).reshape(shape)
@@ -38,7 +36,7 @@ def test_each_token_keeps_the_most_energy_that_the_pattern_allows(
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 6])
-def test_blocks_of_tokens_share_four_features(tokens: int) -> None:
+def test_blocks_of_tokens_share_four_features(tokens):
     """4:2:8, the last block short: the four columns with the largest sums, then two a token."""
     torch.manual_seed(1)
     activations = torch.randn(tokens, 16)
@@ -56,19 +54,19 @@ def test_blocks_of_tokens_share_four_features(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", [Pattern(2, 4), Pattern(1, 8, v=2)])
-def test_the_gradient_is_that_of_the_function(pattern: Pattern) -> None:
+def test_the_gradient_is_that_of_the_function(pattern):
     """Finite differences, at points where no magnitude is near another."""
     torch.manual_seed(2)
     x = torch.randperm(96).view(6, 16).double().div(10).sub(2.05).requires_grad_()
     weight = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
 
-    def layer(x: Tensor, weight: Tensor) -> Tensor:
+    def layer(x, weight):
         return functional.linear(keep_largest(SquaredReLU()(x), pattern), weight)
 
     assert torch.autograd.gradcheck(layer, (x, weight), eps=1e-4, atol=1e-3)
 
 
-def test_the_closed_form() -> None:
+def test_the_closed_form():
     """dA = m (dY W), of the squared ReLU 2 relu(X) m (dY W); dW = dY^T (m A)."""
     torch.manual_seed(3)
     x = torch.randn(7, 12, requires_grad=True)
@@ -80,7 +78,7 @@ def test_the_closed_form() -> None:
     torch.testing.assert_close(weight.grad, out.T @ (mask * a))
 
 
-def test_a_nan_shows() -> None:
+def test_a_nan_shows():
     activations = torch.tensor([[1.0, float("nan"), 3.0, 2.0]])
     result = keep_largest(activations, Pattern(1, 4))
     assert result[0, 1].isnan()
@@ -88,7 +86,7 @@ def test_a_nan_shows() -> None:
     assert result[0, 0] == 0
 
 
-def test_bfloat16_and_other_strides() -> None:
+def test_bfloat16_and_other_strides():
     torch.manual_seed(4)
     activations = torch.randn(8, 6, 3).bfloat16().permute(2, 1, 0)
     result = keep_largest(activations, Pattern(2, 4))
@@ -97,6 +95,6 @@ def test_bfloat16_and_other_strides() -> None:
     assert torch.equal(result.float(), expected.view(3, 6, 8))
 
 
-def test_features_that_m_does_not_divide() -> None:
+def test_features_that_m_does_not_divide():
     with pytest.raises(ValueError, match="2:4 needs dimension 1 to be a multiple of 4; it is 6"):
         keep_largest(torch.ones(2, 6), Pattern(2, 4))

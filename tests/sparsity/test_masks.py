@@ -45,7 +45,7 @@ def hard_groups(m: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "m"), ALL_RATIOS)
-def test_mask_is_the_best_subset(n: int, m: int, dtype: torch.dtype) -> None:
+def test_mask_is_the_best_subset(n, m, dtype):
     groups = hard_groups(m, dtype)
     expected = torch.tensor([brute_force(group, n) for group in groups.tolist()])
     assert torch.equal(nm_mask(groups, f"{n}:{m}"), expected)
@@ -62,9 +62,7 @@ def test_mask_is_the_best_subset(n: int, m: int, dtype: torch.dtype) -> None:
     "kernel", [(), (3,), (3, 2), (2, 1, 2)], ids=["linear", "conv1d", "conv2d", "conv3d"]
 )
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 8), (5, 6)])
-def test_groups_run_along_input_channels_at_one_kernel_position(
-    n: int, m: int, kernel: tuple[int, ...]
-) -> None:
+def test_groups_run_along_input_channels_at_one_kernel_position(n, m, kernel):
     torch.manual_seed(0)
     weight = torch.randn(3, 2 * m, *kernel)
     mask = nm_mask(weight, f"{n}:{m}")
@@ -81,7 +79,7 @@ def test_groups_run_along_input_channels_at_one_kernel_position(
 @pytest.mark.parametrize(
     "strided", [lambda w: w.T.contiguous().T, lambda w: w.repeat_interleave(2, 1)[:, ::2]]
 )
-def test_memory_layout_does_not_matter(strided) -> None:
+def test_memory_layout_does_not_matter(strided):
     weight = torch.randn(6, 16)
     view = strided(weight)
     assert not view.is_contiguous()
@@ -90,7 +88,7 @@ def test_memory_layout_does_not_matter(strided) -> None:
 
 
 @pytest.mark.parametrize(("n", "indices"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4])])
-def test_nan_is_kept_on_top_of_the_n(n: int, indices: list[int]) -> None:
+def test_nan_is_kept_on_top_of_the_n(n, indices):
     weight = torch.tensor([[math.nan, 1.0, -2.0, 3.0, -4.0, math.nan]])
     assert nm_mask(weight, f"{n}:6").nonzero()[:, 1].tolist() == [0, *indices, 5]
     projected = hard_threshold(weight, f"{n}:6")
@@ -99,12 +97,12 @@ def test_nan_is_kept_on_top_of_the_n(n: int, indices: list[int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6,), ()])
-def test_sizes_that_are_no_multiple_of_m(shape: tuple[int, ...]) -> None:
+def test_sizes_that_are_no_multiple_of_m(shape):
     with pytest.raises(ValueError, match=r"2:4 needs dimension \d to be a multiple of 4; it is"):
         nm_mask(torch.ones(shape), "2:4", dim=len(shape) - 1)
 
 
-def test_masks_take_no_part_in_autograd() -> None:
+def test_masks_take_no_part_in_autograd():
     weight = torch.randn(4, 8, requires_grad=True)
     for function in (nm_mask, hard_threshold, soft_threshold, soft_threshold_scale):
         assert not function(weight, "2:4").requires_grad
@@ -113,14 +111,14 @@ def test_masks_take_no_part_in_autograd() -> None:
 # --- S-STE ----------------------------------------------------------------------------------------
 
 
-def test_gamma_is_the_way_from_one_magnitude_to_the_next() -> None:
+def test_gamma_is_the_way_from_one_magnitude_to_the_next():
     weight = torch.tensor([[0.5, -4.0, 1.0, 2.0]], dtype=torch.float64)  # t from 1 to 2 at 2:4
     for gamma, values in ((0.0, [-3.0, 1.0]), (0.25, [-2.75, 0.75]), (0.9, [-2.1, 0.1])):
         expected = torch.tensor([[0.0, values[0], 0.0, values[1]]], dtype=torch.float64)
         torch.testing.assert_close(soft_threshold(weight, "2:4", gamma=gamma), expected)
 
 
-def test_a_scale_that_keeps_the_sum_of_magnitudes() -> None:
+def test_a_scale_that_keeps_the_sum_of_magnitudes():
     weight = torch.tensor([[0.5, -4.0, 1.0, 2.0]], dtype=torch.float64)
     assert soft_threshold_scale(weight, "2:4", fit="l1") == pytest.approx(7.5 / 4.0)
     assert soft_threshold_scale(weight, "2:4") == pytest.approx((4 * 3 + 2 * 1) / (9 + 1))
@@ -135,7 +133,7 @@ def soft_by_definition(group: list[float], n: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("n", "m"), ALL_RATIOS)
-def test_soft_threshold_is_its_definition(n: int, m: int) -> None:
+def test_soft_threshold_is_its_definition(n, m):
     groups = hard_groups(m, torch.float64)
     projected = soft_threshold(groups, f"{n}:{m}")
     assert torch.equal(
@@ -148,7 +146,7 @@ def test_soft_threshold_is_its_definition(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (1, 4), (4, 8), (2, 8)])
-def test_soft_threshold_is_continuous_and_homogeneous(n: int, m: int) -> None:
+def test_soft_threshold_is_continuous_and_homogeneous(n, m):
     torch.manual_seed(0)
     weight = torch.randn(200, m, dtype=torch.float64)
     weight[::2, 1] = -weight[::2, 0]  # on a tie, where the hard threshold jumps
@@ -166,7 +164,7 @@ def test_soft_threshold_is_continuous_and_homogeneous(n: int, m: int) -> None:
 
 @pytest.mark.parametrize(("shape", "dim"), [((8, 16), 1), ((16, 8), 0), ((4, 8, 3, 3), 1)])
 @pytest.mark.parametrize("ratio", ["2:4", "1:8"])
-def test_scale_is_the_least_squares_fit(shape: tuple[int, ...], dim: int, ratio: str) -> None:
+def test_scale_is_the_least_squares_fit(shape, dim, ratio):
     torch.manual_seed(0)
     weight = torch.randn(shape)
     shrunk = soft_threshold(weight, ratio, dim).double().numpy().reshape(-1, 1)
@@ -187,7 +185,7 @@ def test_scale_is_the_least_squares_fit(shape: tuple[int, ...], dim: int, ratio:
         ("1:16", 3.124, 8.520),
     ],
 )
-def test_scale_at_initialisation(ratio: str, normal: float, uniform: float) -> None:
+def test_scale_at_initialisation(ratio, normal, uniform):
     """The known values for Gaussian and uniform weights; in closed form the uniform 1:2 has 3/2 and
     1:4 has 5/2.
     """
@@ -200,5 +198,5 @@ def test_scale_at_initialisation(ratio: str, normal: float, uniform: float) -> N
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(2, 8), torch.ones(2, 8)], ids=["zeros", "all tied"])
-def test_scale_of_nothing_is_one(weight: Tensor) -> None:
+def test_scale_of_nothing_is_one(weight):
     assert soft_threshold_scale(weight, "2:4") == 1.0

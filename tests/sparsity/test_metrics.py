@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmrun
@@ -57,7 +57,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_flips_and_divergence_of_hand_made_masks(recipe: str) -> None:
+def test_flips_and_divergence_of_hand_made_masks(recipe):
     _, optimizer, handle = start(recipe, **RECIPES[recipe])
     there = move(handle, optimizer, SECOND)
     assert (
@@ -82,7 +82,7 @@ def test_flips_and_divergence_of_hand_made_masks(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_energy_and_norm_in_closed_form(recipe: str) -> None:
+def test_energy_and_norm_in_closed_form(recipe):
     _, optimizer, handle = start(recipe, **RECIPES[recipe])
     logged = move(handle, optimizer, SECOND)
     assert logged["sparsity/kept_energy"] == pytest.approx((16 + 9 + 9 + 16) / 60)
@@ -93,9 +93,7 @@ def test_energy_and_norm_in_closed_form(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_energies_are_summed_over_all_pieces(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_energies_are_summed_over_all_pieces(dtype, monkeypatch):
     monkeypatch.setattr(metrics, "PIECE", 7)
     weight, mask = torch.randn(5, 3, 2).to(dtype), torch.rand(5, 3, 2) < 0.4
     kept_energy, pruned_energy = energies(weight, mask)
@@ -107,7 +105,7 @@ def test_energies_are_summed_over_all_pieces(
     assert energies(weight.new_zeros(0, 4), mask.new_zeros(0, 4)) == [0, 0]
 
 
-def test_a_weight_that_is_zero_is_in_no_mask() -> None:
+def test_a_weight_that_is_zero_is_in_no_mask():
     """Virtual masks are the support of the projection, not the places of the largest."""
     _, _, handle = start("asp", prune_at=0.9, total_steps=10)
     with torch.no_grad():
@@ -115,7 +113,7 @@ def test_a_weight_that_is_zero_is_in_no_mask() -> None:
     assert mask_of(handle.sparse[0], handle.recipe)[0].tolist() == [False, False, False, True]
 
 
-def test_the_first_masks_are_those_of_the_beginning_and_are_saved() -> None:
+def test_the_first_masks_are_those_of_the_beginning_and_are_saved():
     _, optimizer, handle = start("ste")
     handle.stepper.mask_metrics.begin()
     move(handle, optimizer, SECOND, measure=False)
@@ -132,7 +130,7 @@ def test_the_first_masks_are_those_of_the_beginning_and_are_saved() -> None:
     assert move(other_handle, other_optimizer, SECOND)["sparsity/sad_since_first"] == 2 / 8
 
 
-def test_a_soft_threshold_keeps_what_it_does_not_shrink_to_zero() -> None:
+def test_a_soft_threshold_keeps_what_it_does_not_shrink_to_zero():
     _, optimizer, handle = start("s_ste")
     assert mask_of(handle.sparse[0], handle.recipe).tolist() == [
         [True, True, False, False],
@@ -141,7 +139,7 @@ def test_a_soft_threshold_keeps_what_it_does_not_shrink_to_zero() -> None:
     assert move(handle, optimizer, SECOND)["sparsity/sad"] == 2
 
 
-def test_layers_with_patterns_of_their_own() -> None:
+def test_layers_with_patterns_of_their_own():
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 3))
     options = {"exclude": ["1"], "overrides": {"2": "1:8"}}
     handle = nmrun.sparsify(
@@ -156,7 +154,7 @@ def test_layers_with_patterns_of_their_own() -> None:
     )
 
 
-def test_nothing_is_measured_in_dense_training() -> None:
+def test_nothing_is_measured_in_dense_training():
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = nmrun.sparsify(model, optimizer, "dense", "2:4")
@@ -171,7 +169,7 @@ def test_nothing_is_measured_in_dense_training() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, nmrun.optim.Adam])
-def test_gradient_noise_is_the_spread_of_the_last_gradients(kind: Any) -> None:
+def test_gradient_noise_is_the_spread_of_the_last_gradients(kind):
     """Variance with Adam's weights, by hand, apart for kept and pruned weights: noise of size 3
     goes to the pruned ones.
     """
@@ -210,7 +208,7 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind: Any) -> None:
     torch.testing.assert_close(estimate[0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_moments_there_is_no_noise() -> None:
+def test_without_moments_there_is_no_noise():
     _, optimizer, handle = start("ste")
     assert not any("noise" in key for key in move(handle, optimizer, SECOND))
     model = nn.Sequential(nn.Linear(4, 2))
@@ -229,8 +227,8 @@ def test_without_moments_there_is_no_noise() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "asp", "mdgf_linear", "t_sr_ste"])
-def test_measuring_changes_no_bit(recipe: str) -> None:
-    def train(measure: bool) -> list[Tensor]:
+def test_measuring_changes_no_bit(recipe):
+    def train(measure):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.05)
@@ -249,7 +247,7 @@ def test_measuring_changes_no_bit(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (3, 5), (2, 4, 3, 3)])
-def test_packed_masks_come_back(shape: tuple[int, ...]) -> None:
+def test_packed_masks_come_back(shape):
     mask = torch.rand(shape) < 0.5
     packed = pack(mask)
     assert (packed.dtype, packed.numel()) == (torch.uint8, -(-mask.numel() // 8))
@@ -285,7 +283,7 @@ def made_sparse(count: int, device: str) -> tuple[list[SparseWeight], Any]:
     return weights, optimizer
 
 
-def test_launches_do_not_grow_with_the_weights() -> None:
+def test_launches_do_not_grow_with_the_weights():
     """On the meta device, a GPU's stand-in."""
     counts = []
     for count in (2, 40):
@@ -300,9 +298,7 @@ def test_launches_do_not_grow_with_the_weights() -> None:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_weights_are_measured_together_as_alone(
-    sparse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_measured_together_as_alone(sparse, monkeypatch):
     results = []
     for together in (0, 1 << 20, 1000):
         monkeypatch.setitem(metrics.TOGETHER, "cpu", together)

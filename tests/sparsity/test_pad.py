@@ -5,7 +5,6 @@ ratios, for every recipe.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,12 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SPARSE = [name for name in RECIPES if name != "dense"]
 # may keep fewer than N of a short group, or shrink one to zero
-AT_MOST = (
-    "s_ste",
-    "t_sr_ste",
-    "lbc",
-    "maskllm",
-)
+AT_MOST = ("s_ste", "t_sr_ste", "lbc", "maskllm")
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -97,9 +91,7 @@ CASES = [
     [((5, 0), 1), ((2, 0, 3), 1), ((0, 4), 0)],
     ids=["linear", "conv", "stored (in, out)"],
 )
-def test_projections_by_brute_force(
-    m: int, shape: tuple[int, ...], dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_projections_by_brute_force(m, shape, dim, monkeypatch):
     monkeypatch.setattr(cpu, "SMALLEST", 1)
     for n, _, size in (case for case in CASES if case[1] == m):
         pattern = Pattern(n, m)
@@ -136,7 +128,7 @@ def test_projections_by_brute_force(
             assert rows(out, dim) == [[2 * x for x in row] for row in soft]
 
 
-def test_a_nan_of_a_short_group_is_kept() -> None:
+def test_a_nan_of_a_short_group_is_kept():
     weight = torch.tensor([[1.0, 2.0, 3.0, 4.0, torch.nan, 1.0, 2.0]])
     assert nm_mask(weight, "1:4", pad=True).tolist() == [
         [False, False, False, True, True, False, True]
@@ -147,12 +139,12 @@ def test_a_nan_of_a_short_group_is_kept() -> None:
     "function", [nm_mask, hard_threshold, soft_threshold, soft_threshold_scale, check_nm]
 )
 @pytest.mark.parametrize("pattern", ["2:4", Pattern(2, 4, length=9)])
-def test_without_the_option_m_must_divide(function: Any, pattern: str | Pattern) -> None:
+def test_without_the_option_m_must_divide(function, pattern):
     with pytest.raises(ValueError, match="2:4 needs dimension 1 to be a multiple of 4; it is 6"):
         function(torch.ones(4, 6), pattern)
 
 
-def test_check_nm_counts_the_short_group() -> None:
+def test_check_nm_counts_the_short_group():
     weight = torch.zeros(2, 7)
     weight[1, 4:6] = 1.0
     assert check_nm(weight, "2:4", pad=True) == ["tensor"]
@@ -163,7 +155,7 @@ def test_check_nm_counts_the_short_group() -> None:
         check_nm(weight, "2:4", pad=True)
 
 
-def test_check_nm_takes_the_option_that_sparsify_had() -> None:
+def test_check_nm_takes_the_option_that_sparsify_had():
     model = nn.Linear(10, 4)
     nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True)
     assert check_nm(model, "2:4", pad=True) == ["weight"]
@@ -177,7 +169,7 @@ def test_check_nm_takes_the_option_that_sparsify_had() -> None:
         check_nm(model, "2:4")
 
 
-def test_transposable_by_brute_force() -> None:
+def test_transposable_by_brute_force():
     """Of all masks with N in each row and column of the filled-up block, the one that keeps most of
     what is there.
     """
@@ -200,7 +192,7 @@ def test_transposable_by_brute_force() -> None:
 # --- which layers, and what is said of them -------------------------------------------------------
 
 
-def test_which_layers_and_why() -> None:
+def test_which_layers_and_why():
     model = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 3), nn.Linear(3, 2), nn.Linear(2, 2))
     sparse, dense = select(model, Pattern(2, 4))
     assert [c.name for c in sparse] == ["0.weight"]
@@ -226,7 +218,7 @@ def test_which_layers_and_why() -> None:
     ("inputs", "ratio", "left", "stored"),
     [(10, "2:4", 6, 12), (9, "2:4", 5, 12), (9, "1:4", 3, 12), (7, "1:8", 1, 8)],
 )
-def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: int) -> None:
+def test_flops_count_what_is_pruned(inputs, ratio, left, stored):
     """``left`` of the inputs are multiplied; tensor cores compute half of what four divide."""
     model = nn.Linear(inputs, 8)
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True)
@@ -321,7 +313,7 @@ def counts(weight: Tensor, m: int) -> list[tuple[int, int]]:
     ("recipe", "pattern"),
     [(name, ("1:8", "2:4")[i % 2]) for i, name in enumerate(SPARSE) if name != "sqft"],
 )
-def test_as_if_zeros_filled_it_up(recipe: str, pattern: str) -> None:
+def test_as_if_zeros_filled_it_up(recipe, pattern):
     """The same training of a network that really has the zeros, and inputs of zero for them."""
     narrow, wide = Net().double(), Net(filled=Pattern.parse(pattern).m).double()
     (optimizer, _), (other, _) = (
@@ -338,7 +330,7 @@ def test_as_if_zeros_filled_it_up(recipe: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
-def test_stored_the_other_way_round(recipe: str) -> None:
+def test_stored_the_other_way_round(recipe):
     """It trains as the linear layer with the transposed weight does."""
     torch.manual_seed(1)
     stored, linear = Conv1D(4, 10).double(), nn.Linear(10, 4).double()
@@ -364,7 +356,7 @@ def check_holds(weight: Tensor) -> None:
     assert all(nonzeros <= 2 for nonzeros, _ in counts(weight, 4))
 
 
-def test_bi_mask_prunes_the_outputs_too() -> None:
+def test_bi_mask_prunes_the_outputs_too():
     model = nn.Linear(10, 6)
     _, handle = start("bi_mask", "2:4", model, pad=True, exclude=())
     used, backward = model.weight.detach(), handle.sparse[0].layer.input_weight
@@ -376,7 +368,7 @@ def test_bi_mask_prunes_the_outputs_too() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "lbc", "asp"])
-def test_goes_on_with_the_same_bits(recipe: str) -> None:
+def test_goes_on_with_the_same_bits(recipe):
     alone, cut, again = Net(), Net(), Net()
     optimizer, handle = start(recipe, "2:4", alone, pad=True)
     train(alone, optimizer, range(TOTAL), 10)
@@ -391,14 +383,14 @@ def test_goes_on_with_the_same_bits(recipe: str) -> None:
     assert torch.equal(alone.a.weight, again.a.weight)
 
 
-def test_t_sr_ste_needs_whole_groups_of_outputs() -> None:
+def test_t_sr_ste_needs_whole_groups_of_outputs():
     with pytest.raises(
         ValueError, match="6 outputs are not a multiple of 4, which a transposable mask needs"
     ):
         start("t_sr_ste", "2:4", nn.Linear(10, 6), pad=True, exclude=())
 
 
-def test_geometric_says_what_would_help() -> None:
+def test_geometric_says_what_would_help():
     model = nn.Linear(12, 4)
     with pytest.raises(
         ValueError,
@@ -426,7 +418,7 @@ HIGH += [
 
 
 @pytest.mark.parametrize(("recipe", "pattern"), HIGH)
-def test_high_ratios(recipe: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_high_ratios(recipe, pattern, monkeypatch):
     """A few steps of a layer with 256 inputs: exactly N:M at the end, with and without the compiled
     projection, to the same bits.
     """
@@ -469,7 +461,7 @@ def test_high_ratios(recipe: str, pattern: str, monkeypatch: pytest.MonkeyPatch)
 ODD = ("model.channels=[10,8,9]", "sparsity='2:6'")
 
 
-def test_plan() -> None:
+def test_plan():
     text = "\n".join(
         console.plan_lines(
             cfg := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(cfg)
@@ -483,7 +475,7 @@ def test_plan() -> None:
     assert f"density {nonzeros / 1855:.1%} of 1,855 parameters" in text
 
 
-def test_the_config_says_what_would_help() -> None:
+def test_the_config_says_what_would_help():
     with pytest.raises(
         nmrun.errors.ConfigError,
         match=r"multiple of 6 \(its inner layers have 10, 8 inputs\); sparsity.pad=true",
@@ -504,9 +496,7 @@ def test_the_config_says_what_would_help() -> None:
     ("ratio", "meaning"),
     [("2:2:8", "2:2:8: 2:8, the columns shared by 2 rows"), ("1:1", "1:1, which prunes nothing")],
 )
-def test_the_plan_says_what_an_unusual_ratio_means(
-    ratio: str, meaning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_says_what_an_unusual_ratio_means(ratio, meaning, tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     cfg = config(tmp_path, f"sparsity='{ratio}'", "recipe=sr_ste", "trainer.threads=2")
     lines = console.plan_lines(cfg, build.build(cfg))

@@ -20,7 +20,7 @@ from nmrun.patterns import PatternError
         ("1:1", 1, 1),
     ],
 )
-def test_parse(text: str, n: int, m: int) -> None:
+def test_parse(text, n, m):
     pattern = Pattern.parse(text)
     assert (pattern.n, pattern.m) == (n, m)
     assert Pattern.parse(pattern) is pattern
@@ -31,7 +31,7 @@ def test_parse(text: str, n: int, m: int) -> None:
     "text",
     ["5:4", "0:4", "28", "2:4:8:2", "", ":", "2:", "-2:4", "2.0:4", "2;4", "a:b", "124", "0:0"],
 )
-def test_what_is_no_pattern_is_named_with_what_would_be(text: str) -> None:
+def test_what_is_no_pattern_is_named_with_what_would_be(text):
     with pytest.raises(PatternError, match=r"is not an N:M pattern.*2:4") as raised:
         Pattern.parse(text)
     assert text in str(raised.value)
@@ -39,7 +39,7 @@ def test_what_is_no_pattern_is_named_with_what_would_be(text: str) -> None:
     assert isinstance(raised.value, ValueError)
 
 
-def test_blocks_of_rows() -> None:
+def test_blocks_of_rows():
     """V:N:M, whose rows are N:M."""
     pattern = Pattern.parse("64:2:8")
     assert (pattern.v, pattern.n, pattern.m, pattern.density) == (64, 2, 8, 0.25)
@@ -54,19 +54,19 @@ def test_blocks_of_rows() -> None:
         assert "\n" not in str(raised.value)
 
 
-def test_forms_for_people_and_paths() -> None:
+def test_forms_for_people_and_paths():
     pattern = Pattern(2, 8)
     assert (str(pattern), pattern.slug, pattern.density) == ("2:8", "2of8", 0.25)
     assert not set(pattern.slug) & set(": /\\")
     assert {Pattern(2, 8), pattern} == {pattern}  # usable as a key
 
 
-def test_reading_patterns_needs_no_torch() -> None:
+def test_reading_patterns_needs_no_torch():
     code = "import sys, nmrun.patterns, nmrun.errors; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_what_yaml_makes_of_a_ratio_is_told() -> None:
+def test_what_yaml_makes_of_a_ratio_is_told():
     """YAML 1.1 reads 2:4 in base 60."""
     with pytest.raises(PatternError, match="write it in quotes"):
         Pattern.parse(124)

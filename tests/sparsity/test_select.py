@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ KINDS: dict[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
+def test_what_multiplies_an_input_can_be_sparse(kind):
     module, expected = KINDS[kind]
     weights = list(candidates(layers(layer=module)))
     assert {c.name: c.dim for c in weights} == {
@@ -90,7 +89,7 @@ def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
         (nn.ConvTranspose2d(8, 6, 3, stride=2), torch.randn(2, 8, 3, 3)), (nn.ConvTranspose3d(8, 6, 1), torch.randn(2, 8, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor) -> None:
+def test_groups_run_along_what_a_product_sums_over(module, x):
     """Without the weights' slice i along ``dim``, input i (of each group of channels) counts for
     nothing in the output.
     """
@@ -106,7 +105,7 @@ def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("embedding", "normalisation")])
-def test_a_slice_of_the_outputs_makes_one_output(kind: str) -> None:
+def test_a_slice_of_the_outputs_makes_one_output(kind):
     """Weights of one index along ``outputs`` make one output, so that their number is the bias's,
     for all that has one.
     """
@@ -120,13 +119,13 @@ def test_a_slice_of_the_outputs_makes_one_output(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
-def test_recurrent_matrices_sum_over_inputs_and_states(kind: str) -> None:
+def test_recurrent_matrices_sum_over_inputs_and_states(kind):
     module, x, state = getattr(nn, kind)(8, 12), torch.randn(1, 8), torch.randn(1, 12)
     for candidate in candidates(module):
         with torch.no_grad():
             candidate.parameter.select(candidate.dim, 3).zero_()
 
-    def others(x: Tensor, hidden: Tensor) -> Tensor:
+    def others(x, hidden):
         """One step's output but for unit 3, which a GRU blends with its old state."""
         out = module(x, (hidden, state) if "LSTM" in kind else hidden)
         return (out[0] if isinstance(out, tuple) else out)[:, torch.arange(12) != 3]
@@ -137,7 +136,7 @@ def test_recurrent_matrices_sum_over_inputs_and_states(kind: str) -> None:
     assert not torch.allclose(others(x + fourth[:8].roll(1), state), others(x, state))
 
 
-def test_bilinear_sums_over_its_second_input() -> None:
+def test_bilinear_sums_over_its_second_input():
     module, x, y = nn.Bilinear(8, 12, 4), torch.randn(2, 8), torch.randn(2, 12)
     (candidate,) = candidates(module)
     with torch.no_grad():
@@ -147,7 +146,7 @@ def test_bilinear_sums_over_its_second_input() -> None:
     torch.testing.assert_close(module(x, y), before)
 
 
-def test_a_group_of_a_transposed_convolution_has_whole_groups_of_m() -> None:
+def test_a_group_of_a_transposed_convolution_has_whole_groups_of_m():
     model = layers(
         a=nn.ConvTranspose2d(16, 8, 3, groups=2), b=nn.ConvTranspose2d(16, 8, 3, groups=8)
     )
@@ -157,7 +156,7 @@ def test_a_group_of_a_transposed_convolution_has_whole_groups_of_m() -> None:
     assert reasons(depthwise) == {"weight": "1 inputs of one group are not a multiple of 4"}
 
 
-def test_in_the_order_of_the_modules_and_of_the_model_itself() -> None:
+def test_in_the_order_of_the_modules_and_of_the_model_itself():
     model = nn.Sequential(
         nn.Linear(4, 4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4)), nn.Linear(4, 4)
     )
@@ -192,7 +191,7 @@ def tower() -> nn.ModuleDict:
         ({"exclude": ".*", "overrides": {"head": "1:4"}}, ["head"]),
     ],
 )
-def test_expressions_match_whole_names(options: dict[str, Any], expected: list[str]) -> None:
+def test_expressions_match_whole_names(options, expected):
     sparse, dense = select(tower(), Pattern(2, 4), **options)
     assert [c.module_name for c in sparse] == expected
     assert {c.name for c in sparse} | {d.name for d in dense} == {
@@ -201,7 +200,7 @@ def test_expressions_match_whole_names(options: dict[str, Any], expected: list[s
     assert len(sparse) + len(dense) == 4
 
 
-def test_the_first_override_that_matches_counts() -> None:
+def test_the_first_override_that_matches_counts():
     ratios = {"layer10": "1:16", "layer1.*": Pattern(3, 8), "head": "dense", ".*": "4:8"}
     sparse, dense = select(tower(), Pattern(2, 4), exclude="stem", overrides=ratios)
     assert {c.module_name: str(c.pattern) for c in sparse} == {
@@ -217,7 +216,7 @@ def test_the_first_override_that_matches_counts() -> None:
     assert {str(c.pattern) for c in select(tower(), Pattern(2, 4))[0]} == {"2:4"}
 
 
-def test_inputs_must_be_a_multiple_of_m() -> None:
+def test_inputs_must_be_a_multiple_of_m():
     model = layers(
         a=nn.Linear(12, 8), b=nn.Conv2d(24, 8, 4), c=nn.Conv2d(24, 8, 4, groups=4), d=Conv1D(16, 12)
     )
@@ -231,10 +230,7 @@ def test_inputs_must_be_a_multiple_of_m() -> None:
         for name, reason in by_name.items()
     )
     # each by its own pattern
-    assert names(model, "1:8", overrides={"a": "1:6"}) == [
-        "a.weight",
-        "b.weight",
-    ]
+    assert names(model, "1:8", overrides={"a": "1:6"}) == ["a.weight", "b.weight"]
     assert names(model, "1:4", overrides={"[ab]": "1:8"}) == ["b.weight", "d.weight"]
     with pytest.raises(ConfigError, match=r"'a' fits no layer: a.weight with 1:5: 12 inputs"):
         select(model, Pattern(1, 4), overrides={"a": "1:5"})
@@ -243,7 +239,7 @@ def test_inputs_must_be_a_multiple_of_m() -> None:
 # --- why the others stay dense --------------------------------------------------------------------
 
 
-def test_every_reason_is_told() -> None:
+def test_every_reason_is_told():
     model = tower()
     owned = {id(p) for name, p in model.named_parameters() if name != "layer10.weight"}
     model["stem"].weight.requires_grad_(False)
@@ -258,7 +254,7 @@ def test_every_reason_is_told() -> None:
     assert reasons(model, include="stem|layer1")["head.weight"] == "not in include"
 
 
-def test_what_is_tied_to_an_embedding_stays_dense() -> None:
+def test_what_is_tied_to_an_embedding_stays_dense():
     model = layers(embedding=nn.Embedding(12, 8), free=nn.Linear(8, 12), head=nn.Linear(8, 12))
     model["head"].weight = model["embedding"].weight
     assert names(model) == ["free.weight"]
@@ -274,7 +270,7 @@ def test_what_is_tied_to_an_embedding_stays_dense() -> None:
     }
 
 
-def test_shared_weights_are_sparse_once() -> None:
+def test_shared_weights_are_sparse_once():
     shared, other = nn.Linear(8, 8), nn.Linear(8, 8)
     model = layers(a=shared, b=shared, c=other)
     other.weight = shared.weight
@@ -294,7 +290,7 @@ def test_shared_weights_are_sparse_once() -> None:
     assert len(list(candidates(model))) == 1
 
 
-def test_weights_tied_across_their_dimensions_stay_dense() -> None:
+def test_weights_tied_across_their_dimensions_stay_dense():
     model = layers(a=nn.Linear(8, 8), b=Conv1D(8, 8))
     model["b"].weight = model["a"].weight
     assert names(model) == []
@@ -320,7 +316,7 @@ COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parame
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_a_weight_that_is_computed_stays_dense(norm: Any, originals: list[str]) -> None:
+def test_a_weight_that_is_computed_stays_dense(norm, originals):
     model = layers(normed=norm(nn.Linear(8, 8)), free=nn.Linear(8, 8))
     owned = {id(p) for p in model.parameters()}
     assert names(model, owned=owned) == ["free.weight"]
@@ -328,16 +324,16 @@ def test_a_weight_that_is_computed_stays_dense(norm: Any, originals: list[str]) 
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_only_the_computed_matrix_of_a_recurrent_layer_stays_dense() -> None:
+def test_only_the_computed_matrix_of_a_recurrent_layer_stays_dense():
     model = nn.utils.weight_norm(nn.LSTM(8, 8), "weight_hh_l0")
     assert names(model) == ["weight_ih_l0"]
     assert reasons(model) == {"weight_hh_l0_g": COMPUTED, "weight_hh_l0_v": COMPUTED}
 
 
-def test_a_recipe_may_refuse() -> None:
+def test_a_recipe_may_refuse():
     asked: list[tuple[tuple[int, ...], int, str]] = []
 
-    def refuses(shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
+    def refuses(shape, outputs, pattern):
         asked.append((tuple(shape), outputs, str(pattern)))
         return "too wide" if shape[1 - outputs] > 8 else ""
 
@@ -347,7 +343,7 @@ def test_a_recipe_may_refuse() -> None:
     assert asked == [((4, 8), 0, "2:4"), ((4, 16), 0, "1:8"), ((8, 16), 1, "2:4")]
 
 
-def test_what_is_frozen_is_left_as_it_is_by_training() -> None:
+def test_what_is_frozen_is_left_as_it_is_by_training():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
@@ -386,7 +382,7 @@ def test_what_is_frozen_is_left_as_it_is_by_training() -> None:
         ),
     ],
 )
-def test_an_expression_for_nothing_is_a_mistake(options: dict[str, Any], lines: list[str]) -> None:
+def test_an_expression_for_nothing_is_a_mistake(options, lines):
     with pytest.raises(ConfigError) as raised:
         select(tower(), Pattern(2, 4), **options)
     assert len(raised.value.problems) == len(lines)
@@ -395,7 +391,7 @@ def test_an_expression_for_nothing_is_a_mistake(options: dict[str, Any], lines: 
     )
 
 
-def test_of_many_layers_the_line_names_a_dozen() -> None:
+def test_of_many_layers_the_line_names_a_dozen():
     with pytest.raises(
         ConfigError, match=r"there are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\.$"
     ):
@@ -404,12 +400,12 @@ def test_of_many_layers_the_line_names_a_dozen() -> None:
         select(nn.Linear(4, 4), Pattern(2, 4), exclude="head")
 
 
-def test_a_wrong_ratio_of_a_layer() -> None:
+def test_a_wrong_ratio_of_a_layer():
     with pytest.raises(ValueError, match="4:2 is not an N:M pattern"):
         select(tower(), Pattern(2, 4), overrides={"head": "4:2"})
 
 
-def test_mistakes_in_all_options_are_told_at_once() -> None:
+def test_mistakes_in_all_options_are_told_at_once():
     options: dict[str, Any] = {
         "include": "(", "exclude": ["auto", "hed"], "overrides": {"stem": "5:4", "steam": "1:4"},
         "dims": {"[": 1, "nothing": 1, "stem.weight": 2, "head.weight": -1},

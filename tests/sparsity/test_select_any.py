@@ -68,7 +68,7 @@ def by_hand(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tensor, gate:
     ("name", "intermediate"),
     [("mixtral", 12), ("mixtral", 8), ("qwen3_moe", 16), ("gpt_oss", 12), ("gpt_oss", 8)],
 )
-def test_experts_sum_over_the_dimension_that_is_found(name: str, intermediate: int) -> None:
+def test_experts_sum_over_the_dimension_that_is_found(name, intermediate):
     """Also where the sizes are equal, so that the wrong dimension would fit as well."""
     transformers = pytest.importorskip("transformers")
     family = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}[name]
@@ -91,7 +91,7 @@ def test_experts_sum_over_the_dimension_that_is_found(name: str, intermediate: i
         torch.rand(4, 2),
     )
 
-    def gate(both: Tensor) -> Tensor:
+    def gate(both):
         if name == "gpt_oss":
             return experts._apply_gate(both)
         return experts.act_fn(both[: len(both) // 2]) * both[len(both) // 2 :]
@@ -103,7 +103,7 @@ def test_experts_sum_over_the_dimension_that_is_found(name: str, intermediate: i
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("hidden", "inner"), [(8, 12), (8, 8), (8, 4), (8, 16), (16, 4)])
-def test_a_gated_pair_is_told_by_its_sizes(hidden: int, inner: int, transposed: bool) -> None:
+def test_a_gated_pair_is_told_by_its_sizes(hidden, inner, transposed):
     stacks = {"wi": (3, 2 * inner, hidden), "wo": (3, hidden, inner)}
     if transposed:
         stacks = {name: (e, b, a) for name, (e, a, b) in stacks.items()}
@@ -112,7 +112,7 @@ def test_a_gated_pair_is_told_by_its_sizes(hidden: int, inner: int, transposed: 
     assert sparse(Holder(**dict(reversed(stacks.items())))) == expected
 
 
-def test_a_stack_is_told_by_the_sizes_that_its_module_names() -> None:
+def test_a_stack_is_told_by_the_sizes_that_its_module_names():
     module = Holder(weight=(3, 8, 12), bias=(3, 8))
     assert reasons(module) == {"weight": UNKNOWN, "bias": "a bias"}
     module.input_size, module.output_size = 12, 8
@@ -123,7 +123,7 @@ def test_a_stack_is_told_by_the_sizes_that_its_module_names() -> None:
     assert sparse(module) == {}
 
 
-def test_experts_that_cannot_be_told_stay_dense() -> None:
+def test_experts_that_cannot_be_told_stay_dense():
     pair = SomeExperts(up=(3, 12, 8), down=(3, 8, 12))
     assert sparse(pair) == {}
     assert reasons(pair) == {"up": UNTOLD, "down": UNTOLD}
@@ -138,7 +138,7 @@ def test_experts_that_cannot_be_told_stay_dense() -> None:
 # --- what is said by dims -----------------------------------------------------------------------
 
 
-def test_dims_make_any_parameter_a_candidate() -> None:
+def test_dims_make_any_parameter_a_candidate():
     model = nn.ModuleDict(
         {
             "own": Holder(a=(8, 6), b=(6, 8), c=(4, 8, 3, 3), d=(2, 3, 8), scale=(8,)),
@@ -148,13 +148,7 @@ def test_dims_make_any_parameter_a_candidate() -> None:
     assert sparse(model) == {"fc.weight": (1, 0)}
     assert reasons(model) == dict.fromkeys(["own.a", "own.b", "own.c", "own.d"], UNKNOWN)
     dims = {r"own\.a": 0, r"own\.[bc]": 1, r"own\.d": 2, r".*\.b": 0}
-    axes = {
-        "own.a": (0, 1),
-        "own.b": (1, 0),
-        "own.c": (1, 0),
-        "own.d": (2, 1),
-        "fc.weight": (1, 0),
-    }
+    axes = {"own.a": (0, 1), "own.b": (1, 0), "own.c": (1, 0), "own.d": (2, 1), "fc.weight": (1, 0)}
     assert sparse(model, dims=dims) == axes  # the first that matches counts
     assert {c.name: (c.dim, c.outputs) for c in candidates(model, dims)} == axes
     assert sparse(model, dims={"fc.weight": 0})["fc.weight"] == (0, 1)
@@ -163,7 +157,7 @@ def test_dims_make_any_parameter_a_candidate() -> None:
     assert "6 inputs are not a multiple of 4" in reasons(model, dims={r"own\.a": 1})["own.a"]
 
 
-def test_dims_cannot_name_what_is_never_a_product() -> None:
+def test_dims_cannot_name_what_is_never_a_product():
     model = nn.ModuleDict(
         {
             "table": nn.Embedding(8, 8),
@@ -173,7 +167,7 @@ def test_dims_cannot_name_what_is_never_a_product() -> None:
     assert sparse(model, dims={".*": 1}) == {}
 
 
-def test_check_nm_takes_dims_and_auto() -> None:
+def test_check_nm_takes_dims_and_auto():
     model = nn.Sequential(nn.Linear(8, 8), Holder(a=(8, 8)), nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad():
         model[2].weight.copy_(hard_threshold(model[2].weight, "2:4"))
@@ -210,7 +204,7 @@ class Adapted(nn.Module):
         self.hada_w1_a = nn.ParameterDict({"default": torch.zeros(8, 4)})
 
 
-def test_adapters_are_sparse_only_if_named() -> None:
+def test_adapters_are_sparse_only_if_named():
     model = nn.ModuleDict({"q": Adapted(), "ia3": Holder(ia3_l=(8, 1))})
     model.add_module("plain", Holder(lora_A=(4, 8)))  # without PEFT
     assert sparse(model) == {"q.base_layer.weight": (1, 0)}
@@ -225,7 +219,7 @@ def test_adapters_are_sparse_only_if_named() -> None:
     assert sparse(model, include="plain", dims={".*lora_A": 1}) == {"plain.lora_A": (1, 0)}
 
 
-def test_a_layer_that_is_saved_in_full_is_no_adapter() -> None:
+def test_a_layer_that_is_saved_in_full_is_no_adapter():
     wrapper = nn.Module()
     wrapper.adapter_layer_names = ("modules_to_save",)
     wrapper.modules_to_save = nn.ModuleDict({"default": nn.Linear(8, 8)})
@@ -249,18 +243,18 @@ def with_weight(data: Tensor) -> nn.Linear:
         (torch.float8_e4m3fn, "torch.float8_e4m3fn"),
     ],
 )
-def test_quantised_weights_stay_dense(dtype: torch.dtype, kind: str) -> None:
+def test_quantised_weights_stay_dense(dtype, kind):
     by_name = reasons(with_weight(torch.ones(8, 8).to(dtype)))
     assert by_name == {"weight": f"quantised or of another kind ({kind})"}
 
 
-def test_weights_packed_by_bitsandbytes_stay_dense() -> None:
+def test_weights_packed_by_bitsandbytes_stay_dense():
     linear = with_weight(torch.ones(32, 1, dtype=torch.bfloat16))
     linear.weight.quant_state = None
     assert reasons(linear) == {"weight": "quantised or of another kind (Parameter)"}
 
 
-def test_a_tensor_of_another_kind_stays_dense() -> None:
+def test_a_tensor_of_another_kind_stays_dense():
     class Packed(torch.Tensor):
         pass
 
@@ -268,13 +262,13 @@ def test_a_tensor_of_another_kind_stays_dense() -> None:
     assert reasons(linear) == {"weight": "quantised or of another kind (Packed)"}
 
 
-def test_half_precision_and_the_meta_device_are_fine() -> None:
+def test_half_precision_and_the_meta_device_are_fine():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(8, 8, dtype=torch.bfloat16))
     assert sparse(model) == {"0.weight": (1, 0), "1.weight": (1, 0)}
 
 
-def test_a_lazy_layer_stays_dense() -> None:
+def test_a_lazy_layer_stays_dense():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
     assert sparse(model, dims={".*weight": 0}) == {"1.weight": (0, 1)}
     dense = select(model, Pattern(2, 4))[1]
@@ -283,7 +277,7 @@ def test_a_lazy_layer_stays_dense() -> None:
     ]
 
 
-def test_everything_of_two_dimensions_is_listed_in_order() -> None:
+def test_everything_of_two_dimensions_is_listed_in_order():
     model = nn.Sequential(
         nn.Embedding(8, 8),
         Holder(table=(8, 8), vector=(8,)),
@@ -301,7 +295,7 @@ def test_everything_of_two_dimensions_is_listed_in_order() -> None:
     ]
 
 
-def test_frozen_biases_and_positions_are_told_what_they_are_first() -> None:
+def test_frozen_biases_and_positions_are_told_what_they_are_first():
     attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
     assert reasons(attention) == {"bias_k": "a bias", "bias_v": "a bias"}
     model = nn.ModuleDict({"table": nn.Embedding(8, 8), "fc": nn.Linear(8, 8)})

@@ -161,11 +161,7 @@ VISION = torchvision.models
 
 ZOO = {
     "bert": text_model(
-        "BertForSequenceClassification",
-        "BertConfig",
-        0.482,
-        ["classifier.weight"],
-        **TOKENS,
+        "BertForSequenceClassification", "BertConfig", 0.482, ["classifier.weight"], **TOKENS
     ),
     "gpt2": text_model("GPT2LMHeadModel", "GPT2Config", 0.893, [], **GPT2, **MARKS),
     "llama": text_model("LlamaForCausalLM", "LlamaConfig", 0.922, LM, **LLAMA),
@@ -219,7 +215,7 @@ ZOO = {
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_model_of_a_library(name: str) -> None:
+def test_a_model_of_a_library(name):
     case = ZOO[name]
     torch.manual_seed(0)
     model = case.build().eval()

@@ -92,9 +92,7 @@ def greedy(block: Tensor, n: int) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "m"), RATIOS)
-def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(
-    n: int, m: int, kind: str
-) -> None:
+def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(n, m, kind):
     blocks = weights(kind, 4, m)
     masks = best_masks(blocks, n)
     assert (masks.sum(1) == n).all()
@@ -105,7 +103,7 @@ def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_by_trying_all_masks_of_four(n: int, kind: str) -> None:
+def test_by_trying_all_masks_of_four(n, kind):
     blocks = weights(kind, 200, 4)
     best = (blocks.flatten(1) @ block_patterns(n, 4).flatten(1).T).amax(1)
     torch.testing.assert_close(magnitude(blocks, best_masks(blocks, n)), best, rtol=1e-11, atol=0)
@@ -113,7 +111,7 @@ def test_by_trying_all_masks_of_four(n: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "products", "heavy", "ties"])
 @pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 8), (8, 16), (3, 16)])
-def test_by_linear_programmes(n: int, m: int, kind: str) -> None:
+def test_by_linear_programmes(n, m, kind):
     blocks = weights(kind, 6, m)
     best = torch.tensor([by_programme(block, n) for block in blocks], dtype=torch.float64)
     sums = magnitude(blocks, best_masks(blocks, n))
@@ -121,7 +119,7 @@ def test_by_linear_programmes(n: int, m: int, kind: str) -> None:
     assert (sums >= best * (1 - 1e-9)).all()
 
 
-def test_the_regularised_plan_alone_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_regularised_plan_alone_is_near(monkeypatch):
     """TSENOR without the cycles: N:M both ways, and within a hundredth of the best."""
     blocks = weights("normal", 50, 16)
     best = magnitude(blocks, best_masks(blocks, 8))
@@ -134,7 +132,7 @@ def test_the_regularised_plan_alone_is_near(monkeypatch: pytest.MonkeyPatch) -> 
     assert share.mean() > 0.99
 
 
-def test_the_way_there_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_there_changes_no_mask(monkeypatch):
     """However good the first masks are, and however many blocks are solved together."""
     blocks = weights("normal", 40, 8)
     masks = best_masks(blocks, 4)
@@ -146,7 +144,7 @@ def test_the_way_there_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(best_masks(blocks, 4), masks)
 
 
-def test_what_is_not_finite_is_kept() -> None:
+def test_what_is_not_finite_is_kept():
     weight = weights("normal", 1, 8)[0].float()
     weight[2, 3], weight[5, 6] = torch.nan, torch.inf
     mask = transposable_mask(weight, "2:8")
@@ -157,7 +155,7 @@ def test_what_is_not_finite_is_kept() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["4:8", "16:32"])
-def test_a_whole_matrix(ratio: str) -> None:
+def test_a_whole_matrix(ratio):
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
     sparse = weight * transposable_mask(weight, ratio)
     check_nm(sparse, ratio)

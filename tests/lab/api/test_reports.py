@@ -26,7 +26,7 @@ def outputs(write: Any, tmp_path: Path) -> Path:
     return tmp_path / "outputs"
 
 
-def test_runs_have_types(outputs: Path) -> None:
+def test_runs_have_types(outputs):
     runs = nmrun.runs(outputs)
     assert len(runs) == 10
     for key in ("recipe", "sparsity", "status", "folder"):
@@ -46,7 +46,7 @@ def test_runs_have_types(outputs: Path) -> None:
     assert "optimizer.lr" not in runs.attrs["shared"]
 
 
-def test_whole_numbers_stay_whole_beside_runs_without_them(write: Any, tmp_path: Path) -> None:
+def test_whole_numbers_stay_whole_beside_runs_without_them(write, tmp_path):
     for seed, interval in enumerate((2, 3)):
         write("ste_periodic", "2:4", seed, 0.5, recipe__interval=interval)
     write("ste", "2:4", 0, 0.5)
@@ -57,7 +57,7 @@ def test_whole_numbers_stay_whole_beside_runs_without_them(write: Any, tmp_path:
     assert by_recipe.get_group("ste").isna().all()
 
 
-def test_a_csv_file_may_have_no_optimizer(tmp_path: Path) -> None:
+def test_a_csv_file_may_have_no_optimizer(tmp_path):
     (tmp_path / "runs.csv").write_text(
         "dataset,model,recipe,sparsity,seed,status,metric,test/accuracy\n"
         "digits,mlp,asp,2:4,0,finished,accuracy,0.5\n"
@@ -67,7 +67,7 @@ def test_a_csv_file_may_have_no_optimizer(tmp_path: Path) -> None:
     assert runs["test/accuracy"].tolist() == [0.5]
 
 
-def test_a_filter_is_that_of_the_verb(outputs: Path, table: Any) -> None:
+def test_a_filter_is_that_of_the_verb(outputs, table):
     assert set(nmrun.runs(outputs, "recipe=step")["recipe"]) == {"step"}
     assert len(nmrun.runs(outputs, ["recipe=step", "optimizer.lr=0.003"])) == 3
     for condition in ("recipe", "recipe=stpe", "recpie=step"):
@@ -78,7 +78,7 @@ def test_a_filter_is_that_of_the_verb(outputs: Path, table: Any) -> None:
         nmrun.runs(outputs / "nowhere")
 
 
-def test_a_table_is_that_of_the_verb(outputs: Path, table: Any) -> None:
+def test_a_table_is_that_of_the_verb(outputs, table):
     asked = ("--rows", "recipe,optimizer.lr", "--baseline", "dense 0.001", "--format", "csv")
     status, text, _ = table(*asked)
     assert status == 0
@@ -109,7 +109,7 @@ def test_a_table_is_that_of_the_verb(outputs: Path, table: Any) -> None:
         nmrun.table(outputs, test="wilcoxn")
 
 
-def test_several_metrics(outputs: Path) -> None:
+def test_several_metrics(outputs):
     frame = nmrun.table(
         outputs,
         rows="recipe",
@@ -122,7 +122,7 @@ def test_several_metrics(outputs: Path) -> None:
     assert values.loc["step", "test/accuracy"] == pytest.approx(0.821)
 
 
-def test_a_plot_shows_the_means(outputs: Path) -> None:
+def test_a_plot_shows_the_means(outputs):
     figure = nmrun.plot(outputs, rows="recipe,optimizer.lr")
     (axes,) = figure.axes
     heights = sorted(
@@ -136,7 +136,7 @@ def test_a_plot_shows_the_means(outputs: Path) -> None:
         nmrun.plot(outputs, kind="curves", rows="recipe,optimizer.lr")
 
 
-def test_several_figures_are_refused(outputs: Path, write: Any) -> None:
+def test_several_figures_are_refused(outputs, write):
     write("step", "2:8", 0, 0.5, dataset__name="cifar10")
     with pytest.raises(ConfigError, match="these are 2 figures"):
         nmrun.plot(outputs, rows="recipe,optimizer.lr")
@@ -144,7 +144,7 @@ def test_several_figures_are_refused(outputs: Path, write: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_plot_leaves_pyplot_alone(outputs: Path) -> None:
+def test_a_plot_leaves_pyplot_alone(outputs):
     """A notebook has chosen its backend before."""
     code = (
         "import sys, matplotlib; matplotlib.rcParams['backend'] = 'svg'; import nmrun; "

@@ -57,7 +57,7 @@ def seal(folder: Path, command: str, **changes: Any) -> None:
         "++hydra.sweeper.x={_target_: brought.build}",
     ],
 )
-def test_keys_of_hydra_are_refused(word: str, folder: Path, capsys) -> None:
+def test_keys_of_hydra_are_refused(word, folder, capsys):
     seal(folder, f"nmrun recipe=ste dry=true '{word}'")
     assert verb("rerun", str(folder), "--yes") == 2
     assert f"its command has {word}, and Hydra's keys" in capsys.readouterr().err
@@ -78,9 +78,7 @@ def test_keys_of_hydra_are_refused(word: str, folder: Path, capsys) -> None:
         "-m",
     ],
 )
-def test_code_needs_consent(
-    word: str, folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_needs_consent(word, folder, capsys, monkeypatch):
     seal(folder, f"nmrun recipe=ste dry=true {shlex.quote(word)}")
     assert verb("rerun", str(folder)) == 2
     out, err = capsys.readouterr()
@@ -94,15 +92,13 @@ def test_code_needs_consent(
     assert not Path("imported").exists()
 
 
-def test_what_the_user_adds_needs_none(folder: Path, capsys) -> None:
+def test_what_the_user_adds_needs_none(folder, capsys):
     seal(folder, "nmrun recipe=ste dry=true trainer.epochs=3")
     assert verb("rerun", str(folder), "recipe._target_=nowhere.Mine") == 2
     assert "there is no nowhere.py here" in capsys.readouterr().err
 
 
-def test_the_folder_that_is_changed_to_is_shown(
-    folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_that_is_changed_to_is_shown(folder, capsys, monkeypatch):
     command = "nmrun recipe=ste model._target_=brought.build"
     seal(folder, command)
     Path("outputs", "digits").mkdir(exist_ok=True)
@@ -120,13 +116,13 @@ def test_the_folder_that_is_changed_to_is_shown(
         ("nmrun 'recipe=ste", "cannot be read"),
     ],
 )
-def test_no_command_of_ours(command: str, message: str, folder: Path, capsys) -> None:
+def test_no_command_of_ours(command, message, folder, capsys):
     seal(folder, "", environment={"command": command})
     assert verb("rerun", str(folder)) == 2
     assert f"{folder}: its command {message}: {command}" in capsys.readouterr().err
 
 
-def test_another_command_above_the_config_is_refused(folder: Path, capsys) -> None:
+def test_another_command_above_the_config_is_refused(folder, capsys):
     seal(folder, "nmrun recipe=ste seed=0")
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("seed=0", "seed=7"))
@@ -138,7 +134,7 @@ def test_another_command_above_the_config_is_refused(folder: Path, capsys) -> No
     "words", ["export RUN --to new --format onnx", "prune RUN", "ratios RUN", "sample RUN"]
 )
 @pytest.mark.parametrize("target", ["brought.build", "torch.hub.load", "nmrun.lab.cli.main"])
-def test_a_model_of_its_own_needs_consent(words: str, target: str, folder: Path, capsys) -> None:
+def test_a_model_of_its_own_needs_consent(words, target, folder, capsys):
     settings = {"name": "own", "_target_": target, "include": "auto", "exclude": None}
     layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
     seal(folder, "nmrun", config={"model": settings}, sparsity=layers)
@@ -150,7 +146,7 @@ def test_a_model_of_its_own_needs_consent(words: str, target: str, folder: Path,
 
 
 @pytest.mark.parametrize("words", ["export RUN --to new --format onnx", "sample RUN"])
-def test_consent_imports(words: str, folder: Path, capsys) -> None:
+def test_consent_imports(words, folder, capsys):
     layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
     data = {"name": "own", "_target_": "brought.build"}
     seal(folder, "nmrun", config={"dataset": data}, sparsity=layers)

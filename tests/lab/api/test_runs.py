@@ -59,7 +59,7 @@ def folder_of(process: subprocess.CompletedProcess[str]) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
+def test_a_run_is_that_of_the_command_line(nmrun_cli, tmp_path):
     ours = nmrun.run([*SHORT, "recipe=step"], seed=1)
     assert ours.status == "finished"
     theirs = tmp_path / folder_of(nmrun_cli(*SHORT, "recipe=step", "seed=1", "output_dir=again"))
@@ -77,7 +77,7 @@ def test_a_run_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> No
     assert str(ours.folder.relative_to(tmp_path)) in again.stdout
 
 
-def test_a_finished_run_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_skipped(capsys):
     first = nmrun.run(SHORT)
     before = (first.folder / "result.json").stat().st_mtime_ns
     capsys.readouterr()
@@ -89,14 +89,14 @@ def test_a_finished_run_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on(monkeypatch, tmp_path):
     """SIGINT while it trains: what is done is saved, and the same call ends with the same bits."""
     from nmrun.lab.train.steps import TrainingSteps
 
     whole = nmrun.run(SHORT, output_dir="whole")
     step, sent = TrainingSteps.train_step, list[None]()
 
-    def interrupted(self: TrainingSteps, *where: Any, **how: Any) -> Any:
+    def interrupted(self, *where, **how):
         if self.step == 3 and not sent:
             sent.append(os.kill(os.getpid(), signal.SIGINT))
         return step(self, *where, **how)
@@ -115,7 +115,7 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert all(torch.equal(a[name], b[name]) for name in b)
 
 
-def test_history_is_the_file() -> None:
+def test_history_is_the_file():
     run = nmrun.run(SHORT)
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     history = run.history()
@@ -129,7 +129,7 @@ def test_history_is_the_file() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "dense"])
-def test_the_model_has_the_saved_weights(recipe: str) -> None:
+def test_the_model_has_the_saved_weights(recipe):
     run = nmrun.run([*SHORT, f"recipe={recipe}"])
     before = process()
     model = run.model()
@@ -143,14 +143,13 @@ def test_the_model_has_the_saved_weights(recipe: str) -> None:
     assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 
 
-def test_weights_that_were_changed_are_refused() -> None:
+def test_weights_that_were_changed_are_refused():
     from safetensors.torch import save_file
 
     run = nmrun.run([*SHORT, "recipe=sr_ste"])
     state = load_file(run.folder / "model.safetensors")
     save_file(
-        {**state, "inner.0.weight": state["inner.0.weight"] + 1.0},
-        run.folder / "model.safetensors",
+        {**state, "inner.0.weight": state["inner.0.weight"] + 1.0}, run.folder / "model.safetensors"
     )
     with pytest.raises(RunError, match=r"model\.safetensors: [^\n]*$"):
         run.model()
@@ -161,7 +160,7 @@ def test_weights_that_were_changed_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initialised", [False, True])
-def test_the_process_stays_as_it_was(initialised: bool) -> None:
+def test_the_process_stays_as_it_was(initialised):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     if initialised:
@@ -182,7 +181,7 @@ def test_the_process_stays_as_it_was(initialised: bool) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
+def test_mistakes_get_a_line(nmrun_cli):
     """The command's own lines, for what the command refuses too."""
     for words in (
         "recipe=stpe",
@@ -211,7 +210,7 @@ def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_an_error() -> None:
+def test_a_failed_run_is_an_error():
     with pytest.raises(RunError, match=r"^step 2: the loss is [^\n]*outputs/\S+$"):
         nmrun.run([*SHORT, "recipe=ste", "optimizer=sgd"], optimizer={"lr": 1e30})
 
@@ -234,7 +233,7 @@ def test_a_failed_run_is_an_error() -> None:
         ("sparsity.overrides", {"inner.1": "1:8"}, {"inner.1": "1:8"}),
     ],
 )
-def test_settings_are_read_as_they_were_given(key: str, value: Any, read: Any) -> None:
+def test_settings_are_read_as_they_were_given(key, value, read):
     (word,) = runs.words_of({key: value})
     (override,), problems = command_line.parsed([word])
     assert problems == []
@@ -246,7 +245,7 @@ def test_settings_are_read_as_they_were_given(key: str, value: Any, read: Any) -
 
 
 @pytest.mark.slow
-def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
+def test_a_sweep_is_that_of_the_command_line(nmrun_cli, tmp_path):
     swept = ["recipe=step,dense", "sparsity=2:4,1:4", "seed=0,1"]
     frame = nmrun.sweep([*SHORT, *swept])
     assert set(frame["status"]) == {"finished"}
@@ -269,19 +268,19 @@ def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> 
     assert ours.counts() == {"finished": 6, "skipped": 2}
 
 
-def test_a_sweep_goes_on_behind_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_goes_on_behind_a_failure(capsys):
     frame = nmrun.sweep([*SHORT, "recipe=ste", "optimizer=sgd", "optimizer.lr=1e30,1e-3"])
     assert frame["status"].tolist() == ["failed", "finished"]
     assert frame["optimizer.lr"].tolist() == [1e30, 1e-3]
     assert "sweep of 2: 1 finished, 1 not done" in capsys.readouterr().out
 
 
-def test_several_seeds_of_a_job_are_several_runs() -> None:
+def test_several_seeds_of_a_job_are_several_runs():
     frame = nmrun.sweep([*SHORT, "seeds=[3,4]"])
     assert frame["seed"].tolist() == [3, 4]
 
 
-def test_a_result_shows_itself() -> None:
+def test_a_result_shows_itself():
     run = nmrun.run(SHORT, output_dir="a<b>&c")
     html, plain = run._repr_html_(), repr(run)
     assert "a&lt;b&gt;&amp;c" in html
@@ -298,7 +297,7 @@ def test_a_result_shows_itself() -> None:
         assert text in plain
 
 
-def test_a_plan_trains_nothing() -> None:
+def test_a_plan_trains_nothing():
     run = nmrun.run(SHORT, dry=True)
     assert (run.status, run.metrics) == ("planned", {})
     assert not Path("outputs").exists()
@@ -306,13 +305,13 @@ def test_a_plan_trains_nothing() -> None:
         run.history()
 
 
-def test_a_planned_sweep_has_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planned_sweep_has_no_rows(capsys):
     assert nmrun.sweep([*SHORT, "recipe=ste", "seed=0,1", "dry=true"]).empty
     assert "sweep of 2: 2 planned" in capsys.readouterr().out
     assert not Path("outputs").exists()
 
 
-def test_importing_is_cheap() -> None:
+def test_importing_is_cheap():
     code = (
         "import sys, nmrun; names = dir(nmrun); "
         "assert {'run', 'sweep', 'runs', 'table', 'plot', 'Result'} <= set(names); "

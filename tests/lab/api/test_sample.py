@@ -32,7 +32,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.5, None), (1.0, 2), (2.0, None)])
-def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int | None) -> None:
+def test_tokens_come_as_often_as_the_logits_say(temperature, top_k):
     """The fourth logit is of no token of the data."""
     logits = torch.tensor([0.3, -0.5, 1.1, 9.0], dtype=torch.float64)
     model, draws = Table(logits.expand(4, 4)), 4000
@@ -49,7 +49,7 @@ def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int |
     assert tokens[:200] != continued(model, [0], 200, 5, 3, temperature, top_k, seed=4)
 
 
-def test_without_temperature_the_likeliest_follows() -> None:
+def test_without_temperature_the_likeliest_follows():
     follows = torch.tensor([2, 0, 1])
     model = Table(nn.functional.one_hot(follows, 3).double())
     assert continued(model, [1], 5, 8, 3, temperature=0) == [0, 2, 1, 0, 2]
@@ -57,7 +57,7 @@ def test_without_temperature_the_likeliest_follows() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "character", "word"])
-def test_the_vocabulary_is_that_of_the_token_numbers(tokenizer: str) -> None:
+def test_the_vocabulary_is_that_of_the_token_numbers(tokenizer):
     arrays, _ = corpus.encode(TEXTS, tokenizer)
     vocabulary = corpus.vocabulary(TEXTS, tokenizer)
     for name, text in TEXTS.items():
@@ -66,7 +66,7 @@ def test_the_vocabulary_is_that_of_the_token_numbers(tokenizer: str) -> None:
         assert vocabulary.decode(arrays[name].tolist()).replace(" \n", "\n") == text.decode()
 
 
-def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
+def test_a_tokenizer_of_hugging_face(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="needs nmrun[transformers]")
     words = {"<unk>": 0, "ab": 1, "cab": 2}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
@@ -87,7 +87,7 @@ def finished(folder: Path, *words: str, **options: Any) -> Path:
 GPT = ("model=gpt_tiny", "model.layers=1", "model.width=16", "dataset.context=12")
 
 
-def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 40)
     text = f"dataset.train={tmp_path / 'text.txt'}"
     run = finished(
@@ -112,7 +112,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prompt" in capsys.readouterr().err
 
 
-def test_runs_without_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_text_are_refused(tmp_path, capsys):
     digits = finished(tmp_path / "digits", shape=(1, 8, 8), classes=10)
     assert verb("sample", str(digits)) == 2
     assert "dataset=digits is no text to continue" in capsys.readouterr().err

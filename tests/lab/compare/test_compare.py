@@ -26,7 +26,7 @@ def outputs(write: Any, tmp_path: Path) -> str:
     return str(tmp_path / "outputs")
 
 
-def test_a_comparison_holds_cells_and_differences(outputs: str) -> None:
+def test_a_comparison_holds_cells_and_differences(outputs):
     runs = read([outputs])
     before = runs.copy(deep=True)
     query = replace(QUERY, filter=("optimizer.lr=0.001",))
@@ -43,13 +43,13 @@ def test_a_comparison_holds_cells_and_differences(outputs: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["markdown", "latex", "html", "csv", "json"])
-def test_it_is_rendered_as_the_command_prints_it(style: str, outputs: str, table: Any) -> None:
+def test_it_is_rendered_as_the_command_prints_it(style, outputs, table):
     query = replace(QUERY, filter=("optimizer.lr=0.001",))
     words = ("--baseline", "dense", "--filter", "optimizer.lr=0.001", "--format", style)
     assert render(compare(read([outputs]), query), style) == table(*words)[1]
 
 
-def test_what_would_be_averaged_over_is_divided(outputs: str) -> None:
+def test_what_would_be_averaged_over_is_divided(outputs):
     runs = read([outputs])
     with pytest.raises(ConfigError, match=r"differ in optimizer\.lr"):
         compare(runs, Query())
@@ -68,8 +68,6 @@ def test_what_would_be_averaged_over_is_divided(outputs: str) -> None:
         ({"baseline": "dense", "cols": ("metric",)}, "one metric at a time"),
     ],
 )
-def test_over_all_cells_is_refused_before_a_run_is_read(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_over_all_cells_is_refused_before_a_run_is_read(settings, message):
     with pytest.raises(ConfigError, match=message):
         Query(overall=True, **settings)

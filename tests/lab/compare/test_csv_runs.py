@@ -1,7 +1,5 @@
 """Runs as a CSV file: what is written is read again, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """A row without a ratio where columns are ratios of something else as well, such as optimizers."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Which digits of a number are shown."""
 
-from __future__ import annotations
-
 import pytest
 
 from nmrun.lab.compare.notation import places, printed, signed, unit
@@ -22,7 +20,7 @@ from nmrun.lab.compare.notation import places, printed, signed, unit
         (3.5021e10, 2.3e8, "flops/training_dense", "35.0G", "200M"),
     ],
 )
-def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, text, of_spread) -> None:
+def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, text, of_spread):
     at = places(value, metric, spread)
     assert (printed(value, metric, at), printed(spread, metric, at)) == (text, of_spread)
 
@@ -42,12 +40,12 @@ def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, text, of_
         (1.5e-5, "test/loss", "0.000015"),
     ],
 )
-def test_without_a_deviation(value, metric, text) -> None:
+def test_without_a_deviation(value, metric, text):
     assert printed(value, metric) == text
     assert printed(value, metric, places(value, metric, 1e-9 * abs(value))).startswith(text[:3])
 
 
-def test_signs_and_units() -> None:
+def test_signs_and_units():
     assert [signed(x, "test/loss", 1) for x in (0.26, -0.26, 0.04, -0.04, 0.0)] == [
         *("+0.3", "\N{MINUS SIGN}0.3", "0.0", "0.0", "0.0")
     ]

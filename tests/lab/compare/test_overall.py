@@ -81,7 +81,7 @@ def of(*tables: Table) -> dict[str, overall.Overall]:
     return {each.row[0]: each for each in overall.against(tables, "sr_ste")}
 
 
-def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
+def test_one_data_set_is_a_t_test_of_means_over_its_cells():
     rows = of(words())
     p = {}
     for recipe in ("asp", "ste"):
@@ -100,7 +100,7 @@ def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
     ]
 
 
-def test_two_data_sets_are_welchs_test() -> None:
+def test_two_data_sets_are_welchs_test():
     """The mean of two means is half of what Welch's test compares, with one of them negated."""
     rows = of(words(), images())
     for recipe in ("asp", "ste"):
@@ -116,7 +116,7 @@ def test_two_data_sets_are_welchs_test() -> None:
         assert list(rows[recipe].parts) == ["shakespeare", "digits"]
 
 
-def test_every_cell_counts_alike() -> None:
+def test_every_cell_counts_alike():
     small = {"2:4": IMAGES["2:4"]}
     rows = of(words(), images(small))
     a, b = together(WORDS, "asp", -1), together(small, "asp", 1)
@@ -124,7 +124,7 @@ def test_every_cell_counts_alike() -> None:
     assert rows["asp"].mean.value == pytest.approx(expected)
 
 
-def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
+def test_a_recipe_that_fails_with_one_seed_changes_no_unit():
     two = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
     five = {ratio: {**recipes, **two} for ratio, recipes in WORDS.items()}
     failed = {
@@ -142,7 +142,7 @@ def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
         assert of(words(values))["ste"].mean.value == pytest.approx(expected)
 
 
-def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
+def test_a_seed_that_failed_is_counted_and_in_no_difference():
     """With three of the four seeds the difference is that of these three."""
     more = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
     whole = {ratio: {**recipes, **more} for ratio, recipes in WORDS.items()}
@@ -170,7 +170,7 @@ def test_a_seed_that_failed_is_counted_and_in_no_difference() -> None:
     ("worst", "failed"),
     [(7.0, 0), (8.0, 0), (8.2, 1), (7.7, 0), (-50.0, 0)],  # the deviations of the others are 0.1
 )
-def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst: float, failed: int) -> None:
+def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst, failed):
     """Worse than the median of its cell by over ten median deviations of the other rows; a better
     seed never is.
     """
@@ -183,14 +183,14 @@ def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst: float, failed:
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 10])
-def test_the_unit_is_corrected_for_its_bias(n: int) -> None:
+def test_the_unit_is_corrected_for_its_bias(n):
     assert overall.inverse((n,)) == pytest.approx(of_one_row(n))
     rng = np.random.default_rng(1)
     units = np.median(rng.standard_normal((100_000, 5, n)).std(axis=2, ddof=1), axis=1)
     assert overall.inverse((n,) * 5) == pytest.approx((1 / units).mean(), rel=0.005)
 
 
-def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
+def test_the_compared_rows_alone_give_no_unit_for_several_cells():
     alone = {
         ratio: {name: recipes[name] for name in ("ste", "sr_ste")}
         for ratio, recipes in WORDS.items()
@@ -203,7 +203,7 @@ def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
     assert of(words(one))["ste"].mean.p == pytest.approx(test.pvalue)
 
 
-def test_three_seeds_of_each_data_set_for_a_test() -> None:
+def test_three_seeds_of_each_data_set_for_a_test():
     two = {
         ratio: {name: v if name == "asp" else v[:2] for name, v in recipes.items()}
         for ratio, recipes in IMAGES.items()
@@ -219,18 +219,14 @@ def test_three_seeds_of_each_data_set_for_a_test() -> None:
     assert of(images(both))["ste"].mean.low is None
 
 
-def test_equal_differences_are_a_step_apart_at_least() -> None:
+def test_equal_differences_are_a_step_apart_at_least():
     """Seeds that differ by the same number of images show that the spread is below one."""
     tied = {"2:4": {"ste": [0.91, 0.92, 0.93], "sr_ste": [0.90, 0.91, 0.92]}}
     one = of(images(tied))["ste"].mean
     expected = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
     assert one.p == pytest.approx(expected)
     # runs that do not vary are one step apart, and over two ratios half a step can be told from none
-    still = {
-        "ste": [0.91, 0.91, 0.91],
-        "sr_ste": [0.90, 0.90, 0.90],
-        "asp": [0.91, 0.91, 0.91],
-    }
+    still = {"ste": [0.91, 0.91, 0.91], "sr_ste": [0.90, 0.90, 0.90], "asp": [0.91, 0.91, 0.91]}
     one = of(images({"2:4": still, "1:8": still}))["ste"].mean
     assert one.value == pytest.approx(1.0)
     assert one.p == pytest.approx(stats.t.sf(2 * np.sqrt(3), 2) * 2 * 2)  # of two rows
@@ -239,7 +235,7 @@ def test_equal_differences_are_a_step_apart_at_least() -> None:
     assert (nothing.value, nothing.low, nothing.p) == (0.0, None, None)
 
 
-def test_seeds_that_every_cell_has() -> None:
+def test_seeds_that_every_cell_has():
     nan = float("nan")
     holes = {"2:4": {**WORDS["2:4"], "asp": [nan, 6.9, 7.3, 7.0]}, "1:8": WORDS["1:8"]}
     rows = of(words(holes))
@@ -256,7 +252,7 @@ def test_seeds_that_every_cell_has() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 10])
-def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n: int) -> None:
+def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n):
     """And of unlike numbers of cells, two thousand times."""
     rng, cells, spreads = np.random.default_rng(n), [4, 4, 1, 1], [1.0, 0.3, 2.0, 0.7]
     every = [spread * rng.standard_normal((2_000, n)) for spread in spreads]
@@ -305,9 +301,7 @@ def drawn(
 @pytest.mark.parametrize(
     ("rows", "n"), [(4, 2), (3, 5), pytest.param(7, 3, marks=pytest.mark.slow)]
 )
-def test_intervals_cover_and_tests_err_as_they_say(
-    rows: int, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intervals_cover_and_tests_err_as_they_say(rows, n, monkeypatch):
     """From runs to the corrected p-values, with three data sets of unlike numbers of cells."""
     monkeypatch.setattr(overall, "detectable_mean", lambda *_: 1.0)  # takes most of the time
     rng, tries = np.random.default_rng(10 * rows + n), 600 // (rows - 1)
@@ -330,9 +324,7 @@ def test_intervals_cover_and_tests_err_as_they_say(
 @pytest.mark.parametrize(
     ("rows", "n", "better"), [(4, 5, 1.0), pytest.param(7, 3, 3.0, marks=pytest.mark.slow)]
 )
-def test_intervals_cover_what_there_is_in_the_units_found(
-    rows: int, n: int, better: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intervals_cover_what_there_is_in_the_units_found(rows, n, better, monkeypatch):
     """The true difference of each cell, over the unit that its other rows gave. The mean over many
     tables is the true one in true deviations.
     """
@@ -358,7 +350,7 @@ def test_intervals_cover_what_there_is_in_the_units_found(
     assert np.mean(values) == pytest.approx(better, abs=0.08, rel=0.04)
 
 
-def test_the_smallest_difference_is_found_four_times_in_five() -> None:
+def test_the_smallest_difference_is_found_four_times_in_five():
     rng = np.random.default_rng(0)
     spreads, rejected, tries = [1.0, 0.5], 0, 2_000
     # what it would be with the true spreads; each sample says its own
@@ -380,7 +372,7 @@ def runs(write: Callable[..., Any]) -> None:
                 write(recipe, ratio, seed, value)
 
 
-def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: Path) -> None:
+def test_on_the_command_line_and_from_python(runs, table, tmp_path):
     status, out, _ = table("--baseline", "sr_ste", "--overall")
     gaps = together(IMAGES, "asp", 1)
     assert status == 0
@@ -421,7 +413,7 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
     assert "<table>" in table("--baseline", "sr_ste", "--overall", "--format", "html")[1]
 
 
-def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) -> None:
+def test_the_caption_says_what_differs(write, table):
     for seed in range(2):
         write("sr_ste", "2:4", seed, 0.9 + seed / 100)
         write("ste", "2:4", seed, 0.8, trainer__epochs=24)
@@ -440,7 +432,7 @@ def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) ->
     assert "no interval for fewer than two" in table("--baseline", "sr_ste", "--overall")[1]
 
 
-def test_the_caption_says_how_each_data_set_was_tuned() -> None:
+def test_the_caption_says_how_each_data_set_was_tuned():
     budget = "each cell tuned before by 6 trials (ste), none (sr_ste)"
     tables = [
         against(replace(each, tuned=tuned, candidates=candidates), "sr_ste")
@@ -455,7 +447,7 @@ def test_the_caption_says_how_each_data_set_was_tuned() -> None:
     assert "3 (ste), not known how many (asp) (digits)" in text
 
 
-def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:
+def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all():
     tables = [against(each, "sr_ste") for each in (words(), images())]
     rows = overall.against(tables, "sr_ste")
     (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout(labels={"asp": "Ours"})).axes
@@ -471,7 +463,7 @@ def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None
     assert ends == [pytest.approx((each.mean.low, each.mean.high)) for each in rows]
 
 
-def test_the_picture_on_the_command_line(runs: None, tmp_path: Path, capsys: Any) -> None:
+def test_the_picture_on_the_command_line(runs, tmp_path, capsys):
     folder, out = str(tmp_path / "outputs"), str(tmp_path / "all.svg")
     asked = ("plot", folder, "--kind", "overall", "--out", out)
     assert verb(*asked, "--baseline", "sr_ste") == 0
@@ -492,7 +484,7 @@ def test_the_picture_on_the_command_line(runs: None, tmp_path: Path, capsys: Any
         (("--overall", "--baseline", "srste"), "no such row; did you mean sr_ste?"),
     ],
 )
-def test_mistakes(words: tuple[str, ...], complaint: str, runs: None, table: Any) -> None:
+def test_mistakes(words, complaint, runs, table):
     status, out, wrong = table(*words)
     assert (status, out) == (2, "")
     assert complaint in wrong

@@ -66,7 +66,7 @@ def gap(gaps: list[float], grain: float = 0.0, test: str = "t") -> Difference:
     return difference
 
 
-def test_pairs_are_those_of_common_seeds() -> None:
+def test_pairs_are_those_of_common_seeds():
     difference = paired(summarise(OURS), summarise(BASE), 0.0)
     assert (difference.n, difference.mean) == (4, pytest.approx(0.0125))
     assert difference.p == pytest.approx(t_test(GAPS))
@@ -78,7 +78,7 @@ def test_pairs_are_those_of_common_seeds() -> None:
     assert paired(summarise({0: 0.5}), summarise({1: 0.4}), 0.0) is None
 
 
-def test_the_interval_is_students() -> None:
+def test_the_interval_is_students():
     difference = gap(GAPS)
     interval = stats.ttest_1samp(GAPS, 0.0).confidence_interval(0.95)
     assert (difference.low, difference.high) == (
@@ -89,7 +89,7 @@ def test_the_interval_is_students() -> None:
     assert gap([1.0, 3.0]).high == pytest.approx(2.0 + math.tan(0.475 * math.pi))
 
 
-def test_no_test_below_three_pairs() -> None:
+def test_no_test_below_three_pairs():
     assert gap([0.1]) == Difference(pytest.approx(0.1), 1)
     two = gap([0.1, 0.2])
     assert (two.p, two.n) == (None, 2)
@@ -97,7 +97,7 @@ def test_no_test_below_three_pairs() -> None:
     assert gap([0.1, 0.2, 0.3]).p == pytest.approx(t_test([0.1, 0.2, 0.3]))
 
 
-def test_equal_differences_are_judged_by_the_grain() -> None:
+def test_equal_differences_are_judged_by_the_grain():
     """With two degrees of freedom the tail is in closed form: 1 - t / sqrt(t^2 + 2)."""
     step = 1 / IMAGES
     for images in (1, 2, 8):
@@ -118,7 +118,7 @@ def test_equal_differences_are_judged_by_the_grain() -> None:
     assert gap([0.1, 0.1, 0.1]).p is None
 
 
-def test_the_grain_is_the_smallest_step() -> None:
+def test_the_grain_is_the_smallest_step():
     values = [round(IMAGES * share) / IMAGES for share in (0.95, 0.97, 0.953, 0.99)]
     values += [values[0] + 1 / IMAGES, values[0] + 1e-16, values[1]]
     assert grain(values) == pytest.approx(1 / IMAGES)
@@ -137,12 +137,12 @@ def test_the_grain_is_the_smallest_step() -> None:
         [0, 0, 0],
     ],
 )
-def test_ranks_with_ties_are_exact(gaps: list[float]) -> None:
+def test_ranks_with_ties_are_exact(gaps):
     exact = [round(g, 9) for g in gaps]
     assert gap(gaps, 0.1, "wilcoxon").p == pytest.approx(wilcoxon(exact))
 
 
-def test_ties_of_large_values_are_ties() -> None:
+def test_ties_of_large_values_are_ties():
     """Differences of 0.1 between values up to a million differ by the rounding of the values."""
     exact = [1, 1, 1, 1, -2]
     base = [1e6, 2e6 / 3, 1e6 / 7, 31.7, 5e5 + 1 / 3]
@@ -152,7 +152,7 @@ def test_ties_of_large_values_are_ties() -> None:
     assert difference.p == pytest.approx(wilcoxon(exact))
 
 
-def test_holm_by_hand() -> None:
+def test_holm_by_hand():
     ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "e": None}
     differences = holm({key: Difference(0.0, 3, p=p) for key, p in ps.items()})
     assert {key: gap.p for key, gap in differences.items()} == {
@@ -164,14 +164,14 @@ def test_holm_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("n", "size"), [(15, 0.778), (34, 0.495), (10, 0.996), (27, 0.560)])
-def test_the_smallest_difference_is_that_of_the_tables(n: int, size: float) -> None:
+def test_the_smallest_difference_is_that_of_the_tables(n, size):
     """Sizes at which n pairs have a power of 0.8 at 0.05, two-sided: 34 for 0.5 and 15 for 0.8 are
     Cohen's (1988, chapter 2, for one sample), the rest by G*Power.
     """
     assert detectable(n, 0.05) == pytest.approx(size, abs=2e-3)
 
 
-def test_the_documents_table_of_smallest_differences() -> None:
+def test_the_documents_table_of_smallest_differences():
     text = Path(__file__, "../../../../docs/statistics.md").resolve().read_text()
     head, rows = (
         text.split("| seeds |")[1].splitlines()[0],
@@ -185,7 +185,7 @@ def test_the_documents_table_of_smallest_differences() -> None:
 
 
 @pytest.mark.parametrize(("n", "tests"), [(3, 1), (3, 24), (5, 84), (10, 18)])
-def test_the_smallest_difference_is_found_four_times_in_five(n: int, tests: int) -> None:
+def test_the_smallest_difference_is_found_four_times_in_five(n, tests):
     level = 0.05 / tests
     gaps = np.random.default_rng(n).normal(detectable(n, level), 1.0, (40_000, n))
     p = stats.ttest_1samp(gaps, 0.0, axis=1).pvalue
@@ -193,11 +193,11 @@ def test_the_smallest_difference_is_found_four_times_in_five(n: int, tests: int)
 
 
 @pytest.mark.parametrize(("n", "tests"), [(3, 1), (5, 6)])
-def test_half_as_large_a_difference_takes_so_many_seeds(n: int, tests: int) -> None:
+def test_half_as_large_a_difference_takes_so_many_seeds(n, tests):
     level, more = 0.05 / tests, seeds_for_half(n, 0.05 / tests)
     draw = np.random.default_rng(n)
 
-    def power(pairs: int) -> float:
+    def power(pairs):
         gaps = draw.normal(detectable(n, level) / 2, 1.0, (100_000, pairs))
         return float((stats.ttest_1samp(gaps, 0.0, axis=1).pvalue < level).mean())
 
@@ -205,7 +205,7 @@ def test_half_as_large_a_difference_takes_so_many_seeds(n: int, tests: int) -> N
     assert power(more - 1) < 0.8
 
 
-def test_holm_works_out_what_could_have_been_shown() -> None:
+def test_holm_works_out_what_could_have_been_shown():
     gaps = {key: Difference(0.0, n, 0.5, p=0.2) for key, n in (("a", 3), ("b", 5))}
     differences = holm(gaps | {"c": Difference(0.0, 2, 0.5)})
     assert differences["a"].least == pytest.approx(0.5 * detectable(3, 0.025))
@@ -222,7 +222,7 @@ def test_holm_works_out_what_could_have_been_shown() -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 11))
-def test_intervals_cover_what_they_say(n: int) -> None:
+def test_intervals_cover_what_they_say(n):
     gaps = np.random.default_rng(n).normal(0.3, 1.0, (20_000, n))
     estimate = student(gaps, 0.0)
     covered = (estimate.low <= 0.3) & (estimate.high >= 0.3)
@@ -236,7 +236,7 @@ def accuracies(share: float, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("share", [0.9, 0.985, 0.998])
 @pytest.mark.parametrize("n", range(2, 11))
-def test_intervals_cover_no_less_where_accuracies_tie(n: int, share: float) -> None:
+def test_intervals_cover_no_less_where_accuracies_tie(n, share):
     """The least spread makes them wider where an image is much of the spread, and only there."""
     ours, base = (accuracies(share, (20_000, n), seed) for seed in (n, 100 + n))
     estimate = student(ours - base, 1 / IMAGES)
@@ -256,9 +256,7 @@ def test_intervals_cover_no_less_where_accuracies_tie(n: int, share: float) -> N
         for one in (True, False)
     ],
 )
-def test_a_table_without_differences_has_a_significant_one_in_one_of_twenty(
-    n: int, share: float, one_baseline: bool
-) -> None:
+def test_a_table_without_differences_has_a_significant_one_in_one_of_twenty(n, share, one_baseline):
     """The family-wise error of 18 cells: columns of their own, with a baseline each, or a column
     with one baseline, in which the step of the metric is looked for.
     """
@@ -286,7 +284,7 @@ def some_runs(write) -> None:
         write("step", "2:4", seed, base)
 
 
-def test_a_table_of_differences(write, table) -> None:
+def test_a_table_of_differences(write, table):
     some_runs(write)
     status, out, err = table("--baseline", "dense")
     assert (status, err) == (0, "")
@@ -324,7 +322,7 @@ def test_a_table_of_differences(write, table) -> None:
     assert float(one["least"]) > 0
 
 
-def test_ties_are_not_significant(write, table) -> None:
+def test_ties_are_not_significant(write, table):
     """Three times one test image less, in a table of several columns."""
     for seed, right in enumerate((354, 355, 353)):
         write("dense", "dense", seed, right / IMAGES)
@@ -336,7 +334,7 @@ def test_ties_are_not_significant(write, table) -> None:
     }
 
 
-def test_the_caption_says_what_few_seeds_leave_out(write, table) -> None:
+def test_the_caption_says_what_few_seeds_leave_out(write, table):
     for seed in range(2):
         write("dense", "dense", seed, 0.9 + seed / 100)
         write("ste", "2:4", seed, 0.8)
@@ -351,7 +349,7 @@ def test_the_caption_says_what_few_seeds_leave_out(write, table) -> None:
     assert "No interval for one seed" in table("--baseline", "dense", "--method")[1]
 
 
-def test_few_signs_can_show_nothing(write, table) -> None:
+def test_few_signs_can_show_nothing(write, table):
     for seed in range(5):
         write("dense", "dense", seed, 0.9 + seed / 100)
         write("ste", "2:4", seed, 0.5)
@@ -360,7 +358,7 @@ def test_few_signs_can_show_nothing(write, table) -> None:
     assert cells(out.split("Difference", 1)[1])["ste"]["2:4"].endswith("p=0.062 (5)")
 
 
-def test_other_data_and_other_budgets(write, table) -> None:
+def test_other_data_and_other_budgets(write, table):
     for seed in range(3):
         write("dense", "dense", seed, 0.9 + seed / 100)
         write("ste", "2:4", seed, 0.8 + seed / 100, trainer__epochs=24)
@@ -374,7 +372,7 @@ def test_other_data_and_other_budgets(write, table) -> None:
     assert "not the same in all cells: epochs" in message
 
 
-def test_how_many_epochs_the_best_is_of(write, table) -> None:
+def test_how_many_epochs_the_best_is_of(write, table):
     for recipe, number in (("ste", 6), ("asp", 4), ("lbc", 4)):
         folder = write(recipe, "2:4", 0, 0.9)
         metrics = result_of(folder)["metrics"]
@@ -387,7 +385,7 @@ def test_how_many_epochs_the_best_is_of(write, table) -> None:
     assert "not known how many (maskllm)" in table(*best)[1]
 
 
-def test_a_terminal_without_a_minus_sign(write, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_terminal_without_a_minus_sign(write, monkeypatch, tmp_path):
     some_runs(write)
     buffer = io.BytesIO()
     monkeypatch.setattr(
@@ -397,14 +395,14 @@ def test_a_terminal_without_a_minus_sign(write, monkeypatch: pytest.MonkeyPatch,
     assert b"| -2.15 [-2.36, -1.94] p" in buffer.getvalue()
 
 
-def test_a_recipe_as_the_baseline(write, table) -> None:
+def test_a_recipe_as_the_baseline(write, table):
     some_runs(write)
     out = table("--baseline", "step")[1].split("Difference", 1)[1]
     assert cells(out)["dense"]["1:8"].startswith("+1.2 [")
     assert cells(out)["ste"]["2:4"] == "-"
 
 
-def test_mistaken_baselines(write, table) -> None:
+def test_mistaken_baselines(write, table):
     write("ste", "1:8", 0, 0.9)
     write("asp", "1:8", 1, 0.9)
     assert table("--baseline", "sted")[::2] == (
@@ -418,7 +416,7 @@ def test_mistaken_baselines(write, table) -> None:
     assert "no such row" in table("--baseline", "sted")[2]
 
 
-def test_median_and_best(write, table) -> None:
+def test_median_and_best(write, table):
     for seed, value in enumerate([0.9, 0.95, 0.97]):
         write("ste", "2:4", seed, value, loss=1 - value)
     assert cells(table("--show", "median")[1])["ste"]["2:4"] == "95.0 (3)"
@@ -426,7 +424,7 @@ def test_median_and_best(write, table) -> None:
     assert cells(table("--show", "best", "--metric", "test/loss")[1])["ste"]["2:4"] == "0.03 (3)"
 
 
-def test_several_metrics_side_by_side(write, table) -> None:
+def test_several_metrics_side_by_side(write, table):
     write("ste", "2:4", 0, 0.9, loss=0.5)
     write("asp", "2:4", 0, 0.8, loss=0.25)
     out = cells(table("--metric", "test/accuracy,test/loss,seconds", "--cols", "metric")[1])
@@ -447,7 +445,7 @@ def test_several_metrics_side_by_side(write, table) -> None:
     assert "--cols metric" in err
 
 
-def test_versions_of_the_code_are_told(write, table) -> None:
+def test_versions_of_the_code_are_told(write, table):
     write("ste", "2:4", 0, 0.9)
     assert "versions of the code" not in table()[1]
     rewrite(write("ste", "2:4", 1, 0.9), environment={"commit": "0123456789"})
@@ -470,12 +468,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, runs: object) -> None:
     )
 
 
-def test_runs_from_wandb_are_those_of_the_folders(
-    write,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_runs_from_wandb_are_those_of_the_folders(write, monkeypatch, capsys, tmp_path):
     result = result_of(write("ste", "2:4", 3, 0.9))
     summary = logged.summary(result) | {"_step": 9, "_wandb": {"x": 1}}
     ours = SimpleNamespace(
@@ -493,6 +486,6 @@ def test_runs_from_wandb_are_those_of_the_folders(
     assert "1 runs left out" in capsys.readouterr().err
 
 
-def test_wandb_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, table) -> None:
+def test_wandb_that_does_not_answer(monkeypatch, table):
     pretend(monkeypatch, ConnectionError("no route\nmore"))
     assert verb("table", "wandb://me/sparse") == 2

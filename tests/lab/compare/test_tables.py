@@ -46,7 +46,7 @@ def comparison(write) -> None:
 # --- collect and statistics -----------------------------------------------------------------------
 
 
-def test_a_run_is_a_row(write, tmp_path: Path) -> None:
+def test_a_run_is_a_row(write, tmp_path):
     folder = write("step", "2:8", 3, 0.9, recipe__switch="auto", optimizer__lr=0.01)
     runs = collect([tmp_path])
     assert len(runs) == 1
@@ -59,9 +59,7 @@ def test_a_run_is_a_row(write, tmp_path: Path) -> None:
     assert {key: runs[key][0] for key in expected} == expected
 
 
-def test_any_depth_and_each_run_once(
-    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_depth_and_each_run_once(write, tmp_path, monkeypatch):
     one = write("ste", "2:4", 0, 0.9)
     write("dense", "dense", 0, 0.9)
     write("dense", "dense", 1, 0.9)
@@ -87,7 +85,7 @@ def test_any_depth_and_each_run_once(
         "\xff",
     ],
 )
-def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path, content):
     write("ste", "2:4", 0, 0.9)
     bad = write("ste", "2:4", 1, 0.5) / "result.json"
     bad.write_bytes(content.encode("latin-1"))
@@ -98,7 +96,7 @@ def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path: Path, cont
     assert str(bad) in err
 
 
-def test_the_deviation_is_that_of_a_sample() -> None:
+def test_the_deviation_is_that_of_a_sample():
     # squared distances from 5 add up to 32
     cell = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
     assert (cell.mean, cell.n) == (5.0, 8)
@@ -113,7 +111,7 @@ def test_the_deviation_is_that_of_a_sample() -> None:
     )
 
 
-def test_the_direction_follows_the_name() -> None:
+def test_the_direction_follows_the_name():
     assert all(map(higher_is_better, ["test/accuracy", "best/test/bleu", "eval/f1"]))
     assert not any(
         map(
@@ -126,7 +124,7 @@ def test_the_direction_follows_the_name() -> None:
 # --- what the table says --------------------------------------------------------------------------
 
 
-def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
+def test_mean_deviation_n_best_and_the_dense_reference(write, table):
     comparison(write)
     status, out, err = table()
     assert (status, err) == (0, "")
@@ -145,12 +143,12 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
     assert out.isascii()
 
 
-def test_one_epoch_is_no_epochs(write, table) -> None:
+def test_one_epoch_is_no_epochs(write, table):
     write("ste", "2:4", 0, 0.9, trainer__epochs=1)
     assert table()[1].splitlines()[0].endswith(", 1 epoch")
 
 
-def test_best_weights_and_other_metrics(write, table) -> None:
+def test_best_weights_and_other_metrics(write, table):
     for seed, loss in enumerate([0.1, 0.2, 0.3, 0.6]):  # mean 0.3; squared distances add up to 0.14
         write("ste", "2:4", seed, 0.9, loss=loss)
     write("asp", "2:4", 0, 0.9, loss=12345.6)
@@ -162,7 +160,7 @@ def test_best_weights_and_other_metrics(write, table) -> None:
     assert cells(table("--metric", "seconds")[1])["asp"]["2:4"] == "**2.5 (1)**"
 
 
-def test_order_of_rows_and_columns(write, table) -> None:
+def test_order_of_rows_and_columns(write, table):
     recipes = ["zeta", "s_ste", "step", "alpha", "sr_ste", "ste", "asp"]
     ratios = ["1:16", "2:8", "4:8", "2:4", "3:4", "1:4", "10:16"]
     for recipe in recipes:
@@ -174,7 +172,7 @@ def test_order_of_rows_and_columns(write, table) -> None:
     assert list(rows["ste"]) == ["3:4", "10:16", "2:4", "4:8", "1:4", "2:8", "1:16"]
 
 
-def test_numbers_sort_as_numbers(write, table) -> None:
+def test_numbers_sort_as_numbers(write, table):
     for lr in (0.01, 1e-05, 0.1, 10.0, 2.0):
         write("ste", "2:4", 0, 0.9, optimizer__lr=lr)
     assert list(cells(table("--rows", "optimizer.lr")[1])) == [
@@ -186,7 +184,7 @@ def test_numbers_sort_as_numbers(write, table) -> None:
     ]
 
 
-def test_ties_at_the_printed_precision_are_all_marked(write, table) -> None:
+def test_ties_at_the_printed_precision_are_all_marked(write, table):
     write("ste", "2:4", 0, 0.98123)
     write("step", "2:4", 0, 0.98149)
     write("asp", "2:4", 0, 0.98049)
@@ -200,7 +198,7 @@ def test_ties_at_the_printed_precision_are_all_marked(write, table) -> None:
     }
 
 
-def test_runs_without_a_value_are_told(write, table) -> None:
+def test_runs_without_a_value_are_told(write, table):
     write("ste", "2:4", 0, 0.9)
     write("ste", "2:4", 1, status="failed")
     write("ste", "2:4", 2)  # finished, but with another version that had no such metric
@@ -213,7 +211,7 @@ def test_runs_without_a_value_are_told(write, table) -> None:
     }
 
 
-def test_nothing_but_failures_is_a_table_too(write, table) -> None:
+def test_nothing_but_failures_is_a_table_too(write, table):
     write("ste", "2:4", 0, status="failed")
     write("dense", "dense", 0, status="interrupted")
     status, out, _ = table()
@@ -223,14 +221,14 @@ def test_nothing_but_failures_is_a_table_too(write, table) -> None:
     )
 
 
-def test_dense_alone(write, table) -> None:
+def test_dense_alone(write, table):
     write("dense", "dense", 0, 0.99)
     out = table()[1]
     assert cells(out) == {"dense": {"dense": "99.0 (1)"}}
     assert "every column" not in out
 
 
-def test_rows_and_columns_of_any_keys(write, table) -> None:
+def test_rows_and_columns_of_any_keys(write, table):
     for lr in (0.1, 0.01):
         write("ste", "2:4", 0, 0.9 + lr / 10, optimizer__lr=lr)
         write("dense", "dense", 0, 0.95 + lr / 10, optimizer__lr=lr)
@@ -257,7 +255,7 @@ def test_rows_and_columns_of_any_keys(write, table) -> None:
     }
 
 
-def test_one_table_for_each_model_and_data_set(write, table) -> None:
+def test_one_table_for_each_model_and_data_set(write, table):
     write("ste", "2:4", 0, 0.9)
     write("ste", "2:4", 0, 0.8, model__name="mlp")
     out = table()[1]
@@ -276,7 +274,7 @@ def test_one_table_for_each_model_and_data_set(write, table) -> None:
 # --- what is not averaged -------------------------------------------------------------------------
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -> None:
+def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table):
     for seed in (0, 1):
         write("ste", "2:4", seed, 0.9)
         write("asp", "2:4", seed, 0.8, recipe__prune_at=0.5)
@@ -297,7 +295,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -
     assert table("--rows", "recipe,trainer.epochs")[1].count("\n| ") == 1 + 3
 
 
-def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table) -> None:
+def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table):
     write("step", "2:4", 0, 0.9, recipe__switch="auto")
     write("step", "2:4", 1, 0.9, recipe__switch=0.3)
     write("ste", "2:4", 0, 0.8)
@@ -308,13 +306,13 @@ def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write,
     assert "differ in recipe;" in mixed, "the recipe says it: its settings need no mention"
 
 
-def test_what_does_not_change_a_result_is_no_difference(write, table) -> None:
+def test_what_does_not_change_a_result_is_no_difference(write, table):
     write("ste", "2:4", 0, 0.9, trainer__device="cuda", track__name="wandb")
     write("ste", "2:4", 1, 0.9)
     assert table()[:1] == (0,)
 
 
-def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> None:
+def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table):
     """Seed by seed another network: what it was is what counts."""
     for seed in (0, 1):
         dense = write("dense", "dense", seed, 0.95)
@@ -338,7 +336,7 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> Non
     }
 
 
-def test_cells_of_other_settings_are_mentioned(write, table) -> None:
+def test_cells_of_other_settings_are_mentioned(write, table):
     write("ste", "2:4", 0, 0.9, trainer__epochs=24)
     write("asp", "2:4", 0, 0.9)
     what, _, beware = table()[1].splitlines()[:3]
@@ -346,7 +344,7 @@ def test_cells_of_other_settings_are_mentioned(write, table) -> None:
     assert "epoch" not in what
 
 
-def test_a_seed_counts_once(write, table) -> None:
+def test_a_seed_counts_once(write, table):
     first = write("ste", "2:4", 0, 0.9)
     second = write("ste", "2:4", 0, 0.9, root="copied")
     status, out, err = table(paths=("outputs", "copied"))
@@ -356,7 +354,7 @@ def test_a_seed_counts_once(write, table) -> None:
     assert str(second) in err
 
 
-def test_filters(write, table) -> None:
+def test_filters(write, table):
     write("ste", "2:4", 0, 0.9, optimizer__lr=0.001)
     write("ste", "2:4", 1, 0.8, optimizer__lr=0.01)
     write("asp", "1:4", 0, 0.7, optimizer__lr=0.01)
@@ -388,9 +386,7 @@ def test_filters(write, table) -> None:
         ((8, 20), "resnet20 on cifar10 (train_size=5000), adam"),
     ],
 )
-def test_the_caption_names_what_is_not_the_config_s_own(
-    depths: tuple[int, int], message: str, write, table
-) -> None:
+def test_the_caption_names_what_is_not_the_config_s_own(depths, message, write, table):
     for recipe, depth in zip(("ste", "sr_ste"), depths, strict=True):
         model = {"name": "resnet20", "depth": depth, "exclude": ["conv1"]}
         data = {"name": "cifar10", "train_size": 5000, "val_size": None, "flip": True}
@@ -401,7 +397,7 @@ def test_the_caption_names_what_is_not_the_config_s_own(
 # --- formats --------------------------------------------------------------------------------------
 
 
-def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
+def test_csv_is_long_and_exact(write, table, tmp_path):
     comparison(write)
     write("ste", "1:8", 2, status="failed")
     write("ste", "2:4", 0, 0.25, model__name="mlp")
@@ -434,7 +430,7 @@ def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
     ]
 
 
-def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
+def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table):
     for recipe, at24, at18 in (("ste", 0.9, 0.7), ("step", 0.8, 0.75)):
         write(recipe, "2:4", 0, at24, loss=1 - at24)
         write(recipe, "1:8", 0, at18, loss=1 - at18)
@@ -453,7 +449,7 @@ def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
     assert {tuple(line[:2]) for line in split[2:] if "**" in line[3]} == bold
 
 
-def test_dense_stays_under_a_filter_of_the_ratio(write, table) -> None:
+def test_dense_stays_under_a_filter_of_the_ratio(write, table):
     comparison(write)
     rows = cells(table("--filter", "sparsity=1:8")[1])
     assert list(rows) == ["dense", "ste", "sr_ste", "step"]
@@ -461,7 +457,7 @@ def test_dense_stays_under_a_filter_of_the_ratio(write, table) -> None:
     assert list(cells(table("--filter", "recipe=ste")[1])) == ["ste"]
 
 
-def test_long_numbers_are_short_and_settings_say_their_key(write, table) -> None:
+def test_long_numbers_are_short_and_settings_say_their_key(write, table):
     write("ste", "2:4", 0, 0.9, optimizer__lr=6.263703785921783e-05)
     assert cells(table("--cols", "sparsity,optimizer.lr")[1]) == {
         "ste": {"2:4 lr=6.264e-05": "90.0 (1)"}
@@ -471,7 +467,7 @@ def test_long_numbers_are_short_and_settings_say_their_key(write, table) -> None
 
 
 @pytest.mark.parametrize("style", ["csv", "json", "parquet"])
-def test_a_line_a_run(write, table, tmp_path: Path, style: str) -> None:
+def test_a_line_a_run(write, table, tmp_path, style):
     comparison(write)
     write("=1+1", "2:4", 7, status="failed")
     target = tmp_path / f"runs.{style}"
@@ -488,7 +484,7 @@ def test_a_line_a_run(write, table, tmp_path: Path, style: str) -> None:
     assert failed["test/accuracy"].isna().all()
 
 
-def test_json_has_the_values_of_the_seeds(write, table) -> None:
+def test_json_has_the_values_of_the_seeds(write, table):
     comparison(write)
     cells_ = {(c["recipe"], c["sparsity"]): c for c in json.loads(table("--format", "json")[1])}
     assert cells_["step", "1:8"]["values"] == [0.97, 0.98, 0.99]
@@ -496,7 +492,7 @@ def test_json_has_the_values_of_the_seeds(write, table) -> None:
     assert cells_["sr_ste", "1:8"]["sd"] is None
 
 
-def test_html_is_one_page_of_all_tables(write, table) -> None:
+def test_html_is_one_page_of_all_tables(write, table):
     comparison(write)
     write("a<b>", "2:4", 0, 0.25, model__name="mlp")
     text = table("--format", "html")[1]
@@ -522,9 +518,7 @@ def test_html_is_one_page_of_all_tables(write, table) -> None:
 @pytest.mark.parametrize(
     ("suffix", "start"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )
-def test_plot_by_suffix(
-    write, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, start: bytes
-) -> None:
+def test_plot_by_suffix(write, tmp_path, capsys, suffix, start):
     comparison(write)
     write("asp", "1:8", 0, status="failed")
     target = tmp_path / f"picture{suffix}"
@@ -534,9 +528,7 @@ def test_plot_by_suffix(
     assert target.stat().st_size > 5000
 
 
-def test_plots_of_two_models_go_below_the_path(
-    write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
     write("ste", "2:4", 0, 0.9)
     write("dense", "dense", 0, 0.9, model__name="mlp")
     assert cli.plot([str(tmp_path / "outputs")]) == 0
@@ -577,7 +569,7 @@ def test_plots_of_two_models_go_below_the_path(
         (["--labels", "step"], ["--labels step: write NAME=TEXT"]),
     ],
 )
-def test_mistakes_get_one_line(write, table, arguments: list[str], message: list[str]) -> None:
+def test_mistakes_get_one_line(write, table, arguments, message):
     write("ste", "2:4", 0, 0.9)
     status, out, err = table(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -586,9 +578,7 @@ def test_mistakes_get_one_line(write, table, arguments: list[str], message: list
 
 
 @pytest.mark.parametrize("verb_", ["table", "plot", "report"])
-def test_without_a_path_it_is_the_folder_of_runs(
-    verb_, write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_path_it_is_the_folder_of_runs(verb_, write, monkeypatch, tmp_path):
     write("ste", "2:4", 0, 0.9)
     monkeypatch.chdir(tmp_path)
     assert verb(verb_) == 0
@@ -596,7 +586,7 @@ def test_without_a_path_it_is_the_folder_of_runs(
     assert verb_ == "table" or Path("outputs", files[verb_]).is_file()
 
 
-def test_a_picture_on_a_full_disk(write, tmp_path: Path, small_disk: Path, capsys) -> None:
+def test_a_picture_on_a_full_disk(write, tmp_path, small_disk, capsys):
     write("ste", "2:4", 0, 0.9)
     out = small_disk / "plot.svg"
     out.write_text("old")
@@ -609,6 +599,6 @@ def test_a_picture_on_a_full_disk(write, tmp_path: Path, small_disk: Path, capsy
     assert out.read_text() == "old"
 
 
-def test_the_command_line_of_tables_imports_no_pandas() -> None:
+def test_the_command_line_of_tables_imports_no_pandas():
     code = "import sys; from nmrun.lab.show import cli; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

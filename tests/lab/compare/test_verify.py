@@ -33,7 +33,7 @@ def sealed(write):
 
 
 @pytest.mark.parametrize("name", [*SEALED[1:], "result.json"])
-def test_a_flipped_bit_never_passes(name: str, sealed, table) -> None:
+def test_a_flipped_bit_never_passes(name, sealed, table):
     folder = sealed("ste", "2:4", 0, 0.8746)
     sealed("ste", "2:4", 1, 0.8746)
     assert table("--verify")[0] == 0
@@ -52,9 +52,7 @@ def test_a_flipped_bit_never_passes(name: str, sealed, table) -> None:
 
 
 @pytest.mark.parametrize("words", ["compare RUN RUN", "rerun RUN --yes"])
-def test_a_changed_result_is_neither_compared_nor_repeated(
-    words: str, sealed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_result_is_neither_compared_nor_repeated(words, sealed, capsys):
     folder = sealed("ste", "2:4", 0, 0.8746)
     text = (folder / "result.json").read_text()
     (folder / "result.json").write_text(text.replace("0.8746", "0.9746"))
@@ -65,7 +63,7 @@ def test_a_changed_result_is_neither_compared_nor_repeated(
     assert err.count("\n") == 1
 
 
-def test_a_run_in_the_folder_of_another_is_left_out(sealed, table) -> None:
+def test_a_run_in_the_folder_of_another_is_left_out(sealed, table):
     other = sealed("ste", "2:4", 0, 0.8)
     sealed("ste", "2:4", 1, 0.9)
     other.rename(other.with_name("s0-0123456789"))
@@ -74,7 +72,7 @@ def test_a_run_in_the_folder_of_another_is_left_out(sealed, table) -> None:
     assert "it is of another run, whose id is" in err
 
 
-def test_changed_rows_are_not_drawn(sealed, tmp_path: Path, capsys) -> None:
+def test_changed_rows_are_not_drawn(sealed, tmp_path, capsys):
     folder = sealed("ste", "2:4", 0, 0.8)
     rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -92,7 +90,7 @@ def test_changed_rows_are_not_drawn(sealed, tmp_path: Path, capsys) -> None:
         finished.history()
 
 
-def test_runs_without_hashes_are_counted(sealed, write, table) -> None:
+def test_runs_without_hashes_are_counted(sealed, write, table):
     sealed("ste", "2:4", 2, 0.5)
     write("asp", "2:4", 0, status="failed")
     earlier = [write("ste", "2:4", seed, 0.5) / "model.safetensors" for seed in range(2)]
@@ -109,21 +107,21 @@ def test_runs_without_hashes_are_counted(sealed, write, table) -> None:
 
 
 @pytest.mark.parametrize("name", ["=cmd|'/c calc'!A1", "+1+1", "-a", "@SUM(A1)", "\tx"])
-def test_csv_has_no_formulas(name: str, write, table) -> None:
+def test_csv_has_no_formulas(name, write, table):
     write(name, "2:4", 0, 0.5)
     (line,) = csv.DictReader(io.StringIO(table("--format", "csv")[1]))
     assert line["recipe"] == f"'{name}"
     assert float(line["mean"]) == 0.5
 
 
-def test_csv_leaves_numbers_and_dashes(write, table) -> None:
+def test_csv_leaves_numbers_and_dashes(write, table):
     write("ste", "2:4", 0, -0.5, optimizer__lr=-1e-3)
     text = table("--format", "csv", "--rows", "optimizer.lr")[1]
     (line,) = csv.DictReader(io.StringIO(text))
     assert (line["optimizer.lr"], line["mean"]) == ("-0.001", "-0.5")
 
 
-def test_markdown_cells_are_texts(write, table) -> None:
+def test_markdown_cells_are_texts(write, table):
     name = "a|b\nc](http://x) <img src=x> \x1b[31m"
     write(name, "2:4", 0, 0.5)
     out = table()[1]

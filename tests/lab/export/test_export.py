@@ -82,9 +82,7 @@ def trained(recipe: str, steps: int, **options: Any) -> tuple[nn.Sequential, nmr
 @pytest.mark.parametrize(
     ("shape", "dim"), [((8,), 0), ((3, 16), 1), ((16, 3), 0), ((2, 8, 3, 2), 1), ((2, 3, 8), -1)]
 )
-def test_a_tensor_holds_exactly_if_no_group_has_more(
-    shape: tuple[int, ...], dim: int, pattern: str
-) -> None:
+def test_a_tensor_holds_exactly_if_no_group_has_more(shape, dim, pattern):
     n, m = map(int, pattern.split(":"))
     generator, seen = torch.Generator().manual_seed(0), set()
     for density in (0.05, 0.1, 0.3, 0.5, 0.7, 1.0) * 6:
@@ -115,7 +113,7 @@ def test_a_tensor_holds_exactly_if_no_group_has_more(
     assert seen == {False, True}
 
 
-def test_zeros_and_what_is_not_a_number() -> None:
+def test_zeros_and_what_is_not_a_number():
     assert check_nm(torch.tensor([[0.0, -0.0, 1.0, -0.0]]), "1:4")
     for value in (torch.nan, torch.inf, 1e-45):
         with pytest.raises(ValueError, match="2 of 4 weights"):
@@ -129,7 +127,7 @@ def test_zeros_and_what_is_not_a_number() -> None:
 # --- models ---------------------------------------------------------------------------------------
 
 
-def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
+def test_of_a_plain_model_every_weight_that_could_hold_is_checked():
     model = net()
     with torch.no_grad():
         model[0].weight[:, [0, 1, 4, 5]] = 0.0
@@ -142,10 +140,7 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
     assert check_nm(model, "2:4", include=["0", "3"]) == ["0.weight", "3.weight"]
     assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}) == ["0.weight", "3.weight"]
     # 3 has four inputs
-    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == [
-        "0.weight",
-        "5.weight",
-    ]
+    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == ["0.weight", "5.weight"]
     with pytest.raises(ValueError, match=r"^0.weight is not 1:4"):
         check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"})
     with pytest.raises(
@@ -156,7 +151,7 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
         check_nm(model, "2:4", exclude="head")
 
 
-def test_of_a_sparse_model_the_weights_in_use_are_checked() -> None:
+def test_of_a_sparse_model_the_weights_in_use_are_checked():
     """It is a plain model: check_nm is told the same overrides that sparsify was."""
     ratios = {"0": "1:8", "5": "dense"}
     model, handle = trained("asp", 2, overrides=ratios)
@@ -179,7 +174,7 @@ def test_of_a_sparse_model_the_weights_in_use_are_checked() -> None:
 @pytest.mark.parametrize(
     "recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"]
 )
-def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, steps: int) -> None:
+def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe, steps):
     """In every phase, and the model trains on untouched. Without a step, or in an unfinished phase,
     finalize leaves nothing.
     """
@@ -221,7 +216,7 @@ def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, 
     )
 
 
-def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
+def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude():
     layer = nn.Linear(16, 8)
     optimizer = nmrun.optim.Adam(layer.parameters())
     handle = nmrun.sparsify(layer, optimizer, "step", "2:4", TOTAL)
@@ -237,7 +232,7 @@ def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
     assert torch.equal(layer.weight, expected)
 
 
-def test_a_model_that_is_one_layer_and_one_that_is_attention() -> None:
+def test_a_model_that_is_one_layer_and_one_that_is_attention():
     """Names without a module in front, and weights that are not called ``weight``."""
     for model in (nn.Linear(8, 4), nn.MultiheadAttention(8, 2, kdim=4, vdim=12)):
         objects, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -258,7 +253,7 @@ def test_a_model_that_is_one_layer_and_one_that_is_attention() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "bi_mask"])
-def test_torch_exports_the_live_model(recipe: str) -> None:
+def test_torch_exports_the_live_model(recipe):
     """Its weights are the projected ones, and it trains on."""
     model, handle = trained(recipe, TOTAL - 1, exclude="5")
     assert handle.is_sparse
@@ -274,7 +269,7 @@ def test_torch_exports_the_live_model(recipe: str) -> None:
 
 
 @pytest.mark.slow
-def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
+def test_onnx_takes_the_live_model(tmp_path):
     onnx, runtime = (
         pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
         pytest.importorskip("onnxruntime"),
@@ -316,9 +311,7 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
     return write_run(place, state, layers, status=status)
 
 
-def test_a_finished_run_is_copied_with_what_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
     run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
     assert main([str(run), "--to", str(to)]) == 0
     assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4 holds in 2 layers\n"
@@ -347,9 +340,7 @@ def test_a_finished_run_is_copied_with_what_it_is(
         ),  # two of a column's first eight
     ],
 )
-def test_what_does_not_hold_is_not_copied(
-    changes: dict[str, Tensor], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_hold_is_not_copied(changes, message, tmp_path, capsys):
     assert (
         verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
     )
@@ -365,9 +356,7 @@ def test_what_does_not_hold_is_not_copied(
         ("result.json", b"0.5"),
     ],
 )
-def test_what_was_changed_is_not_copied(
-    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_changed_is_not_copied(name, content, tmp_path, capsys):
     """One bit of a kept weight, whose pattern holds as before, or one of a metric."""
     run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--to", str(to))
     to = tmp_path / "to"
@@ -391,7 +380,7 @@ def test_what_was_changed_is_not_copied(
     assert not to.exists()
 
 
-def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_finished_runs_are_copied(tmp_path, capsys):
     failed, bare, garbled = (
         folder(tmp_path / name, "failed" if name == "failed" else "finished")
         for name in ("failed", "b", "g")

@@ -99,9 +99,7 @@ def refused(
     ("shape", "dim"), [((6, 16), 1), ((6, 18), 1), ((11, 3), 0), ((2, 10, 3, 3), 1), ((4, 3), 1)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_packed_comes_back_with_the_same_bits(
-    pattern: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
-) -> None:
+def test_packed_comes_back_with_the_same_bits(pattern, shape, dim, dtype):
     weight, ratio = sparse(shape, pattern, dim, dtype), Pattern.parse(pattern)
     values, places = packed.pack(weight, ratio, dim)
     assert same_bits(packed.unpack(values, places, ratio, dim, list(shape)), weight)
@@ -111,7 +109,7 @@ def test_packed_comes_back_with_the_same_bits(
     assert places.numel() == -(-groups * min(ratio.m, ratio.n * width) // 8)
 
 
-def test_the_documented_layout_is_read_by_hand() -> None:
+def test_the_documented_layout_is_read_by_hand():
     weight = torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 0, 0, 0, 9]])
     values, places = packed.pack(weight, Pattern(2, 4), 1)
     bits = int.from_bytes(places.numpy().tobytes(), "little")
@@ -123,9 +121,7 @@ def test_the_documented_layout_is_read_by_hand() -> None:
     assert mask.tolist() == [0b1110_1101]
 
 
-def test_the_packed_file_has_what_the_run_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_packed_file_has_what_the_run_has(tmp_path, capsys):
     run, to = small(tmp_path / "run"), tmp_path / "to"
     assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
     assert capsys.readouterr().out.startswith(f"{to / LAST}: 2:4 in 2 layers, ")
@@ -147,7 +143,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (place / "to" / LAST).read_bytes()
 
 
-def test_a_changed_byte_of_a_tensor_shows(whole: bytes, tmp_path: Path) -> None:
+def test_a_changed_byte_of_a_tensor_shows(whole, tmp_path):
     begin = 8 + int.from_bytes(whole[:8], "little")
     for at in range(begin, len(whole), 7):
         (tmp_path / LAST).write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
@@ -156,7 +152,7 @@ def test_a_changed_byte_of_a_tensor_shows(whole: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
-def test_a_file_that_was_cut_off(share: float, whole: bytes, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off(share, whole, tmp_path):
     (tmp_path / LAST).write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(ValueError, match=r"^[^\n]*cannot be read: [^\n]*$"):
         packed.load(tmp_path / LAST)
@@ -166,13 +162,13 @@ def test_a_file_that_was_cut_off(share: float, whole: bytes, tmp_path: Path) -> 
     ("old", "new"),
     [(b"2:4", b"1:4"), (b"a.weight.places", b"a.weight.plaxes"), (b"[8, 16]", b"[4, 32]")],
 )
-def test_a_changed_header(old: bytes, new: bytes, whole: bytes, tmp_path: Path) -> None:
+def test_a_changed_header(old, new, whole, tmp_path):
     (tmp_path / LAST).write_bytes(whole.replace(old, new, 1))
     with pytest.raises(ValueError, match=r"was changed|not those of its header"):
         packed.load(tmp_path)
 
 
-def test_other_files(tmp_path: Path) -> None:
+def test_other_files(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / LAST)
     with pytest.raises(ValueError, match="is no packed file of nmrun"):
         packed.load(tmp_path)
@@ -183,7 +179,7 @@ def test_other_files(tmp_path: Path) -> None:
 # --- what is refused leaves nothing ---------------------------------------------------------------
 
 
-def test_a_damaged_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_model_is_one_line(tmp_path, capsys):
     run = small(tmp_path / "run")
     data = (run / "model.safetensors").read_bytes()
     for size in (len(data) // 2, 4, 0):
@@ -191,9 +187,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "is damaged or cut off" in refused(run, tmp_path / "to", capsys)
 
 
-def test_a_dense_run_and_a_run_without_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dense_run_and_a_run_without_a_report(tmp_path, capsys):
     dense = write_run(tmp_path / "dense", {"a": torch.ones(2, 4)}, [])
     assert "is a dense run" in refused(dense, tmp_path / "to", capsys)
     run = small(tmp_path / "run")
@@ -205,7 +199,7 @@ def test_a_dense_run_and_a_run_without_a_report(
     assert "has no gone" in refused(run, tmp_path / "to", capsys)
 
 
-def test_where_it_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_it_cannot_go(tmp_path, capsys):
     run = small(tmp_path / "run")
     (tmp_path / "file").write_text("mine")
     assert "is a file" in refused(run, tmp_path / "file", capsys)
@@ -214,10 +208,8 @@ def test_where_it_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "nmrun: --to /proc/to: /proc cannot be written to (" in capsys.readouterr().err
 
 
-def test_a_failure_half_way_leaves_what_was_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_failure_half_way_leaves_what_was_there(tmp_path, capsys, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     run, to = small(tmp_path / "run"), tmp_path / "to"
@@ -241,24 +233,19 @@ def test_a_failure_half_way_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(5, "Input/output error")])
-def test_no_mix_of_two_exports(
-    error: type[BaseException] | OSError,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_mix_of_two_exports(error, tmp_path, capsys, monkeypatch):
     """Cut off before each of the renames: by a kill some files may be missing, by an error none."""
     to, renaming = tmp_path / "to", os.rename
     names = ("model.safetensors", "sparsity.json")
 
-    def content() -> tuple[bytes | None, ...]:
+    def content():
         files = [to / name for name in names]
         return tuple(file.read_bytes() if file.exists() else None for file in files)
 
-    def exported(run: Path, stop: int = -1) -> tuple[bytes | None, ...]:
+    def exported(run, stop=-1):
         left = itertools.count()
 
-        def rename(*words: Path) -> None:
+        def rename(*words):
             if next(left) == stop:
                 raise error
             renaming(*words)
@@ -290,9 +277,7 @@ def test_no_mix_of_two_exports(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other", "to"]
 
 
-def test_an_export_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced, fsync = set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda f: (synced.add(os.fstat(f).st_ino), fsync(f)))
     to = tmp_path / "to"
@@ -317,7 +302,7 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-def test_torchvision_loads_the_weights_without_nmrun(tmp_path: Path) -> None:
+def test_torchvision_loads_the_weights_without_nmrun(tmp_path):
     from torchvision.models import resnet18
 
     torch.manual_seed(0)
@@ -350,9 +335,7 @@ def test_torchvision_loads_the_weights_without_nmrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_transformers_loads_an_encoder(
-    pooling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_loads_an_encoder(pooling, tmp_path, capsys):
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     bert = save_encoder(tmp_path / "bert", num_hidden_layers=1)
     options = {
@@ -400,7 +383,7 @@ def test_transformers_loads_an_encoder(
         assert int((weights[line["name"]].view(-1, 4) != 0).sum(1).max()) == 2
 
 
-def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_loads_a_gpt2(tmp_path, capsys):
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     torch.manual_seed(1)
     config = transformers.GPT2Config(
@@ -450,9 +433,7 @@ def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_models_that_are_not_hugging_faces(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_are_not_hugging_faces(tmp_path, capsys):
     state = {"a": sparse((4, 8), "2:4", 1)}
     layers = [{"name": "a", "pattern": "2:4", "dim": 1}]
     run = write_run(tmp_path / "run", state, layers, model={"name": "mlp"})
@@ -462,7 +443,7 @@ def test_models_that_are_not_hugging_faces(
 
 
 @pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
-def test_transformers_loads_a_gpt_of_ours(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_transformers_loads_a_gpt_of_ours(options, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     model, run = a_gpt(tmp_path, *options)
     to = tmp_path / "to"
@@ -495,9 +476,7 @@ def a_gpt(place: Path, *options: str) -> tuple[nn.Module, Path]:
 
 
 @pytest.mark.parametrize("form", ["hf", "onnx"])
-def test_pruned_activations_are_refused(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pruned_activations_are_refused(form, tmp_path, capsys):
     for package in ("transformers", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     _, run = a_gpt(tmp_path, "model.activation=relu2", "trainer.activations=2:4")
@@ -517,9 +496,7 @@ def onnx_session(run: Path, to: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(tmp_path, capsys):
     onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     cfg = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
     model = models.build(cfg.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
@@ -544,7 +521,7 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
 
 
 @pytest.mark.slow
-def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) -> None:
+def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path):
     cfg = config(
         tmp_path,
         *("recipe=ste", "model=mlp", "model.hidden=[32,32]", "optimizer.lr=0.01"),
@@ -572,7 +549,7 @@ def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) 
     assert metadata == {key: value for key, value in beside.items() if key != "layers"}
 
 
-def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
+def test_folded_and_transposed_weights_are_found_in_the_graph():
     onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     from nmrun.lab.export.finished_run import FinishedRun, SparseLayer
     from nmrun.lab.export.onnx_graph import _locate
@@ -611,7 +588,7 @@ def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
-def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_onnx_of_a_gpt(options, tmp_path):
     onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     model, run = a_gpt(tmp_path, *options)
     to = tmp_path / "to"
@@ -634,7 +611,7 @@ def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "small_conv"])
-def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
+def test_onnx_of_small_networks(name, tmp_path):
     cfg = config(tmp_path, f"model={name}")
     model = models.build(cfg.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
     run = run_of(tmp_path / "run", model, cfg.plain, exclude=["stem", "head"])
@@ -645,7 +622,7 @@ def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=0, atol=1e-5)
 
 
-def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_onnx_is_for_images_and_gpt(tmp_path, capsys):
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
     cfg = config(tmp_path, "model=text_encoder", "dataset=generated_text")
     model = models.build(cfg.model.mapping(), tasks.build(cfg, torch.device("cpu")).inputs)

@@ -68,7 +68,7 @@ def trained(folder: Path) -> Path:
     return run_folder(asked)
 
 
-def test_its_accuracy_is_that_of_the_likelihoods(tmp_path: Path) -> None:
+def test_its_accuracy_is_that_of_the_likelihoods(tmp_path):
     to = tmp_path / "hf"
     assert cli.main([str(trained(tmp_path)), "--to", str(to), "--format", "hf"]) == 0
     lines = [json.dumps({"question": q, "choices": choices}) for q, *choices in ITEMS]

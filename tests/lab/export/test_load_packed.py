@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str,
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_model_computes_what_the_run_did(tmp_path: Path, name: str, device: str) -> None:
+def test_the_model_computes_what_the_run_did(tmp_path, name, device):
     make, sample, options, layers = MODELS[name]
     path, dense = exported(tmp_path, make(), **options)
     x = sample()
@@ -86,7 +86,7 @@ def test_the_model_computes_what_the_run_did(tmp_path: Path, name: str, device: 
         torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_of_hugging_face_with_tied_weights(tmp_path: Path) -> None:
+def test_a_model_of_hugging_face_with_tied_weights(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_a_model_of_hugging_face_with_tied_weights(tmp_path: Path) -> None:
     assert torch.equal(model.generate(prompt, **words), dense.generate(prompt, **words))
 
 
-def test_the_values_are_cast_as_load_state_dict_would(tmp_path: Path) -> None:
+def test_the_values_are_cast_as_load_state_dict_would(tmp_path):
     path, dense = exported(tmp_path, images())
     model = nmrun.load_packed(path, images().bfloat16())
     assert torch.equal(model[0].weight, dense[0].weight.bfloat16())  # packed ones are float32
@@ -106,9 +106,7 @@ def test_the_values_are_cast_as_load_state_dict_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_model_in_bfloat16_gets_the_products_of_its_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
+def test_a_model_in_bfloat16_gets_the_products_of_its_processor(tmp_path, monkeypatch, there):
     path, dense = exported(tmp_path, encoder())
     x = torch.randn(3, 7, 18).bfloat16()
     expected = dense.double()(x.double()).detach()
@@ -191,9 +189,7 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
         (_line(pattern="2:9999"), "3.weight has groups of 9999 along 128 weights"),
     ],
 )  # fmt: skip
-def test_a_damaged_file_changes_nothing(
-    tmp_path: Path, damage: Callable[[Path], Any], message: str
-) -> None:
+def test_a_damaged_file_changes_nothing(tmp_path, damage, message):
     path, _ = exported(tmp_path, images())
     damage(path / packed.FILE)
     model = images()
@@ -210,7 +206,7 @@ def test_a_damaged_file_changes_nothing(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_another_model_and_no_compiler(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_another_model_and_no_compiler(tmp_path, request):
     path, _ = exported(tmp_path, images())
     with pytest.raises(ConfigError, match=r"the file is of another model: "):
         nmrun.load_packed(path, encoder())
@@ -230,9 +226,9 @@ needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNE
     ("faster", "kind"), [("int8", Int8Linear), ("dense int8", DenseInt8Linear)]
 )
 def test_a_run_in_int8(
-    faster: str, kind: type, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    faster, kind, tmp_path,
+    capsys, monkeypatch,
+):  # fmt: skip
     """Exported and loaded: the metric that the export told is the loaded model's own, and each layer
     is the one that was the faster when it was written.
     """
@@ -272,7 +268,7 @@ def test_a_run_in_int8(
 
 
 @needs_int8
-def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
+def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path):
     """A file made by hand: rows and scales of a part are its own."""
     place, dense = exported(tmp_path, encoder(), pad=True)
     tensors, lines = packed.read(place)
@@ -310,9 +306,7 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path: Path) -> None:
         nmrun.load_packed(file, encoder())
 
 
-def test_int8_without_its_products_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_without_its_products_is_one_line(tmp_path, monkeypatch):
     exported(tmp_path, encoder(), pad=True)
     monkeypatch.setattr(int8, "KERNELS", replace(int8.KERNELS, sources=("nm_scratch",)))
     words = [str(tmp_path / "run"), "--to", str(tmp_path / "low"), "--format", "packed"]

@@ -73,7 +73,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_state(place, capsys):
     place("s0-a", "finished")
     place("s1-b", "finished")
     place("s2-c", "failed", "nmrun recipe=ste seed=2", steps=30, error="step 34: the loss is nan")
@@ -144,9 +144,7 @@ def run_with(
     return folder
 
 
-def test_runs_are_listed_with_what_differs_and_how_far_they_are(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed_with_what_differs_and_how_far_they_are(place, capsys):
     evaluated = {"step": 20, "epoch": 1, "eval/loss": 0.5, "eval/accuracy": 0.75}
     on = {"step": 50, "epoch": 3, "steps_per_second": 2.5}
     done = {"step": 200, "epoch": 10, "eval/loss": 0.1, "eval/accuracy": 0.9375}
@@ -170,7 +168,7 @@ def test_runs_are_listed_with_what_differs_and_how_far_they_are(
     assert "accuracy 0.9375" in cells["0"]
 
 
-def test_many_runs_are_a_screenful(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_runs_are_a_screenful(place, capsys):
     for number in range(30):
         run_with(place, f"s{number}-a", "finished", [], seed=number)
     assert len(output(capsys).splitlines()) < 24
@@ -179,13 +177,7 @@ def test_many_runs_are_a_screenful(place: Place, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("state", [None, "failed"])
-def test_the_command_fits_the_folder_it_is_asked_from(
-    state: str | None,
-    place: Place,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_fits_the_folder_it_is_asked_from(state, place, tmp_path, monkeypatch, capsys):
     """Run by a shell that has ``nmrun`` say where it is and with what it was called."""
     home = tmp_path / "it's here"
     home.mkdir()
@@ -197,7 +189,7 @@ def test_the_command_fits_the_folder_it_is_asked_from(
         output_dir="deep/out",
     )
 
-    def shell() -> list[str]:
+    def shell():
         line = (
             output(capsys, "--json", str(home))
             if (home / "deep").exists()
@@ -222,9 +214,7 @@ def test_the_command_fits_the_folder_it_is_asked_from(
     assert OverridesParser.create().parse_override(word).value() == f"{tmp_path}/it's moved/out"
 
 
-def test_sweeps(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweeps(place, capsys, monkeypatch):
     now = 5_000_000.0
     monkeypatch.setattr(sweep.time, "time", lambda: now)
     folders = [Path("outputs/.sweeps") / name for name in ("1-first", "2-second", "3-third")]
@@ -263,12 +253,10 @@ def test_sweeps(
     )
 
 
-def test_watching_ends_with_what_runs(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_ends_with_what_runs(place, capsys, monkeypatch):
     looks: list[float] = []
 
-    def next_look(seconds: float) -> None:
+    def next_look(seconds):
         looks.append(seconds)
         if len(looks) == 3:
             holder.kill()
@@ -283,16 +271,14 @@ def test_watching_ends_with_what_runs(
     assert "killed, step 20: outputs" in out
 
 
-def test_the_list_stays_at_one_place_of_the_terminal(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_stays_at_one_place_of_the_terminal(place, monkeypatch):
     rows = [{"step": 20, "epoch": 1, "eval/accuracy": 0.75}]
     folder = run_with(place, "s0-a", None, rows)
     terminal = Terminal(monkeypatch, width=120)
     monkeypatch.setattr(sys, "stdout", terminal)
     shown: list[list[str]] = []
 
-    def next_look(seconds: float) -> None:
+    def next_look(seconds):
         shown.append(terminal.lines())
         row = {"step": 40, "epoch": 2, "eval/accuracy": 0.875}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -308,7 +294,7 @@ def test_the_list_stays_at_one_place_of_the_terminal(
     assert "running" not in "\n".join(terminal.lines())
 
 
-def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_asking_is_not_in_the_way(place, capsys):
     folder = place("s0-a")
     output(capsys)
     handle = os.open(folder, os.O_RDONLY)
@@ -316,7 +302,7 @@ def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[st
     os.close(handle)
 
 
-def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_that_stands_alone(place, capsys):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         place("s0-a").joinpath("config.yaml").rename(Path(folder) / "config.yaml")
         assert output(capsys, folder).splitlines()[-2:] == [
@@ -326,7 +312,7 @@ def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> None:
+def test_a_sweep_is_watched_killed_and_repeated(tmp_path, nmrun_cli):
     words = "-m recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed trainer.limit_batches=1 trainer.epochs=3000 track=local"
     process = subprocess.Popen(
         [sys.executable, "-m", "nmrun", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL
@@ -381,9 +367,7 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     assert "runs in outputs: 1 interrupted, 1 failed" in nmrun_cli("status").stdout
 
 
-def test_a_command_that_cannot_be_read_is_told_as_it_stands(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_cannot_be_read_is_told_as_it_stands(place, capsys):
     """In a folder that was moved."""
     place("s0", command="nmrun recipe=ste output_dir='out")
     Path("outputs").rename("moved")

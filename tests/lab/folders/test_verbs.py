@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from runs import result_of
@@ -19,7 +18,7 @@ from nmrun.lab.folders import status
 from nmrun.lab.runs import locks
 
 
-def test_runs_side_by_side(write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_side_by_side(write, capsys):
     one = write("ste", "2:4", 0, 0.5, optimizer__lr=0.1)
     other = write("step", "1:8", 0, 0.625, recipe__switch=0.25)
     assert verb("compare", str(one), str(other)) == 0
@@ -36,9 +35,7 @@ def test_runs_side_by_side(write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "seed" in capsys.readouterr().out
 
 
-def test_settings_are_told_apart_to_the_last_digit_and_lists_are_found(
-    write, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_settings_are_told_apart_to_the_last_digit_and_lists_are_found(write, capsys, tmp_path):
     """What one verb shows of a setting another one takes."""
     shown = ["0.00012345678", "0.00012345679"]
     folders = [
@@ -52,9 +49,7 @@ def test_settings_are_told_apart_to_the_last_digit_and_lists_are_found(
     assert "ste" in capsys.readouterr().out
 
 
-def test_a_run_without_a_result_is_compared_by_its_config(
-    write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_result_is_compared_by_its_config(write, capsys):
     one, other = write("ste", "2:4", 0, 0.5), write("ste", "2:4", 1)
     result = result_of(other)
     (other / "config.yaml").write_text(json.dumps(result["config"]))  # JSON is YAML
@@ -87,13 +82,13 @@ def runs(write) -> dict[str, Path]:
         (("--filter", "trainer.epochs=2.0"), {"other"}),
     ],
 )
-def test_what_is_deleted(runs, words, gone: set[str], tmp_path: Path, capsys) -> None:
+def test_what_is_deleted(runs, words, gone, tmp_path, capsys):
     assert verb("rm", str(tmp_path / "outputs"), *words, "--yes") == 0
     assert {name for name, folder in runs.items() if not folder.exists()} == gone
     assert f"{len(gone)} run" in capsys.readouterr().out
 
 
-def test_it_asks_first(runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_asks_first(runs, tmp_path, capsys, monkeypatch):
     words = ("rm", str(tmp_path / "outputs"), "--failed")
     assert verb(*words) == 2
     assert "Nobody to ask here; --yes is the answer" in capsys.readouterr().err
@@ -105,7 +100,7 @@ def test_it_asks_first(runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyP
         assert runs["failed"].exists() is left
 
 
-def test_a_run_at_work_is_not_deleted(runs, tmp_path: Path, capsys) -> None:
+def test_a_run_at_work_is_not_deleted(runs, tmp_path, capsys):
     with locks.hold(runs["good"]):
         words = ("rm", str(tmp_path / "outputs"), "--filter", "recipe=ste", "--yes")
         assert verb(*words) == 0
@@ -114,12 +109,12 @@ def test_a_run_at_work_is_not_deleted(runs, tmp_path: Path, capsys) -> None:
 
 
 def test_a_run_that_has_ended_since_it_was_listed_is_not_deleted(
-    runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    runs, tmp_path, capsys, monkeypatch
+):
     """Somebody gives its command again while `nmrun rm` waits for an answer."""
     result = runs["failed"] / "result.json"
 
-    def answer(_: str) -> str:
+    def answer(_):
         result.write_text(result.read_text().replace("failed", "finished"))
         return "y"
 
@@ -130,14 +125,12 @@ def test_a_run_that_has_ended_since_it_was_listed_is_not_deleted(
     assert result.exists()
 
 
-def test_a_kill_leaves_no_half_of_a_run(
-    runs, write, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_leaves_no_half_of_a_run(runs, write, tmp_path, capsys, monkeypatch):
     outputs = str(tmp_path / "outputs")
     words = ("rm", outputs, "--filter", "recipe=ste", "--yes")
     (runs["good"] / "metrics.jsonl").write_text("{}")
 
-    def killed(folder: Path, **_: object) -> None:
+    def killed(folder, **_):
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         raise KeyboardInterrupt
 
@@ -155,7 +148,7 @@ def test_a_kill_leaves_no_half_of_a_run(
     assert not (Path(outputs) / "digits" / "small_conv" / "ste").exists()
 
 
-def test_a_link_to_a_run_is_not_followed(runs, tmp_path: Path, capsys) -> None:
+def test_a_link_to_a_run_is_not_followed(runs, tmp_path, capsys):
     link = tmp_path / "link"
     link.symlink_to(runs["failed"])
     assert verb("rm", str(link), "--failed", "--yes") == 1
@@ -166,12 +159,10 @@ def test_a_link_to_a_run_is_not_followed(runs, tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["open", "rename"])
-def test_a_run_that_may_not_be_deleted(
-    name: str, runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_may_not_be_deleted(name, runs, tmp_path, capsys, monkeypatch):
     original = getattr(os, name)
 
-    def refused(path: Any, *words: Any, **more: Any) -> Any:
+    def refused(path, *words, **more):
         refuses = name == "rename" or Path(path).name == locks.NAME
         if refuses and str(path).startswith(str(runs["failed"])):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -188,7 +179,7 @@ def test_a_run_that_may_not_be_deleted(
 
 
 @pytest.mark.slow
-def test_the_command_of_a_run_once_more(tmp_path: Path, nmrun_cli) -> None:
+def test_the_command_of_a_run_once_more(tmp_path, nmrun_cli):
     first = nmrun_cli("recipe=ste", "debug=fast", "output_dir=out", "optimizer.lr=0.01")
     assert first.returncode == 0, first.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("result.json"))
@@ -203,7 +194,7 @@ def test_the_command_of_a_run_once_more(tmp_path: Path, nmrun_cli) -> None:
     assert "finished already" in same.stdout
 
 
-def test_help_stands_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_stands_anywhere(capsys):
     for line, what in (
         ("table --help", "table"),
         ("--help table", "table"),

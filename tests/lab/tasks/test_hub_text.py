@@ -51,13 +51,13 @@ def build(tmp_path: Path, *words: str) -> LanguageModelling:
     return task
 
 
-def test_rows_are_joined_by_an_empty_line(folder: Path, tmp_path: Path) -> None:
+def test_rows_are_joined_by_an_empty_line(folder, tmp_path):
     task = build(tmp_path, f"dataset.path={folder}", "dataset.column=body")
     for ours, theirs in (("train", "train"), ("val", "validation"), ("test", "test")):
         assert bytes(task.splits[ours]) == "\n\n".join(TEXTS[theirs]).encode()
 
 
-def test_parts_of_a_split_and_one_format(folder: Path, tmp_path: Path) -> None:
+def test_parts_of_a_split_and_one_format(folder, tmp_path):
     task = build(
         tmp_path,
         *("dataset.path=json", f"dataset.files={folder}/train.jsonl", "dataset.column=body"),
@@ -90,12 +90,12 @@ def test_parts_of_a_split_and_one_format(folder: Path, tmp_path: Path) -> None:
         (("dataset.column=body", "dataset.context=100"), r"the val text has only \d+ tokens"),
     ],
 )  # fmt: skip
-def test_mistakes_get_a_line(folder: Path, tmp_path: Path, words: tuple[str, ...], line: str):
+def test_mistakes_get_a_line(folder, tmp_path, words, line):
     with one_line(ConfigError, line):
         build(tmp_path, f"dataset.path={folder}", *words)
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'nmrun\[texts\]'"):
         build(tmp_path, "dataset.path=somewhere")

@@ -467,7 +467,7 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
 @pytest.mark.parametrize(
     ("dataset", "least"), [("stdlib_text", 20_000), ("stdlib_text_all", 100_000)]
 )
-def test_the_library_is_one_text_on_one_machine(tmp_path, dataset: str, least: int):
+def test_the_library_is_one_text_on_one_machine(tmp_path, dataset, least):
     texts = files.stdlib_sources(dataset)
     assert {name: len(some) > least for name, some in texts.items()} == {
         "train": True,
@@ -676,7 +676,7 @@ def test_tiny_shakespeare(tmp_path):
     assert task.vocabulary == 65
 
 
-def test_flops_are_counted_without_the_compiler(monkeypatch: pytest.MonkeyPatch):
+def test_flops_are_counted_without_the_compiler(monkeypatch):
     """On the meta device, where nothing can be compiled; large networks are counted there."""
     monkeypatch.setattr(flops, "COMPUTED", 0)
     model = nn.Sequential(nn.Embedding(1160, 8), nn.Linear(8, 1160))

@@ -242,12 +242,12 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
 }  # fmt: skip
 
 
-def test_every_data_set_is_looked_at() -> None:
+def test_every_data_set_is_looked_at():
     assert {name.partition(",")[0] for name in MADE} | DIVIDED == set(options.names("dataset"))
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_no_item_is_in_two_splits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_item_is_in_two_splits(name, tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
     splits = MADE[name](tmp_path, monkeypatch)
     assert set(splits) == {"train", "val", "test"}
@@ -261,7 +261,7 @@ def test_no_item_is_in_two_splits(name: str, tmp_path: Path, monkeypatch: pytest
 # --- copy_reverse ---------------------------------------------------------------------------------
 
 
-def test_targets_are_what_the_first_word_says_and_lengths_are_alike_in_all_splits() -> None:
+def test_targets_are_what_the_first_word_says_and_lengths_are_alike_in_all_splits():
     splits = some_sentences(size=2000, val_size=1000, test_size=1000, words=10)
     for pairs in splits.values():
         for (order, *words, end), target in pairs:
@@ -272,7 +272,7 @@ def test_targets_are_what_the_first_word_says_and_lengths_are_alike_in_all_split
     assert all(abs(mean - means["train"]) < 3 * error for mean in means.values())
 
 
-def test_more_sentences_than_there_are() -> None:
+def test_more_sentences_than_there_are():
     assert (
         sum(map(len, some_sentences(size=12, val_size=2, test_size=2, words=2, longest=3).values()))
         == 16
@@ -281,7 +281,7 @@ def test_more_sentences_than_there_are() -> None:
         some_sentences(size=21, val_size=2, test_size=2, words=2, longest=3)
 
 
-def test_runs_of_the_leaking_sentences_are_other_runs(tmp_path: Path) -> None:
+def test_runs_of_the_leaking_sentences_are_other_runs(tmp_path):
     """Their configs had no version: neither the id nor the table takes them for the same."""
     cfg = config(tmp_path, "dataset=copy_reverse", "model=fairseq_transformer")
     assert cfg.plain["dataset"]["version"] == 2

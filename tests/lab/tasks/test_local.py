@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from nmrun.lab.tasks import storage
 
@@ -35,12 +34,10 @@ assert storage.cached("what", [], make)["values"].tolist() == list(range(1000))
 """
 
 
-def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
 
-    def arrays() -> list[int]:
+    def arrays():
         return storage.cached("what", [], lambda: {"values": np.arange(1000)})["values"].tolist()
 
     arrays()
@@ -110,10 +107,10 @@ DAMAGES = {
 }
 
 
-def test_other_arrays_than_were_made_are_made_again(tmp_path: Path) -> None:
+def test_other_arrays_than_were_made_are_made_again(tmp_path):
     places = {kind: tmp_path / kind for kind in DAMAGES}
 
-    def rebuild() -> list[str]:
+    def rebuild():
         command = [sys.executable, "-c", READ, *map(str, places.values())]
         process = subprocess.run(command, check=True, capture_output=True, text=True)
         return [Path(line).name for line in process.stdout.splitlines()]

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
+def test_it_trains_and_is_sparse(folder, nmrun_cli):
     (command,) = blocks("bash")
     process = nmrun_cli(*shlex.split(command)[1:], "track=local")
     assert process.returncode == 0, process.stderr
@@ -49,7 +49,7 @@ def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli) -> None:
+def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder, nmrun_cli):
     (command,) = blocks("bash")
     options = ("track=local", "trainer.epochs=1", "seed=0", "--trials", "1")
     process = nmrun_cli("tune", "try", *shlex.split(command)[1:], *options)
@@ -72,7 +72,7 @@ def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli)
         ("dataset.name=a/b", "dataset.name=a/b: it names a folder"),
     ],
 )
-def test_mistakes_get_a_line(folder: Path, nmrun_cli, word: str, message: str) -> None:
+def test_mistakes_get_a_line(folder, nmrun_cli, word, message):
     process = nmrun_cli(
         "--config-dir", "mine", "dataset=tumours", "model=gated", word, "track=local"
     )
@@ -104,9 +104,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_an_installed_package_adds_names(
-    installed: dict[str, str], nmrun_cli, tmp_path: Path
-) -> None:
+def test_an_installed_package_adds_names(installed, nmrun_cli, tmp_path):
     words = ("dataset=tumours", "model=gated", "recipe=step", "sparsity=2:8", "track=local")
     process = nmrun_cli(*words, **installed)
     assert process.returncode == 0, process.stderr
@@ -130,9 +128,7 @@ def test_an_installed_package_adds_names(
 
 
 @pytest.mark.slow
-def test_a_package_that_is_broken_breaks_its_own_names_alone(
-    installed: dict[str, str], nmrun_cli, tmp_path: Path
-) -> None:
+def test_a_package_that_is_broken_breaks_its_own_names_alone(installed, nmrun_cli, tmp_path):
     (tmp_path / "site" / "mypkg" / "keys.py").write_text("import nowhere\n")
     assert nmrun_cli("--cfg", "job", **installed).returncode == 0
     wrong = nmrun_cli("dataset=tumours", **installed)

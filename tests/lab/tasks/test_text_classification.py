@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +77,7 @@ def test_correlations_of_scores_with_ties():
     correlations = scores(("pearson", "spearman"), guess, truth)
     assert correlations["pearson"] == pytest.approx(pearson(guess.tolist(), truth.tolist()))
 
-    def ranks(values: list[float]) -> list[float]:  # ties share the mean of their places
+    def ranks(values):  # ties share the mean of their places
         return [
             sum(v < value for v in values) + (sum(v == value for v in values) + 1) / 2
             for value in values
@@ -247,8 +246,7 @@ def test_generated_sentences_are_labelled_by_their_words():
         assert 0.4 < sum(labels) / len(labels) < 0.6
         for (text,), label in zip(texts, labels, strict=True):
             verdicts = re.findall(
-                rf"(not )?\b({'|'.join(labelled.GOOD)}|{'|'.join(labelled.BAD)})\b",
-                text,
+                rf"(not )?\b({'|'.join(labelled.GOOD)}|{'|'.join(labelled.BAD)})\b", text
             )
             votes = [(word in labelled.GOOD) != bool(turned) for turned, word in verdicts]
             assert len(votes) in (1, 3)
@@ -290,12 +288,12 @@ SMALL = (
 )
 
 
-def test_a_run_that_was_cut_off_ends_with_the_same_bits(tmp_path: Path):
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(tmp_path):
     resumed(tmp_path, *SMALL, "recipe=step", "trainer.accumulate=2", by=cut_off)
 
 
 @pytest.mark.slow
-def test_the_small_encoder_learns(tmp_path: Path):
+def test_the_small_encoder_learns(tmp_path):
     overrides = (
         "dataset=generated_text",
         "model=text_encoder",

@@ -54,7 +54,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- image folders --------------------------------------------------------------------------------
 
 
-def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
+def test_a_folder_is_read_pixel_by_pixel(tmp_path):
     loaded = images.load_folder("image_folder", make_folder(tmp_path / "some"), size=8)
     assert loaded.classes == ["ant", "bee", "cat"]
     assert set(loaded.splits) == {"train", "val"}
@@ -68,7 +68,7 @@ def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
 
 
 @UNPACKS
-def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
+def test_an_archive_holds_the_same_as_the_folder(tmp_path):
     place = make_folder(tmp_path / "some")
     with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
         tar.add(place, "some")
@@ -83,9 +83,7 @@ def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
         )
 
 
-def test_images_are_decoded_once_unless_they_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_decoded_once_unless_they_change(tmp_path, monkeypatch):
     place, decoded, original = make_folder(tmp_path / "some"), [], images.decode
     monkeypatch.setattr(
         images, "decode", lambda path, size: decoded.append(path) or original(path, size)
@@ -102,7 +100,7 @@ def test_images_are_decoded_once_unless_they_change(
     assert images.load_folder("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
 
 
-def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path: Path) -> None:
+def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path):
     wide = np.zeros((16, 48, 3), np.uint8)
     wide[:, 8:40] = (10, 20, 30)  # the middle square, and what is near enough to be mixed into it
     wide[:8, 8:40] = (200, 100, 50)
@@ -130,7 +128,7 @@ def folder_config(tmp_path: Path, *overrides: str) -> Any:
     )
 
 
-def test_a_folder_without_splits_is_split_evenly(tmp_path: Path) -> None:
+def test_a_folder_without_splits_is_split_evenly(tmp_path):
     make_folder(tmp_path / "data", splits={"some": 20})
     task = tasks.build(folder_config(tmp_path), CPU)
     sizes = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}
@@ -142,9 +140,7 @@ def test_a_folder_without_splits_is_split_evenly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("splits", "test"), [({"train": 20, "val": 4}, 12), ({"train": 20, "val": 4, "test": 5}, 15)]
 )
-def test_val_is_for_testing_unless_there_is_a_test_folder(
-    splits: dict[str, int], test: int, tmp_path: Path
-) -> None:
+def test_val_is_for_testing_unless_there_is_a_test_folder(splits, test, tmp_path):
     make_folder(tmp_path / "data" / "some", splits=splits)
     cfg = folder_config(tmp_path)
     parts = build.build(cfg)
@@ -159,8 +155,8 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(
 
 
 @UNPACKS
-def test_what_is_wrong_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def complaint(**options: Any) -> str:
+def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
+    def complaint(**options):
         with pytest.raises(ConfigError) as caught:
             tasks.build(folder_config(tmp_path), CPU)
         (problem,) = caught.value.problems
@@ -198,9 +194,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @UNPACKS
-def test_an_archive_that_grows_is_not_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_that_grows_is_not_unpacked(tmp_path, monkeypatch):
     place = tmp_path / "data" / "some.tar.xz"
     place.parent.mkdir()
     zeros = 300_000
@@ -215,7 +209,7 @@ def test_an_archive_that_grows_is_not_unpacked(
     unpacked: list[str] = []
     original = tarfile.TarFile._extract_one
 
-    def extracting(tar: Any, member: tarfile.TarInfo, *rest: Any, **more: Any) -> None:
+    def extracting(tar, member, *rest, **more):
         unpacked.append(member.name)
         original(tar, member, *rest, **more)
 
@@ -226,10 +220,8 @@ def test_an_archive_that_grows_is_not_unpacked(
 
 
 @UNPACKS
-def test_a_full_disk_is_not_taken_for_a_damaged_archive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **options: Any) -> None:
+def test_a_full_disk_is_not_taken_for_a_damaged_archive(tmp_path, monkeypatch):
+    def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     place = tmp_path / "some.tar"
@@ -240,9 +232,7 @@ def test_a_full_disk_is_not_taken_for_a_damaged_archive(
         images.load_folder("image_folder", place, 8)
 
 
-def test_a_python_that_cannot_unpack_safely_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_that_cannot_unpack_safely_says_so(tmp_path, monkeypatch):
     monkeypatch.delattr(tarfile, "data_filter", raising=False)
     place = tmp_path / "data" / "some.tar.xz"
     place.parent.mkdir()
@@ -261,7 +251,7 @@ def numbered(count: int, classes: int, first: int = 0) -> tuple[Tensor, Tensor]:
 NONE: dict[str, Any] = {"train_size": None, "val_size": None, "test_size": None}
 
 
-def test_splits_are_balanced_disjoint_and_nested() -> None:
+def test_splits_are_balanced_disjoint_and_nested():
     pool, test = numbered(500, 5), numbered(100, 5, first=1000)
     whole = images.split(pool, test, 5, split_seed=0, **NONE)
     assert {name: torch.bincount(labels).tolist() for name, (_, labels) in whole.items()} == {
@@ -287,7 +277,7 @@ def test_splits_are_balanced_disjoint_and_nested() -> None:
     assert {*other["val"][0].tolist()} != {*whole["val"][0].tolist()}
 
 
-def test_sizes_that_the_data_do_not_have() -> None:
+def test_sizes_that_the_data_do_not_have():
     labels = torch.tensor([0] * 30 + [1] * 4)
     pool = (torch.arange(34), labels)
     with pytest.raises(
@@ -301,7 +291,7 @@ def test_sizes_that_the_data_do_not_have() -> None:
 
 
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
-def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path: Path) -> None:
+def test_what_the_signature_says_makes_the_networks_input(dataset, tmp_path):
     """With PIL and NumPy alone, as somebody does it who has no nmrun."""
     place = make_folder(tmp_path / "data" / "some", (32, 64))
     task: Any = (
@@ -361,9 +351,7 @@ def fake_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("folder", ["", "cifar10"])
-def test_cifar_as_torchvision_stores_it(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar_as_torchvision_stores_it(folder, tmp_path, monkeypatch):
     pixels = fake_cifar(tmp_path / "data" / folder, monkeypatch)
     cfg = dataset_config(tmp_path, "cifar10", "dataset.val_size=10", "trainer.batch_size=8")
     task = tasks.build(cfg, CPU)
@@ -378,7 +366,7 @@ def test_cifar_as_torchvision_stores_it(
     assert task.signature["classes"] == [f"class {number}" for number in range(10)]
 
 
-def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
+def test_fashion_mnist_as_torchvision_stores_it(tmp_path):
     raw = tmp_path / "data" / "fashion_mnist" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 28, 28), np.uint8)
@@ -399,7 +387,7 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
 
 
 @UNPACKS
-def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
+def test_cifar_from_its_archive_of_images(tmp_path):
     place = make_folder(tmp_path / "cifar10-jpeg", (32, 32), {"train": 12, "test": 4})
     (tmp_path / "data" / "cifar10").mkdir(parents=True)
     with tarfile.open(tmp_path / "data" / "cifar10" / "cifar10-jpeg.tar.xz", "w:xz") as tar:
@@ -412,10 +400,8 @@ def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
     assert names == ["ant", "bee", "cat"]
 
 
-def test_without_data_and_network_it_is_said_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def offline(*_: Any, **__: Any) -> Any:
+def test_without_data_and_network_it_is_said_in_a_line(tmp_path, monkeypatch):
+    def offline(*_, **__):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", offline)
@@ -429,7 +415,7 @@ def test_without_data_and_network_it_is_said_in_a_line(
     assert not list((tmp_path / "data").iterdir())
 
 
-def test_damaged_files_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_of_torchvision(tmp_path, monkeypatch):
     fake_cifar(tmp_path / "data", monkeypatch)
     (tmp_path / "data" / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(
@@ -439,7 +425,7 @@ def test_damaged_files_of_torchvision(tmp_path: Path, monkeypatch: pytest.Monkey
         tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
 
 
-def test_a_truncated_file_of_fashion_mnist(tmp_path: Path) -> None:
+def test_a_truncated_file_of_fashion_mnist(tmp_path):
     raw = tmp_path / "data" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
@@ -451,10 +437,10 @@ def test_a_truncated_file_of_fashion_mnist(tmp_path: Path) -> None:
     assert "\n" not in caught.value.problems[0]
 
 
-def test_a_download_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_arrives_whole(tmp_path, monkeypatch):
     places = []
 
-    def torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
+    def torchvision(name, root, train, download=False):
         if download:
             (root / "cifar-100-python").mkdir()
             (root / "cifar-100-python" / "train").write_text("all of it")
@@ -477,7 +463,7 @@ REAL = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
 
 @pytest.mark.minutes
 @pytest.mark.skipif(not (REAL / "cifar10").is_dir(), reason="CIFAR-10 is not in NMRUN_DATA")
-def test_the_real_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_cifar10(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
     task = tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
     counts = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}
@@ -499,7 +485,7 @@ ALL = (
 
 
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
-def test_a_run_cut_off_ends_with_the_same_bits(dataset: str, tmp_path: Path) -> None:
+def test_a_run_cut_off_ends_with_the_same_bits(dataset, tmp_path):
     make_folder(tmp_path / "data" / "some", (10, 12))
     options = [
         *("dataset.path=some", "dataset.resolution=8", "dataset.val_size=6"),
@@ -526,7 +512,7 @@ class Brightness(nn.Module):
 
 
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
-def test_evaluation_is_over_all_images_in_the_middle(dataset: str, tmp_path: Path) -> None:
+def test_evaluation_is_over_all_images_in_the_middle(dataset, tmp_path):
     make_folder(tmp_path / "data" / "some")
     options = [
         "dataset.path=some",
@@ -559,7 +545,7 @@ def stream(tmp_path: Path, *overrides: str) -> ImageStream:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_goes_on_anywhere(workers: int, tmp_path: Path) -> None:
+def test_a_stream_goes_on_anywhere(workers, tmp_path):
     make_folder(tmp_path / "data" / "some", (10, 12))
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -583,9 +569,7 @@ def test_a_stream_goes_on_anywhere(workers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_ends_a_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_to_all_processes_ends_a_run_in_order(tmp_path, monkeypatch):
     """As timeout(1), systemd and Slurm send it: to those that read images too."""
     make_folder(tmp_path / "data" / "some")
     options = (
@@ -596,7 +580,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
     original, readers = TrainingSteps.train_step, list[Any]()
     before = multiprocessing.active_children()  # of other tests
 
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop, *args, **kwargs):
         if loop.step == 4:
             readers.extend(set(multiprocessing.active_children()) - set(before))
             everyone = [str(process.pid) for process in readers] + [str(os.getpid())]
@@ -618,7 +602,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
         assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
 
 
-def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
+def test_a_reader_goes_when_the_training_tells_it(tmp_path):
     make_folder(tmp_path / "data" / "some")
     task = stream(tmp_path, "dataset.workers=1")
     before = multiprocessing.active_children()  # of other tests
@@ -633,7 +617,7 @@ def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
     assert reader.exitcode == 0
 
 
-def test_readers_go_with_the_task(tmp_path: Path) -> None:
+def test_readers_go_with_the_task(tmp_path):
     """Without a collection of garbage, in which torch waits five seconds for each of them."""
     make_folder(tmp_path / "data" / "some")
     task = stream(tmp_path, "dataset.workers=2")
@@ -651,7 +635,7 @@ def test_readers_go_with_the_task(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:
+def test_each_epoch_of_a_stream_has_every_image_once(tmp_path):
     make_folder(tmp_path / "data" / "some")
     task = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=null")
     assert task.batches_per_epoch == 6
@@ -663,7 +647,7 @@ def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:
     assert {epoch for batch in read[4:] for epoch, _ in batch} == {1}
 
 
-def test_another_part_of_an_image_in_every_epoch(tmp_path: Path) -> None:
+def test_another_part_of_an_image_in_every_epoch(tmp_path):
     make_folder(tmp_path / "data" / "some", (30, 30))
     task = stream(tmp_path, "dataset.workers=0", "dataset.resolution=30")
     parts = [task.files[epoch, 3][0] for epoch in range(20)]
@@ -678,7 +662,7 @@ def test_another_part_of_an_image_in_every_epoch(tmp_path: Path) -> None:
     assert np.array_equal(whole[7, 3][0].numpy(), picture("train", 0, 3, (30, 30)))
 
 
-def test_a_part_of_an_image_is_that_of_torchvision(tmp_path: Path) -> None:
+def test_a_part_of_an_image_is_that_of_torchvision(tmp_path):
     make_folder(tmp_path / "data" / "some", (50, 40))
     files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false", "seed=3").files
     for epoch in range(30):
@@ -689,7 +673,7 @@ def test_a_part_of_an_image_is_that_of_torchvision(tmp_path: Path) -> None:
         assert np.abs(files[epoch, 5][0].numpy().astype(int) - np.array(usual)).max() <= 1
 
 
-def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
+def test_every_second_image_of_a_stream_is_mirrored(tmp_path):
     make_folder(tmp_path / "data" / "some", (20, 20))
     task, plain = (
         stream(tmp_path, "dataset.resolution=10", f"dataset.flip={flip}").files
@@ -704,7 +688,7 @@ def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
     assert 65 <= mirrored <= 135  # five standard deviations
 
 
-def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
+def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path):
     make_folder(tmp_path / "data" / "some", (20, 20))
     task = stream(tmp_path, "dataset.resolution=10", "dataset.workers=0")
     keys = next(task.reader.keys(1, 2, [*range(5)]))
@@ -717,9 +701,7 @@ def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(400, 330), (333, 1201)])
-def test_parts_of_a_large_jpeg_are_where_they_should_be(
-    shape: tuple[int, int], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_parts_of_a_large_jpeg_are_where_they_should_be(shape, tmp_path, monkeypatch):
     make_folder(tmp_path / "data" / "some")
     row, column = np.meshgrid(
         np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij"
@@ -733,7 +715,7 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
     files.paths = np.array([str(path).encode()])
     reduced, boxes, draft, parameters = [], [], JpegImageFile.draft, RandomResizedCrop.get_params
 
-    def watched_draft(image: Any, *asked: Any) -> Any:
+    def watched_draft(image, *asked):
         drafted = draft(image, *asked)
         reduced.append(image.size != shape[::-1])
         _, _, tall, wide = boxes[-1]
@@ -743,7 +725,7 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
         )
         return drafted
 
-    def watched_parameters(*args: Any) -> Any:
+    def watched_parameters(*args):
         boxes.append(parameters(*args))
         return boxes[-1]
 
@@ -764,7 +746,7 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
     assert any(reduced)
 
 
-def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path: Path) -> None:
+def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path):
     from torchvision import transforms
 
     place = make_folder(tmp_path / "data" / "some", (30, 40))
@@ -785,7 +767,7 @@ def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_ends_a_stream_with_its_name(workers: int, tmp_path: Path) -> None:
+def test_a_damaged_image_ends_a_stream_with_its_name(workers, tmp_path):
     place = make_folder(tmp_path / "data" / "some")
     for damaged in (place / "train").rglob("*.png"):
         damaged.write_bytes(damaged.read_bytes()[:60])
@@ -793,13 +775,13 @@ def test_a_damaged_image_ends_a_stream_with_its_name(workers: int, tmp_path: Pat
         stream(tmp_path, f"dataset.workers={workers}").micro_batches(0, 0, 1)
 
 
-def test_a_stream_needs_train_and_val(tmp_path: Path) -> None:
+def test_a_stream_needs_train_and_val(tmp_path):
     make_folder(tmp_path / "data" / "some", splits={"train": 4})
     with pytest.raises(ConfigError, match=r"there is no .*train with a .*val beside it"):
         stream(tmp_path)
 
 
-def test_the_number_of_workers_makes_no_other_run(tmp_path: Path) -> None:
+def test_the_number_of_workers_makes_no_other_run(tmp_path):
     one, two, other = (dataset_config(tmp_path, "imagenet", option) for option in
                        ("dataset.workers=1", "dataset.workers=2", "dataset.resolution=64"))  # fmt: skip
     assert identity(one) == identity(two) != identity(other)

@@ -4,9 +4,6 @@ interruptions.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from runs import config, cut_off, resumed
@@ -24,13 +21,11 @@ STEPS_AN_EPOCH, EPOCHS, LAST = 3, 4, 2
 
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste"])
-def test_the_final_weights_are_the_mean_of_the_last_epochs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
+def test_the_final_weights_are_the_mean_of_the_last_epochs(tmp_path, monkeypatch, recipe):
     seen: list[dict[str, torch.Tensor]] = []
     step = TrainingSteps.train_step
 
-    def watched(self: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def watched(self, *args, **kwargs):
         step(self, *args, **kwargs)
         if self.step % STEPS_AN_EPOCH == 0:
             dense = {weight.name: weight.dense for weight in self.handle.sparse}
@@ -53,13 +48,13 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
     assert any(not torch.equal(seen[-1][name], final[name]) for name in final)
 
 
-def test_an_interrupted_run_has_the_same_mean(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_the_same_mean(tmp_path):
     """In the last epoch, when one was added already."""
     words = ("recipe=step", "recipe.switch=0.5", "trainer.average=2")
     resumed(tmp_path, *words, by=cut_off, steps=(10,))
 
 
-def test_running_statistics_are_averaged_and_one_epoch_is_left_alone() -> None:
+def test_running_statistics_are_averaged_and_one_epoch_is_left_alone():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense")
     average, single = Average(model, handle, 2), Average(model, handle, 1)

@@ -23,12 +23,10 @@ from nmrun.lab.words.identity import run_folder
 @pytest.mark.parametrize(
     "left", ["a part", "the link itself", "no hard links", "killed while saving"]
 )
-def test_the_checkpoint_before_the_last_is_kept(
-    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_checkpoint_before_the_last_is_kept(left, tmp_path, monkeypatch):
     """Whatever a kill has left, and where a file system has no hard links."""
 
-    def refused(*_: object) -> None:
+    def refused(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     if left == "no hard links":
@@ -50,18 +48,16 @@ def test_the_checkpoint_before_the_last_is_kept(
     assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 2}
 
 
-def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path, monkeypatch):
     cfg = config(tmp_path, "recipe=ste")
     synced, checked = dict[int, int](), []
     fsync, replace = os.fsync, os.replace
 
-    def noting(handle: int) -> None:
+    def noting(handle):
         fsync(handle)
         synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
 
-    def checking(source: Any, to: Any) -> None:
+    def checking(source, to):
         if Path(to).name == "checkpoint.pt":
             rows = (run_folder(cfg) / "metrics.jsonl").stat()
             checked.append(synced.get(rows.st_ino) == rows.st_size > 0)
@@ -73,7 +69,7 @@ def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(
     assert checked == [True] * 4
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
     for step in (1, 2):
         checkpoint.save_next(tmp_path, {"step": step, "tensor": torch.arange(4)})
     path = tmp_path / "checkpoint.pt"
@@ -98,7 +94,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 5, 3**32 + 1, 2**63 + 9, 2**64 - 1])
-def test_every_seed_is_given_to_every_generator_as_far_as_it_takes_it(seed: int) -> None:
+def test_every_seed_is_given_to_every_generator_as_far_as_it_takes_it(seed):
     checkpoint.seed_everything(seed)
     assert random.random() == random.Random(seed).random()
     assert np.random.random() == np.random.RandomState(seed % 2**32).random_sample()
@@ -107,9 +103,7 @@ def test_every_seed_is_given_to_every_generator_as_far_as_it_takes_it(seed: int)
 
 
 @pytest.mark.parametrize(("devices", "restored"), [(2, True), (1, False), (0, False)])
-def test_generators_of_gpus_come_back_where_there_are_as_many(
-    devices: int, restored: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generators_of_gpus_come_back_where_there_are_as_many(devices, restored, monkeypatch):
     states = [torch.tensor([1]), torch.tensor([2])]
     set_again: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -125,9 +119,7 @@ def test_generators_of_gpus_come_back_where_there_are_as_many(
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_rank_that_does_not_lead_has_what_the_leader_found(
-    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_lead_has_what_the_leader_found(damaged, tmp_path, monkeypatch):
     """The leader has put the checkpoint that is whole in its place, when it is read."""
     for step in (1, 2):
         checkpoint.save_next(tmp_path, {"step": step, "tensor": torch.arange(step)})
@@ -150,9 +142,7 @@ def test_a_rank_that_does_not_lead_has_what_the_leader_found(
 
 
 @pytest.mark.parametrize(("takes", "most"), [(0.5, 100), (30.0, 20)])
-def test_checkpoints_by_time_take_one_percent_at_most(
-    takes: float, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_by_time_take_one_percent_at_most(takes, most, monkeypatch):
     """Steps of a second, a checkpoint every ten minutes, or less often where it takes long."""
     now = [0.0]
     monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: now[0])

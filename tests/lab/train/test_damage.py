@@ -147,15 +147,7 @@ def again(cfg: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tupl
 
 
 @pytest.mark.parametrize(("names", "kind"), some(INTERRUPTED))
-def test_of_an_interrupted_run(
-    names: str,
-    kind: str,
-    interrupted: Path,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_of_an_interrupted_run(names, kind, interrupted, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg, folder = copied(interrupted, tmp_path)
     for name in names.split():
@@ -173,14 +165,7 @@ def run_folder_of(root: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "kind"), some(FINISHED))
-def test_of_a_finished_run(
-    name: str,
-    kind: str,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_of_a_finished_run(name, kind, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg, folder = copied(whole, tmp_path)
     size = (folder / name).stat().st_size

@@ -5,7 +5,6 @@ by hand; and no trace of them.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +80,7 @@ def soft(w: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", ["ste", "s_ste", "asp"])
-def test_loss_change_and_descent_by_hand(recipe: str) -> None:
+def test_loss_change_and_descent_by_hand(recipe):
     hyperparameters = {"asp": {"prune_at": 0.9, "total_steps": 10}}.get(recipe, {})  # still dense
     optimizer, handle, task, diagnostics = start(recipe, **hyperparameters)
     w, later = torch.tensor(BEFORE, dtype=torch.float64), torch.tensor(AFTER, dtype=torch.float64)
@@ -122,7 +121,7 @@ def test_loss_change_and_descent_by_hand(recipe: str) -> None:
     ] == pytest.approx(curvature)
 
 
-def test_a_change_of_masks_alone_spoils_the_step() -> None:
+def test_a_change_of_masks_alone_spoils_the_step():
     """At a tie the weights hardly move, and yet the loss jumps under a hard threshold."""
     optimizer, handle, task, diagnostics = start("ste")
     tie = [[4.0, 3.0, 2.999, 1.0], BEFORE[1]]
@@ -135,7 +134,7 @@ def test_a_change_of_masks_alone_spoils_the_step() -> None:
     )
 
 
-def test_oscillation_counts_flips_of_every_entry() -> None:
+def test_oscillation_counts_flips_of_every_entry():
     optimizer, handle, task, diagnostics = start("ste")
     seen = []
     for weight in (AFTER, BEFORE, BEFORE, AFTER):
@@ -176,7 +175,7 @@ SWITCH = {"step": ["recipe.switch=0.5"], "sdgf_geometric": ["recipe.frames=1"]}
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "step", "maskllm"])
-def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: None) -> None:
+def test_training_is_the_same_to_the_bit(recipe, tmp_path, noisy):
     ends = []
     for every in ("null", "1"):
         options = [
@@ -209,7 +208,7 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
     assert ends[0][2:] == ends[1][2:]
 
 
-def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy: None) -> None:
+def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path, noisy):
     """Batch normalisation uses the running statistics of after the step in both losses; dropout is
     off.
     """
@@ -235,6 +234,6 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy
     assert all(p.grad is None for p in loop.model.parameters())
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_counting(tmp_path):
     words = ("recipe=sr_ste", "trainer.diagnose_every=2", "optimizer.lr=0.02")
     assert resumed(tmp_path, *words, steps=(5,)).rows[-1]["diagnose/flipped_again"] > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_bar_stays_and_no_figure_is_cut(width: int, terminal: Any) -> None:
+def test_the_bar_stays_and_no_figure_is_cut(width, terminal):
     """Whatever the terminal's width; figures have their places below each other."""
     screen = terminal(width)
     console = Console(None)
@@ -69,7 +68,7 @@ def test_the_bar_stays_and_no_figure_is_cut(width: int, terminal: Any) -> None:
     assert screen.lines() == [""]
 
 
-def test_an_evaluation_has_a_bar_of_its_own(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_has_a_bar_of_its_own(terminal, monkeypatch):
     screen = terminal(80)
     console = Console(None)
     console.progress(lambda: NOW)
@@ -81,7 +80,7 @@ def test_an_evaluation_has_a_bar_of_its_own(terminal: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_lines_break_at_words(width: int, terminal: Any, tmp_path: Path) -> None:
+def test_lines_break_at_words(width, terminal, tmp_path):
     """And only on a terminal; a path that is longer than a line stays whole."""
     screen = terminal(width)
     console = Console(tmp_path / "run.log")
@@ -100,9 +99,7 @@ def test_lines_break_at_words(width: int, terminal: Any, tmp_path: Path) -> None
     assert (tmp_path / "run.log").read_text() == f"{sentence}\n  {path}\n"
 
 
-def test_no_colours_where_they_are_not_wanted(
-    terminal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_colours_where_they_are_not_wanted(terminal, monkeypatch):
     screen = terminal(80)
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(None)
@@ -116,11 +113,11 @@ def test_no_colours_where_they_are_not_wanted(
     ("steps", "speed"),
     [(54.4, "54 steps/s"), (3.25, "3.2 steps/s"), (0.5, "2 s/step"), (0.013, "76.9 s/step")],
 )
-def test_speed_in_words(steps: float, speed: str) -> None:
+def test_speed_in_words(steps, speed):
     assert console.facts({"steps_per_second": steps}, "accuracy") == [("", speed)]
 
 
-def test_no_terminal_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_terminal_no_display(tmp_path, capsys):
     plain = Console(tmp_path / "run.log", brief=True)
     plain.progress(lambda: NOW)
     plain.detail("a detail", style="red")
@@ -128,9 +125,7 @@ def test_no_terminal_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "run.log").read_text() == "a detail\n"
 
 
-def test_an_epoch_s_line_has_its_mean_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_epoch_s_line_has_its_mean_loss(tmp_path, capsys):
     """Of all its steps, wherever the rows of the log end. Each figure has its column, and the best
     epoch so far is marked.
     """
@@ -157,7 +152,7 @@ def test_an_epoch_s_line_has_its_mean_loss(
     assert 1 < sum(best) < 10
 
 
-def test_alike_layers_are_one_line() -> None:
+def test_alike_layers_are_one_line():
     layers = [("sparse", f"h.{block}.attn.qkv.weight", (1536, 512), "2:4") for block in range(6)]
     layers += [
         ("sparse", "h.0.mlp.weight", (512, 2048), "2:4"),
@@ -177,9 +172,7 @@ def test_alike_layers_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("average", [1, 2])
-def test_no_split_is_evaluated_twice_with_the_same_weights(
-    average: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_split_is_evaluated_twice_with_the_same_weights(average, tmp_path, monkeypatch):
     """And the weights are on the disk before the test split is looked at."""
     from nmrun.lab.tasks.vision import Classification
 
@@ -188,7 +181,7 @@ def test_no_split_is_evaluated_twice_with_the_same_weights(
     cfg = config(tmp_path, "recipe=ste", f"trainer.average={average}")
     folder = run_folder(cfg)
 
-    def counted(task: Any, model: Any, split: str) -> dict[str, float]:
+    def counted(task, model, split):
         bits = hash(tuple(p.detach().double().sum().item() for p in model.parameters()))
         seen.append((split, bits))
         if split == "test":
@@ -209,7 +202,7 @@ def test_no_split_is_evaluated_twice_with_the_same_weights(
     assert outcome["seconds"] >= outcome["training_seconds"]
 
 
-def test_a_limited_evaluation_is_of_so_many_items(tmp_path: Path) -> None:
+def test_a_limited_evaluation_is_of_so_many_items(tmp_path):
     """Evenly from the whole split; training images stay."""
     whole = config(tmp_path, "recipe=ste")
     some = config(tmp_path, "recipe=ste", "trainer.limit_evaluation=50")

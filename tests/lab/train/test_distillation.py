@@ -40,7 +40,7 @@ def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
 
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 7)])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-def test_the_formula(shape: tuple[int, ...], temperature: float) -> None:
+def test_the_formula(shape, temperature):
     torch.manual_seed(0)
     logits, taught = 3 * torch.randn(shape), 3 * torch.randn(shape)
     loss = divergence(logits, taught, temperature)
@@ -48,7 +48,7 @@ def test_the_formula(shape: tuple[int, ...], temperature: float) -> None:
     assert float(divergence(taught, taught, temperature)) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_gradient_is_hintons() -> None:
+def test_the_gradient_is_hintons():
     """dC/dz_i = T (q_i - p_i) for T^2 times the cross entropy with soft targets (equation 2)."""
     torch.manual_seed(1)
     logits, taught = torch.randn(4, requires_grad=True), torch.randn(4)
@@ -74,7 +74,7 @@ class Points(Categorical):
     def example(self) -> Any: ...
 
 
-def test_the_sum_of_both_and_who_learns() -> None:
+def test_the_sum_of_both_and_who_learns():
     torch.manual_seed(2)
     student, teacher = nn.Linear(3, 4), nn.Linear(3, 4)
     batch = (torch.randn(8, 3), torch.randint(4, (8,)))
@@ -105,7 +105,7 @@ def taught(out: Path, teacher: Path, *overrides: str) -> Config:
     return config(out, "recipe=sr_ste", f"trainer.distill='{teacher}'", *overrides)
 
 
-def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
+def test_the_teacher_is_the_finished_run(tmp_path, teacher):
     """Its weights, frozen; another start than the student's; evaluated without dropout."""
     cfg = taught(tmp_path, teacher, "seed=1")
     parts = build.build(cfg)
@@ -117,7 +117,7 @@ def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
     assert not any(p.requires_grad for p in parts.loss.teacher.parameters())
 
 
-def test_start_is_the_model_as_it_begins(tmp_path: Path) -> None:
+def test_start_is_the_model_as_it_begins(tmp_path):
     """Dense, and untouched by what the optimizer does."""
     cfg = config(tmp_path, "recipe=sr_ste", "trainer.distill=start")
     plain = build.build(config(tmp_path, "recipe=dense"))
@@ -137,7 +137,7 @@ def run_loop(cfg: Config, parts: build.Parts) -> None:
         steps.train_step(0, step, measure_flips=False)
 
 
-def test_accumulation_gives_the_same_loss(tmp_path: Path, teacher: Path) -> None:
+def test_accumulation_gives_the_same_loss(tmp_path, teacher):
     """The term is a mean over items, like the loss beside it."""
     losses = []
     for accumulate in (1, 2):
@@ -149,7 +149,7 @@ def test_accumulation_gives_the_same_loss(tmp_path: Path, teacher: Path) -> None
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_weight_0_is_the_run_without_a_teacher(tmp_path: Path, teacher: Path) -> None:
+def test_weight_0_is_the_run_without_a_teacher(tmp_path, teacher):
     plain, without = (
         config(tmp_path / "a", "recipe=sr_ste"),
         taught(tmp_path / "b", teacher, "trainer.distill_weight=0"),
@@ -164,14 +164,12 @@ def test_weight_0_is_the_run_without_a_teacher(tmp_path: Path, teacher: Path) ->
 @pytest.mark.parametrize(
     ("recipe", "by"), [("sr_ste", "start"), ("dense", "finished"), ("step", "finished")]
 )
-def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    tmp_path: Path, teacher: Path, recipe: str, by: str
-) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, teacher, recipe, by):
     distill = "start" if by == "start" else f"'{teacher}'"
     resumed(tmp_path, f"recipe={recipe}", f"trainer.distill={distill}")
 
 
-def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
+def test_the_teacher_counts(tmp_path, teacher):
     """A dense forward pass for every item that is trained on; inference has no teacher."""
     plain, cfg = config(tmp_path / "a", "recipe=sr_ste"), taught(tmp_path / "b", teacher)
     flops = []
@@ -186,7 +184,7 @@ def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
         assert flops[1][kind] == flops[0][kind]
 
 
-def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path: Path, teacher: Path) -> None:
+def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path, teacher):
     budget = ("trainer.budget=flops:dense",)
     plain = build.build(config(tmp_path, "recipe=sr_ste", *budget))
     with_teacher = build.build(taught(tmp_path, teacher, *budget))
@@ -195,7 +193,7 @@ def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path: Path, teach
     assert with_teacher.total_steps < plain.total_steps
 
 
-def test_a_language_model_learns_from_one(tmp_path: Path) -> None:
+def test_a_language_model_learns_from_one(tmp_path):
     language = (
         *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
         *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
@@ -222,7 +220,7 @@ class Sums(Task):
     def example(self) -> Any: ...
 
 
-def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
+def test_what_cannot_be_taught(tmp_path, teacher):
     model = nn.Linear(2, 2)
     cfg = taught(tmp_path, teacher)
     scores = Points()
@@ -239,7 +237,7 @@ def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
             build.build(taught(tmp_path, teacher, *overrides))
 
 
-def test_other_classes(tmp_path: Path, teacher: Path) -> None:
+def test_other_classes(tmp_path, teacher):
     cfg = taught(tmp_path, teacher)
     points = Points()
     points.inputs = {"classes": 7}
@@ -247,9 +245,7 @@ def test_other_classes(tmp_path: Path, teacher: Path) -> None:
         loss_of(cfg, points, SmallConvNetwork((1, 8, 8), 7, [8, 8, 8]))
 
 
-def test_a_teacher_s_place_is_no_part_of_the_id(
-    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_teacher_s_place_is_no_part_of_the_id(tmp_path, teacher, monkeypatch):
     places = [shutil.copytree(teacher, tmp_path / name) for name in ("here", "start")]
     assert len({identity(taught(tmp_path, place)) for place in (teacher, *places)}) == 1
     rewrite(places[0], id="another")
@@ -259,7 +255,7 @@ def test_a_teacher_s_place_is_no_part_of_the_id(
     assert begins != identity(taught(tmp_path, teacher))
 
 
-def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
+def test_a_damaged_teacher(tmp_path, teacher):
     copy = tmp_path / "copy"
     shutil.copytree(teacher, copy)
     (copy / "model.safetensors").write_bytes(b"no")
@@ -267,7 +263,7 @@ def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
         build.build(taught(tmp_path, copy))
 
 
-def test_the_same_run_without_a_teacher(tmp_path: Path) -> None:
+def test_the_same_run_without_a_teacher(tmp_path):
     """Its weight and temperature are then no part of the id; with one they are."""
     plain = identity(config(tmp_path))
     assert identity(config(tmp_path, "trainer.distill_weight=0.3")) == plain

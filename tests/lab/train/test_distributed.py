@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import preloaded
 import pytest
@@ -36,9 +35,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_processes_train_the_weights_of_one(
-    recipe: str, together: Path, tmp_path: Path
-) -> None:
+def test_two_processes_train_the_weights_of_one(recipe, together, tmp_path):
     alone = Path(two_ranks.run(str(tmp_path), recipe))
     other = together / alone.relative_to(tmp_path)
     expected, weights = (
@@ -55,9 +52,7 @@ def test_two_processes_train_the_weights_of_one(
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
-def test_two_processes_take_the_same_2_4_products(
-    together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_take_the_same_2_4_products(together, tmp_path, monkeypatch):
     play(monkeypatch.setattr, tmp_path)
     alone = Path(two_ranks.run(str(tmp_path), "ste", *two_ranks.ACCELERATED))
     other = together / alone.relative_to(tmp_path)
@@ -71,7 +66,7 @@ def test_two_processes_take_the_same_2_4_products(
         torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
 
 
-def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: Any) -> None:
+def test_a_signal_stops_both_and_one_process_goes_on(tmp_path, nmrun_cli):
     overrides = [
         *TINY,
         "recipe=step",
@@ -106,7 +101,7 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
 
 
 @pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Path) -> None:
+def test_two_processes_are_killed_within_an_epoch(distributed, tmp_path):
     """Their checkpoints are by the first one's clock; the two clocks differ."""
     folders = [tmp_path / name for name in ("alone", "killed")]
     for folder in folders:
@@ -125,7 +120,7 @@ def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Pa
     assert rows(alone) == rows(killed)
 
 
-def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
+def test_a_sweep_in_two_processes(tmp_path):
     swept = ("recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30")
     program = Path(nmrun.__file__).with_name("__main__.py")
     process = preloaded.torchrun(program, "-m", *TINY, *swept, f"output_dir={tmp_path}")
@@ -135,7 +130,7 @@ def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
     assert len(list((tmp_path / ".sweeps").iterdir())) == 1
 
 
-def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_ends_the_run(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys\n"

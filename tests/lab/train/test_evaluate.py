@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ LONG = ("recipe=sr_ste", "recipe.decay=0.1", "optimizer.lr=0.02", "trainer.evalu
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense", "both"])
-def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Path) -> None:
+def test_metrics_are_of_the_weights_that_were_asked_for(mode, tmp_path):
     asked = config(tmp_path, *LONG[:3], f"trainer.evaluate={mode}")
     parts = build(asked)
     loop = Loop(asked, parts, Console(None))
@@ -49,7 +48,7 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("recipe", ["dense", "asp", "sr_ste", "t_sr_ste"])
-def test_a_result_has_both(recipe: str, tmp_path: Path) -> None:
+def test_a_result_has_both(recipe, tmp_path):
     result = run(config(tmp_path, f"recipe={recipe}", *LONG[2:]), tmp_path / recipe)
     assert result["status"] == "finished", result
     final = result["metrics"]["final"]
@@ -59,7 +58,7 @@ def test_a_result_has_both(recipe: str, tmp_path: Path) -> None:
     assert same == (recipe in ("dense", "asp"))  # ASP's pruned weights are 0 themselves
 
 
-def test_a_result_of_dense_weights_alone(tmp_path: Path) -> None:
+def test_a_result_of_dense_weights_alone(tmp_path):
     both = run(config(tmp_path, *LONG), tmp_path / "both")["metrics"]
     alone = run(config(tmp_path, *LONG, "trainer.evaluate=dense"), tmp_path / "dense")["metrics"]
     assert alone["best"] == {}
@@ -69,13 +68,13 @@ def test_a_result_of_dense_weights_alone(tmp_path: Path) -> None:
     }
 
 
-def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_test_split(tmp_path, monkeypatch):
     """It is not looked at, with no weights; what is trained is the same."""
     whole = run(config(tmp_path, *LONG), tmp_path / "whole")
     splits: set[str] = set()
     evaluate = Classification.evaluate
 
-    def noted(task: Classification, model: torch.nn.Module, split: str) -> dict[str, float]:
+    def noted(task, model, split):
         splits.add(split)
         return evaluate(task, model, split)
 
@@ -95,7 +94,7 @@ def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Path) -> None:
+def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path):
     result = run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
     final, dense = (load_file(tmp_path / f"ste/{name}.safetensors") for name in ("model", "dense"))
     assert list(final) == list(dense)
@@ -113,7 +112,7 @@ def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Pa
         assert torch.equal(weight, dense[name])
 
 
-def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path: Path) -> None:
+def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path):
     run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
     ids = [
         identity(config(tmp_path, "recipe=dense", f"init={tmp_path}/ste{file}"))
@@ -134,7 +133,7 @@ def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path: Path) -> No
         ("no/dense.safetensors", "no finished run is there"),
     ],
 )
-def test_weights_that_are_not_there_are_refused(file: str, why: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_there_are_refused(file, why, tmp_path):
     run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
     asked = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/{file}")
     with pytest.raises(ConfigError, match=f"init=.*{file}: {why}"):

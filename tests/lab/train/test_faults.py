@@ -41,7 +41,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
+def test_no_flipped_bit_goes_unnoticed(tmp_path):
     state = {
         "weights": {"w": torch.randn(50, 7)},
         "random": checkpoint.random_state(),
@@ -69,7 +69,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
+def test_a_file_that_does_not_fit(tmp_path, nmrun_cli):
     """The kernel refuses to write more than 100 kB into one file; the checkpoint is larger."""
     words = (*TINY, "model.channels=[16,32,32]", f"output_dir={tmp_path}")
     command = [sys.executable, "-m", "nmrun", *words]
@@ -89,22 +89,20 @@ def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
     assert nmrun_cli(*words).returncode == 0
 
 
-def test_a_disk_that_is_full_from_some_step_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
     cfg, original, full = config(tmp_path), TrainingSteps.train_step, []
 
-    def step(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def step(loop, *args, **kwargs):
         original(loop, *args, **kwargs)
         full.extend([True] if loop.step == 8 else [])
 
-    def fsync(_: int) -> None:
+    def fsync(_):
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     opened = Path.open
 
-    def appending(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def appending(path, mode="r", *args, **kwargs):
         if full and "a" in mode:
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, mode, *args, **kwargs)
@@ -124,9 +122,7 @@ def test_a_disk_that_is_full_from_some_step_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["recipe=ste", "-m recipe=ste seed=0,1", "prune RUN"])
-def test_commands_on_a_full_disk_end_in_a_line(
-    command: str, small_disk: Path, nmrun_cli: Any
-) -> None:
+def test_commands_on_a_full_disk_end_in_a_line(command, small_disk, nmrun_cli):
     """The line has the folder and what is free there, and the command works with room again."""
     place = f"output_dir={small_disk}"
     words = [*command.split(), *TINY, place]
@@ -145,9 +141,7 @@ def test_commands_on_a_full_disk_end_in_a_line(
     assert nmrun_cli(*words).returncode == 0
 
 
-def test_a_sweep_goes_on_where_the_end_of_a_job_cannot_be_noted(
-    small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_goes_on_where_the_end_of_a_job_cannot_be_noted(small_disk, capsys):
     sweep.begin(small_disk, 2, "nmrun -m", "out")
     with contextlib.suppress(OSError):
         (small_disk / "others").write_bytes(bytes(2_000_000))
@@ -179,9 +173,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_without_memory_a_run_fails_and_says_what_to_try(
-    small_memory: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_memory_a_run_fails_and_says_what_to_try(small_memory, tmp_path, capsys):
     cfg = config(tmp_path)
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
@@ -190,9 +182,7 @@ def test_without_memory_a_run_fails_and_says_what_to_try(
     )
 
 
-def test_micro_batches_are_halved_until_they_fit(
-    small_memory: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_micro_batches_are_halved_until_they_fit(small_memory, tmp_path, capsys):
     cfg = config(tmp_path, "trainer.on_oom=halve")
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
@@ -212,14 +202,12 @@ def test_micro_batches_are_halved_until_they_fit(
     assert steps == sorted(steps)
 
 
-def test_the_pass_before_training_is_halved_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pass_before_training_is_halved_too(tmp_path, monkeypatch, capsys):
     """The pass that looks at the sizes of layers takes micro-batches as long as those of training;
     what lies in the folder from before ``force=true`` is not gone on with."""
     loss, tried = Classification.loss, []
 
-    def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
+    def limited(task, model, batch):
         tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
         if len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
@@ -247,10 +235,8 @@ def test_the_pass_before_training_is_halved_too(
     assert set(tried[3:]) == {8}
 
 
-def test_a_batch_of_one_image_cannot_be_halved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def never(*_: object, **__: object) -> None:
+def test_a_batch_of_one_image_cannot_be_halved(tmp_path, monkeypatch, capsys):
+    def never(*_, **__):
         raise MemoryError("no memory")
 
     monkeypatch.setattr(TrainingSteps, "train_step", never)

@@ -68,7 +68,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("place")
-def test_a_linear_layer() -> None:
+def test_a_linear_layer():
     """The first layer gives its input no gradient; the second does."""
     first, second = 2 * 16 * 8, 2 * 4 * 16
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.Linear(16, 4))
@@ -84,7 +84,7 @@ def test_a_linear_layer() -> None:
 
 
 @pytest.mark.usefixtures("place")
-def test_a_convolution() -> None:
+def test_a_convolution():
     """Stride 2 and padding: 9 positions of 6 x 6; then two groups, which have half the inputs each."""
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2)
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.usefixtures("place")
-def test_attention() -> None:
+def test_attention():
     """Scores and their mixture of values, in two heads of 8 x 8 positions and 8 channels."""
     layer, scores, mixture = 2 * 16 * 48 * 8, 2 * 2 * 8 * 8 * 8, 2 * 2 * 8 * 8 * 8
     cost, _ = counted(Attention(), (8, 16))
@@ -124,7 +124,7 @@ def test_attention() -> None:
     assert cost.forward_sparse == layer / 2 + scores + mixture
 
 
-def test_layers_with_patterns_of_their_own() -> None:
+def test_layers_with_patterns_of_their_own():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     cost, recipe = counted(model, (16,), "sr_ste", "2:4", overrides={"1": "4:16"})
     one = 2 * 16 * 16
@@ -153,7 +153,7 @@ def test_layers_with_patterns_of_their_own() -> None:
         "6:8",
     ],
 )
-def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
+def test_tensor_cores_run_what_is_always_two_of_four(pattern):
     """Every mask of the pattern, over as many groups as fill a multiple of four."""
     p = Pattern.parse(pattern)
     length = math.lcm(p.m, 4)
@@ -169,7 +169,7 @@ def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
 @pytest.mark.parametrize(
     "pattern", ["2:4", "4:6", "6:8", "4:8", "8:10", "9:10", "7:8", "5:6", "3:4", "4:5"]
 )
-def test_overlapping_windows_take_every_mask(pattern: str) -> None:
+def test_overlapping_windows_take_every_mask(pattern):
     """Two kept weights for each window of four, by a maximum matching for every mask of the pattern."""
     p = Pattern.parse(pattern)
     windows = [range(a, a + 4) for a in range(0, p.m - 3, 2)]
@@ -197,7 +197,7 @@ def test_overlapping_windows_take_every_mask(pattern: str) -> None:
         ("32:4:16", 32, 1 / 4),
     ],
 )
-def test_a_weight_costs_the_least_of_all_ways(pattern: str, length: int, share: float) -> None:
+def test_a_weight_costs_the_least_of_all_ways(pattern, length, share):
     assert weight_density(Pattern.parse(pattern).over(length)) == pytest.approx(share)
 
 
@@ -215,14 +215,12 @@ def test_a_weight_costs_the_least_of_all_ways(pattern: str, length: int, share: 
         ("8:2:6", 12, 12, False),
     ],
 )
-def test_tensor_cores_compute_the_shared_columns(
-    pattern: str, length: int, columns: int, halved: bool
-) -> None:
+def test_tensor_cores_compute_the_shared_columns(pattern, length, columns, halved):
     p = Pattern.parse(pattern).over(length)
     assert hardware_density(p) == pytest.approx(columns / length * (0.5 if halved else 1))
 
 
-def test_the_second_pruning_of_blocks_is_by_rows() -> None:
+def test_the_second_pruning_of_blocks_is_by_rows():
     """Double pruning halves the input gradient alone, as 2:8 along the outputs."""
     cost, recipe = counted(
         nn.Linear(16, 32), (16,), pattern="16:2:8", input_gradient="double_prune"
@@ -254,7 +252,7 @@ def feed_forward(pattern: str, recipe: str = "dense", ratio: str = "2:4", **shar
     ("pattern", "share", "hardware"),
     [("2:4", 1 / 2, 1 / 2), ("4:8", 1 / 2, 1), ("1:8", 1 / 8, 1 / 2), ("64:2:16", 1 / 8, 1 / 8)],
 )
-def test_pruned_activations(pattern: str, share: float, hardware: float) -> None:
+def test_pruned_activations(pattern, share, hardware):
     """All of the block's six products but X V^T; on tensor cores Y = Z W^T and dX = dB V. Of
     64:2:16 these compute four of sixteen columns, halved."""
     _, recipe, cost = feed_forward(pattern)
@@ -265,7 +263,7 @@ def test_pruned_activations(pattern: str, share: float, hardware: float) -> None
     assert cost.forward_hardware == 2 * AROUND + (1 + hardware) * ONE
 
 
-def test_the_multiplications_that_are_left_one_by_one() -> None:
+def test_the_multiplications_that_are_left_one_by_one():
     """Where no activation is 0 by itself, from the very operands of a pass: pairs of two numbers of
     which neither is 0, in each result that the mask does not make 0."""
     model, recipe, cost = feed_forward("2:8")
@@ -277,7 +275,7 @@ def test_the_multiplications_that_are_left_one_by_one() -> None:
     model(torch.randn(5, 16, requires_grad=True)).square().sum().backward()
     (z, dy, db), v, w = (seen[k] for k in ("z", "dy", "db")), model[1].weight, model[4].weight
 
-    def pairs(a: Tensor, b: Tensor, mask: Tensor | float = 1.0) -> float:
+    def pairs(a, b, mask=1.0):
         return float((((a != 0).float() @ (b != 0).float()) * mask).sum())
 
     x = torch.ones(5, 16)
@@ -287,7 +285,7 @@ def test_the_multiplications_that_are_left_one_by_one() -> None:
 
 
 @pytest.mark.usefixtures("place")
-def test_pruned_activations_beside_sparse_weights() -> None:
+def test_pruned_activations_beside_sparse_weights():
     """STE at 1:4 within the block: arithmetically the zeros of both are left out."""
     _, recipe, cost = feed_forward("2:4", "ste", "1:4")
     forward, backward = 1 / 4 + 1 / 8, (1 / 8 + 1 / 2) + (1 / 8 + 1 / 2)
@@ -298,12 +296,12 @@ def test_pruned_activations_beside_sparse_weights() -> None:
     assert cost.forward_hardware == 2 * AROUND + ONE
 
 
-def test_masked_gradients_of_sparse_weights_beside_pruned_activations() -> None:
+def test_masked_gradients_of_sparse_weights_beside_pruned_activations():
     _, recipe, cost = feed_forward("2:4", "ste_periodic", "1:4")
     assert cost.training(recipe) == 5 * AROUND + (1 / 4 + 5 * 1 / 8) * ONE
 
 
-def test_dense_shares_of_pruned_activations_cost_what_dense_steps_do() -> None:
+def test_dense_shares_of_pruned_activations_cost_what_dense_steps_do():
     _, recipe, cost = feed_forward("2:4", total_steps=10, dense_start=0.1, dense_end=0.4)
     pruned = 5 * AROUND + 3.5 * ONE
     by_hand = [cost.dense, *[pruned] * 5, *[cost.dense] * 4]
@@ -317,7 +315,7 @@ def test_dense_shares_of_pruned_activations_cost_what_dense_steps_do() -> None:
     assert early.forward_sparse == 2 * AROUND + 1.5 * ONE
 
 
-def test_a_layer_between_two_activations_feeds_and_reads() -> None:
+def test_a_layer_between_two_activations_feeds_and_reads():
     model = nn.Sequential(
         nn.Linear(16, 16), SquaredReLU(), nn.Linear(16, 16), SquaredReLU(), nn.Linear(16, 16)
     )
@@ -367,12 +365,12 @@ SCHEDULES: dict[
 }
 
 
-def test_every_recipe_has_its_schedule_here() -> None:
+def test_every_recipe_has_its_schedule_here():
     assert SCHEDULES.keys() == RECIPES.keys()
 
 
 @pytest.mark.parametrize("recipe", SCHEDULES)
-def test_planned_and_used(recipe: str) -> None:
+def test_planned_and_used(recipe):
     """The densities of each step, asked for beforehand and met on the way, and their sum over the
     run.
     """
@@ -400,7 +398,7 @@ def test_planned_and_used(recipe: str) -> None:
     assert planned[1] == pytest.approx(sum(hardware for _, hardware in used) / 20)
 
 
-def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
+def test_both_products_on_hardware_where_both_operands_are_sparse():
     for recipe, expected in (
         ("sr_ste", (0.5, 1, 1)),
         ("t_sr_ste", (0.5, 0.5, 1)),
@@ -410,7 +408,7 @@ def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
         assert densities(rule, cost.sparse[0].weight, hardware=True) == expected
 
 
-def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was() -> None:
+def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was():
     model = nn.Sequential(nn.Linear(16, 16))
     # settled from the first full window on
     optimizer = nmrun.optim.Adam(model.parameters(), betas=(0.9, 0.5), eps=1e3)
@@ -443,7 +441,7 @@ def finished(*arguments: Any) -> dict[str, int]:
     return used(run_folder(cfg))
 
 
-def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
+def test_result_of_a_run_by_hand(tmp_path):
     """Stem 1 -> 8 at 8 x 8, two sparse layers 8 -> 8 at 8 x 8 and at 4 x 4, a head; ASP prunes
     after 3 of 12 steps.
     """
@@ -461,7 +459,7 @@ def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_result_of_a_run_with_pruned_activations(tmp_path: Path) -> None:
+def test_result_of_a_run_with_pruned_activations(tmp_path):
     """Six of twelve steps, and dense again: five of six products in two blocks 16 to 64 to 16, of 16
     tokens an item."""
     options = ("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.width=16")
@@ -494,7 +492,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 @pytest.mark.parametrize("recipe", ["dense", "ste", "asp", "step", "mdgf_linear", "lbc"])
-def test_as_many_flops_as_dense_training(recipe: str, dense: int, tmp_path: Path) -> None:
+def test_as_many_flops_as_dense_training(recipe, dense, tmp_path):
     """Sparse steps are cheaper, so there are more of them, and the sums are equal to less than an
     epoch.
     """
@@ -508,7 +506,7 @@ def test_as_many_flops_as_dense_training(recipe: str, dense: int, tmp_path: Path
         assert abs(counts["training_arithmetic"] - dense) < dense / 18  # less than a step
 
 
-def test_a_number_of_flops(tmp_path: Path) -> None:
+def test_a_number_of_flops(tmp_path):
     step = finished(tmp_path, "recipe=ste", "trainer.epochs=1")["training_arithmetic"] / 3
     long, short = (
         finished(tmp_path, "recipe=ste", f"trainer.budget=flops:{n * step}") for n in (20, 3.2)
@@ -522,13 +520,10 @@ def test_a_number_of_flops(tmp_path: Path) -> None:
         build.build(config(tmp_path, "recipe=ste", f"trainer.budget=flops:{2 * step}"))
 
 
-def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_trial_for_a_budget_leaves_no_trace(tmp_path):
     """MaskLLM draws its logits at random, and the training draws on."""
     # dense products throughout: the same number of steps
-    options = [
-        "recipe=maskllm",
-        "trainer.epochs=4",
-    ]
+    options = ["recipe=maskllm", "trainer.epochs=4"]
     states = []
     for budget in ("null", "flops:dense"):
         parts = build.build(config(tmp_path, *options, f"trainer.budget={budget}"))
@@ -537,7 +532,7 @@ def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
     assert all(map(torch.equal, *states))
 
 
-def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
+def test_schedule_and_phases_follow_the_budget(tmp_path):
     cfg = config(tmp_path, "recipe=asp", "trainer.budget=flops:dense", "schedule=linear")
     loop = Loop(cfg, build.build(cfg), Console(None))
     assert loop.steps.total_steps > 12

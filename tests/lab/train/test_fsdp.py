@@ -62,19 +62,19 @@ def compare(alone: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("case", shards.CASES)
-def test_two_processes_train_the_weights_of_one(case: str, folder: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_weights_of_one(case, folder, tmp_path):
     # FP8 has one scale for a micro-batch: that of a rank is that of a half here
     cut = ("trainer.accumulate=2",) if case == "fp8" else ()
     alone = Path(shards.run(tmp_path, case, *cut)["folder"])
     compare(alone, run_folder(config(folder / "together", *shards.CASES[case])))
 
 
-def test_estimated_gradients_are_those_of_replicas(folder: Path) -> None:
+def test_estimated_gradients_are_those_of_replicas(folder):
     replicated = run_folder(config(folder / "ddp", *shards.ESTIMATED))
     compare(replicated, run_folder(config(folder / "fsdp", *shards.ESTIMATED)))
 
 
-def test_the_cases_reach_what_they_are_for(folder: Path) -> None:
+def test_the_cases_reach_what_they_are_for(folder):
     events = [
         " ".join(json.loads(path.read_text())["events"])
         for path in (folder / "together").rglob("result.json")
@@ -84,9 +84,7 @@ def test_the_cases_reach_what_they_are_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", shards.RESUMED)
-def test_checkpoints_go_from_one_process_to_two_and_back(
-    case: str, folder: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_go_from_one_process_to_two_and_back(case, folder, tmp_path):
     alone = Path(shards.run(tmp_path, case)["folder"])
     place = alone.relative_to(tmp_path)
     assert "goes on at step 6 of 9" in (folder / "resumed" / place / "run.log").read_text()
@@ -97,7 +95,7 @@ def test_checkpoints_go_from_one_process_to_two_and_back(
 
 
 @pytest.mark.parametrize("case", shards.RESUMED)
-def test_a_run_goes_on_in_shards_with_the_same_bits(case: str, folder: Path) -> None:
+def test_a_run_goes_on_in_shards_with_the_same_bits(case, folder):
     left, again = (
         run_folder(config(folder / place, *shards.CASES[case])) for place in ("together", "again")
     )
@@ -108,7 +106,7 @@ def test_a_run_goes_on_in_shards_with_the_same_bits(case: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("case", shards.RESUMED)
-def test_replicas_go_on_with_shards(case: str, folder: Path) -> None:
+def test_replicas_go_on_with_shards(case, folder):
     left, replicas = (
         run_folder(config(folder / place, *shards.CASES[case]))
         for place in ("together", "replicas")
@@ -117,7 +115,7 @@ def test_replicas_go_on_with_shards(case: str, folder: Path) -> None:
     compare(left, replicas)
 
 
-def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_it_saves(tmp_path):
     assert preloaded.torchrun(shards.__file__, "killed", tmp_path).returncode == 1
     alone = Path(shards.run(tmp_path / "alone", "step")["folder"])
     result = shards.run(tmp_path, "step")
@@ -126,7 +124,7 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
     compare(alone, Path(result["folder"]))
 
 
-def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
+def test_a_run_is_the_same_on_shards(tmp_path):
     assert run_folder(config(tmp_path, "trainer.distributed=fsdp")) == run_folder(config(tmp_path))
 
 
@@ -151,9 +149,7 @@ def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
         (("trainer.precision=fp16",), "trainer.precision=fp16"),
     ],
 )
-def test_what_shards_cannot_do_is_refused(
-    overrides: tuple[str, ...], complaint: str, tmp_path: Path
-) -> None:
+def test_what_shards_cannot_do_is_refused(overrides, complaint, tmp_path):
     cfg = config(tmp_path, *overrides, "trainer.distributed=fsdp")
     with pytest.raises(ConfigError) as refused:
         build(cfg)

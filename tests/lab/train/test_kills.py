@@ -33,7 +33,7 @@ preloaded.context()  # the server that all tests of a process share
 SWEEP = ("recipe=step,sr_ste", "sparsity=2:4", "seed=0,1", *kills.SWEEP[3:], "trainer.epochs=12")
 
 
-def test_a_sweep_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_sweep_killed_again_and_again(tmp_path):
     fell, wrong = kills.trial(6, SWEEP, tmp_path)
     assert not wrong
     assert sum(fell.values()) == 6
@@ -65,18 +65,17 @@ def test_a_sweep_killed_again_and_again(tmp_path: Path) -> None:
     assert kills.finished(output).keys() == {path.parent for path in output.rglob("result.json")}
 
 
-def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_told(tmp_path):
     with pytest.raises(RuntimeError, match="ended with 2"):
         kills.finish(["recipe=nothing", f"output_dir={tmp_path}"])
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins") is None,
-    reason="needs nmrun[launchers]",
+    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["Ctrl-C", "SIGTERM", "SIGKILL", "a worker's SIGKILL"])
-def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
+def test_workers_of_a_sweep_end_with_it(tmp_path, ends):
     """Each saves its run, none takes another job, and the sweep's process ends after them."""
     command = [
         *(sys.executable, "-m", "nmrun", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
@@ -124,11 +123,10 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins") is None,
-    reason="needs nmrun[launchers]",
+    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
 )
 @pytest.mark.slow
-def test_control_c_while_workers_start(tmp_path: Path) -> None:
+def test_control_c_while_workers_start(tmp_path):
     """They end without a traceback, and no run begins."""
     words = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "track=local")
     with (

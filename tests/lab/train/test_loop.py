@@ -64,7 +64,7 @@ def weights(loop: Loop) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "step", "s_ste", "lbc", "sqft", "bi_mask"])
-def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path: Path) -> None:
+def test_micro_batches_give_the_update_of_the_whole_batch(recipe, tmp_path):
     """Also when they are of unequal size (30 images in 4 parts), and with SR-STE's decay, which
     must not be added 4 times.
     """
@@ -78,7 +78,7 @@ def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path:
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
 
 
-def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
+def test_clipping_comes_before_the_recipe(tmp_path):
     """One step of SGD by hand: w - lr (clipped gradient + decay * pruned weight), the decay
     unclipped.
     """
@@ -118,7 +118,7 @@ def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
         assert torch.equal(weight.parameter, weight.dense * nm_mask(weight.dense, "2:4"))
 
 
-def test_learning_rate_of_every_step(tmp_path: Path) -> None:
+def test_learning_rate_of_every_step(tmp_path):
     options = [
         "schedule=cosine",
         "schedule.warmup=0.25",
@@ -134,7 +134,7 @@ def test_learning_rate_of_every_step(tmp_path: Path) -> None:
     assert [row["epoch"] for row in logged] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 
 
-def test_training_loss_is_the_mean_since_the_last_row(tmp_path: Path) -> None:
+def test_training_loss_is_the_mean_since_the_last_row(tmp_path):
     _, every = trained(config(tmp_path, "trainer.log_every=1"), tmp_path)
     _, some = trained(config(tmp_path, "trainer.log_every=4"), tmp_path)
     losses = [row["train/loss"] for row in every]
@@ -146,16 +146,14 @@ def test_training_loss_is_the_mean_since_the_last_row(tmp_path: Path) -> None:
     ("every", "total", "expected"),
     [(10, 200_000, 10), (10, 200_001, 20), (10, 1_000_000, 50), (7, 1_000_000, 56), (1, 30_000, 2)],
 )
-def test_the_rows_of_a_long_run_are_bounded(every: int, total: int, expected: int) -> None:
+def test_the_rows_of_a_long_run_are_bounded(every, total, expected):
     """Twenty thousand at most, at multiples of the interval that was asked for and at the end."""
     assert steps.log_interval(every, total) == expected
     assert math.ceil(total / expected) <= 20_000
     assert expected == every or math.ceil(total / (expected - every)) > 20_000
 
 
-def test_a_long_run_logs_less_often_and_its_losses_are_means_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_logs_less_often_and_its_losses_are_means_still(tmp_path, monkeypatch):
     _, every = trained(config(tmp_path, "trainer.log_every=1"), tmp_path)
     monkeypatch.setattr(steps, "MOST_ROWS", 4)
     _, some = trained(config(tmp_path, "trainer.log_every=2"), tmp_path)
@@ -175,7 +173,7 @@ def with_scale(scale: float) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_result_does_not_depend_on_the_loss_scale(optimizer: str, tmp_path: Path) -> None:
+def test_the_result_does_not_depend_on_the_loss_scale(optimizer, tmp_path):
     options = [
         "trainer.precision=fp16",
         "trainer.clip=0.5",
@@ -193,7 +191,7 @@ def test_the_result_does_not_depend_on_the_loss_scale(optimizer: str, tmp_path: 
     assert apart < 0.05 * moved
 
 
-def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
+def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path):
     """The first scale overflows fp16: no update, no tick of the recipe's clock or the schedule;
     then training goes on.
     """
@@ -208,11 +206,11 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
     start = weights(Loop(cfg, build.build(cfg), Console(None)))
     seen: list[tuple[int, int, bool]] = []
 
-    def prepare(loop: Loop) -> None:
+    def prepare(loop):
         with_scale(2.0**30)(loop)
         original = loop.steps.train_step
 
-        def watched(*args: Any, **kwargs: Any) -> None:
+        def watched(*args, **kwargs):
             original(*args, **kwargs)
             same = all(torch.equal(start[name], now) for name, now in weights(loop).items())
             seen.append((loop.steps.updates, loop.handle.recipe.step, same))
@@ -234,7 +232,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
     assert logged[0]["loss_scale"] == 2.0**29
 
 
-def test_bf16_autocast_keeps_fp32_weights(tmp_path: Path) -> None:
+def test_bf16_autocast_keeps_fp32_weights(tmp_path):
     loop, logged = trained(config(tmp_path, "trainer.precision=bf16", "recipe=ste"), tmp_path)
     assert all(p.dtype == torch.float32 for p in loop.model.parameters())
     assert logged[-1]["eval/loss"] < math.log(10)
@@ -242,7 +240,7 @@ def test_bf16_autocast_keeps_fp32_weights(tmp_path: Path) -> None:
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("recipe", ["step", "sr_ste"])
-def test_compiled(recipe: str, tmp_path: Path) -> None:
+def test_compiled(recipe, tmp_path):
     eager, compiled = (
         trained(
             config(tmp_path, f"recipe={recipe}", "optimizer.eps=1e-3", f"trainer.compile={flag}"),
@@ -255,7 +253,7 @@ def test_compiled(recipe: str, tmp_path: Path) -> None:
     )
 
 
-def test_the_mode_of_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_of_compilation(tmp_path, monkeypatch):
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
         torch, "compile", lambda model, **options: (asked.append(options), model)[1]
@@ -277,9 +275,7 @@ def test_the_mode_of_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("recipe", "expected"), [("dense", 1), ("ste", 1), ("step", 3), ("asp", 3)]
 )
-def test_the_best_evaluation_counts_only_while_sparse(
-    recipe: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_evaluation_counts_only_while_sparse(recipe, expected, tmp_path, monkeypatch):
     """Accuracy falls from epoch to epoch, so the best one is the first that counts: after the
     switch at step 7 of 12.
     """
@@ -303,7 +299,7 @@ def test_the_best_evaluation_counts_only_while_sparse(
         assert density == pytest.approx([1.0] * (expected - 1) + [0.5] * (5 - expected))
 
 
-def test_evaluations_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_by_steps(tmp_path, monkeypatch):
     """The best weights are those of a step within an epoch: a run that ends there has them too."""
     falling = iter([0.9, 0.8, 0.7, *[0.5] * 9])
     monkeypatch.setattr(
@@ -323,7 +319,7 @@ def test_evaluations_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("length", [2, 7, 12])
-def test_a_length_in_steps(length: int, tmp_path: Path) -> None:
+def test_a_length_in_steps(length, tmp_path):
     """Schedule, recipe, FLOPs and evaluations are those of a run of so many steps."""
     options = ["recipe=step", "schedule=linear", "optimizer.lr=0.01", "trainer.log_every=1"]
     loop, logged = trained(config(tmp_path, *options, f"trainer.steps={length}"), tmp_path)
@@ -339,7 +335,7 @@ def test_a_length_in_steps(length: int, tmp_path: Path) -> None:
     assert loop.steps.flops["training_dense"] == length * round(32 * loop.steps.cost.dense)
 
 
-def test_a_length_in_steps_and_a_budget(tmp_path: Path) -> None:
+def test_a_length_in_steps_and_a_budget(tmp_path):
     """``flops:dense`` is what so many dense steps cost; a sparse recipe has more of them."""
     words = ("trainer.steps=7", "trainer.budget=flops:dense")
     assert build.build(config(tmp_path, "recipe=dense", *words)).total_steps == 7
@@ -349,7 +345,7 @@ def test_a_length_in_steps_and_a_budget(tmp_path: Path) -> None:
     build.build(config(tmp_path, "trainer.steps=7", "trainer.average=3"))
 
 
-def test_rows_hold_what_recipes_measure(tmp_path: Path) -> None:
+def test_rows_hold_what_recipes_measure(tmp_path):
     _, logged = trained(
         config(
             tmp_path, "recipe=step", "recipe.t_max=0.5", "trainer.log_every=3", "optimizer.lr=0.01"
@@ -373,9 +369,7 @@ def test_rows_hold_what_recipes_measure(tmp_path: Path) -> None:
     assert [row["step/phase"] for row in logged] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_checkpoints_load_without_pickle_and_come_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_load_without_pickle_and_come_when_asked(tmp_path, monkeypatch):
     saved, original = [], checkpoint.save
     monkeypatch.setattr(
         checkpoint,
@@ -403,11 +397,11 @@ def failure(cfg: Config, folder: Path, prepare: Any = None) -> str:
     return str(caught.value)
 
 
-def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> None:
-    def prepare(loop: Loop) -> None:
+def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path):
+    def prepare(loop):
         original = loop.steps.train_step
 
-        def sabotaged(*args: Any, **kwargs: Any) -> None:
+        def sabotaged(*args, **kwargs):
             if loop.steps.step == 4:
                 with torch.no_grad():
                     loop.model.inner[1].weight.fill_(3e38)
@@ -423,7 +417,7 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> N
     assert "\n" not in message
 
 
-def test_a_learning_rate_far_too_high(tmp_path: Path) -> None:
+def test_a_learning_rate_far_too_high(tmp_path):
     message = failure(
         config(tmp_path, "optimizer=sgd", "optimizer.lr=1e30", "recipe=ste", "trainer.clip=1.0"),
         tmp_path,
@@ -433,16 +427,16 @@ def test_a_learning_rate_far_too_high(tmp_path: Path) -> None:
     assert "trainer.clip" not in message
 
 
-def test_a_broken_parameter_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
-    def prepare(loop: Loop) -> None:
+def test_a_broken_parameter_is_named_as_the_user_knows_it(tmp_path):
+    def prepare(loop):
         with torch.no_grad():
             loop.model.inner[0].weight[0, 0] = math.nan
 
     assert "parameter inner.0.weight" in failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
 
 
-def test_a_broken_batch(tmp_path: Path) -> None:
-    def prepare(loop: Loop) -> None:
+def test_a_broken_batch(tmp_path):
+    def prepare(loop):
         task: Any = loop.task
         task.images = task.images.clone()
         task.images[:] = math.inf
@@ -452,17 +446,15 @@ def test_a_broken_batch(tmp_path: Path) -> None:
     )
 
 
-def test_a_gradient_that_no_loss_scale_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_no_loss_scale_helps(tmp_path, monkeypatch):
     class Root(nn.Module):
         """The slope of the root is infinite at zero, its value is not."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner, self.head = nn.Linear(64, 8), nn.Linear(8, 10)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.head((self.inner(x.flatten(1)) * 0).abs().sqrt())
 
     monkeypatch.setattr(models, "build", lambda *_: Root())
@@ -479,7 +471,7 @@ def test_a_gradient_that_no_loss_scale_helps(
     assert "trainer.precision=bf16 or fp32" in message
 
 
-def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
+def test_losses_read_late_still_tell_the_step(tmp_path):
     """On a GPU losses are looked at only when a row is due."""
     cfg = config(tmp_path)
     loop = Loop(cfg, build.build(cfg), Console(None))
@@ -493,9 +485,7 @@ def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["asp", "sr_ste", "s_ste", "lbc", "sqft", "bi_mask"])
-def test_with_channels_last_the_same_training_up_to_rounding(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_channels_last_the_same_training_up_to_rounding(recipe, tmp_path, monkeypatch):
     cfg = config(tmp_path, f"recipe={recipe}", "trainer.epochs=2", "optimizer.eps=1e-3")
     assert cfg.model.name == "small_conv"
     ends, formats = [], []
@@ -525,7 +515,7 @@ def test_with_channels_last_the_same_training_up_to_rounding(
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path) -> None:
+def test_the_head_has_a_learning_rate_of_its_own(optimizer, tmp_path):
     """With a schedule too: of Adam's first step the size is the learning rate, of SGD's its
     multiple of the gradient.
     """
@@ -555,7 +545,7 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
         assert not name.startswith("head.") or delta.abs().max() > 0
 
 
-def test_a_network_without_a_head(tmp_path: Path) -> None:
+def test_a_network_without_a_head(tmp_path):
     cfg = config(tmp_path, "model=resnet20", "optimizer.head_lr=0.1")
     with pytest.raises(
         ConfigError, match=r"optimizer\.head_lr=0\.1: this model has no layer named head"

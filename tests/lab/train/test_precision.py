@@ -3,7 +3,6 @@ may take."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +33,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     ],
 )
 def test_auto_is_bf16_for_large_networks_on_processors_that_multiply_it(
-    flags: tuple[str, ...], weights: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    flags, weights, precision, monkeypatch
+):
     played(monkeypatch, *flags)
     parameters = [nn.Parameter(torch.empty(weights, device="meta"))]
     assert build.precision_of("auto", CPU, parameters) == precision
@@ -51,7 +50,7 @@ def losses(cfg: Any, steps: int = 3) -> tuple[str, list[float]]:
     return loop.precision, [float(loss) for loss in loop.losses]
 
 
-def test_a_small_network_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_network_has_the_same_bits(tmp_path, monkeypatch):
     played(monkeypatch, "avx512_bf16")
     asked = losses(config(tmp_path, "recipe=sr_ste", "trainer.precision=fp32"))
     assert losses(config(tmp_path, "recipe=sr_ste")) == asked
@@ -63,9 +62,7 @@ def test_a_small_network_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_that_goes_on_keeps_its_precision(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_keeps_its_precision(precision, tmp_path, monkeypatch):
     """Also on another processor; the result says which it was."""
     monkeypatch.setattr(build, "WORTH_BF16", 1)
     flags = {"fp32": (), "bf16": ("avx512_bf16",)}
@@ -83,9 +80,7 @@ def test_a_run_that_goes_on_keeps_its_precision(
     assert results[0] == results[1]
 
 
-def test_a_run_of_an_earlier_version_goes_on_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_an_earlier_version_goes_on_in_float32(tmp_path, monkeypatch):
     """Their ``auto`` was float32 on every CPU, and their checkpoints do not say so."""
     monkeypatch.setattr(build, "WORTH_BF16", 1)
     played(monkeypatch)
@@ -103,8 +98,8 @@ def test_a_run_of_an_earlier_version_goes_on_in_float32(
 
 @pytest.mark.parametrize(("deterministic", "mode"), [("true", 1), ("false", 0)])
 def test_operations_with_other_bits_every_time_are_for_those_who_want_them(
-    deterministic: str, mode: int, tmp_path: Path
-) -> None:
+    deterministic, mode, tmp_path
+):
     before = torch.get_deterministic_debug_mode()
     try:
         build.prepare(config(tmp_path, f"trainer.deterministic={deterministic}"))

@@ -91,15 +91,13 @@ def cuts() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "step"), list(cuts()))
-def test_killed_after_a_step(recipe: str, step: int, tmp_path: Path) -> None:
+def test_killed_after_a_step(recipe, step, tmp_path):
     cfg = make(tmp_path, recipe)
     kill(cfg, TrainingSteps, "train_step", step)
     assert outcome(cfg) == left_alone(tmp_path, recipe)
 
 
-def test_killed_where_rows_are_further_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_where_rows_are_further_apart(tmp_path, monkeypatch):
     """In a long run a checkpoint lies between two rows: here after step 6, with rows at 4 and 8."""
     monkeypatch.setattr(steps, "MOST_ROWS", 4)
     alone = outcome(make(tmp_path / "alone", "step"))
@@ -110,12 +108,7 @@ def test_killed_where_rows_are_further_apart(
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_checkpoints_within_an_epoch(
-    recipe: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_checkpoints_within_an_epoch(recipe, tmp_path, monkeypatch, capsys):
     """One after each step loses no step to a kill, and changes no bit."""
     alone, cfg = left_alone(tmp_path, recipe), make(tmp_path, recipe)
     monkeypatch.setattr(checkpoint.CheckpointClock, "due", lambda _: True)
@@ -131,9 +124,7 @@ def test_checkpoints_within_an_epoch(
     ("owner", "name", "call"),
     [(TrainingSteps, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
 )
-def test_killed_with_evaluations_and_a_length_in_steps(
-    owner: Any, name: str, call: int, tmp_path: Path
-) -> None:
+def test_killed_with_evaluations_and_a_length_in_steps(owner, name, call, tmp_path):
     """11 steps, evaluations after 5, 10 and 11."""
     by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
     alone, cfg = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
@@ -143,7 +134,7 @@ def test_killed_with_evaluations_and_a_length_in_steps(
 
 
 @pytest.mark.parametrize("recipe", ["asp", "step"])
-def test_killed_again_and_again(recipe: str, tmp_path: Path) -> None:
+def test_killed_again_and_again(recipe, tmp_path):
     cfg = make(tmp_path, recipe)
     for _ in range(3):
         kill(cfg, TrainingSteps, "train_step", 4)  # three steps forward, one back
@@ -160,9 +151,7 @@ def test_killed_again_and_again(recipe: str, tmp_path: Path) -> None:
         (results, "save_weights", 1, False),
     ],
 )
-def test_killed_at_an_awkward_moment(
-    owner: Any, name: str, call: int, before: bool, tmp_path: Path
-) -> None:
+def test_killed_at_an_awkward_moment(owner, name, call, before, tmp_path):
     cfg = make(tmp_path, "step")
     kill(cfg, owner, name, call, before)
     assert outcome(cfg) == left_alone(tmp_path, "step")
@@ -170,9 +159,7 @@ def test_killed_at_an_awkward_moment(
 
 @pytest.mark.parametrize("step", [5, 8])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_between_epochs_too(
-    number: signal.Signals, step: int, tmp_path: Path
-) -> None:
+def test_a_signal_saves_between_epochs_too(number, step, tmp_path):
     cfg = make(tmp_path, "step")
     with signal_after(step, number):
         result = runner.run(cfg, run_folder(cfg))
@@ -195,12 +182,12 @@ def test_a_signal_saves_between_epochs_too(
     ],
 )
 def test_a_signal_stops_evaluations_and_the_last_files(
-    owner: Any, name: str, call: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    owner, name, call, step, tmp_path, monkeypatch
+):
     """What was trained is saved, the row of the step that was evaluated is not lost."""
     cfg, original, calls = make(tmp_path, "step"), getattr(owner, name), 0
 
-    def signalled(*args: Any, **kwargs: Any) -> Any:
+    def signalled(*args, **kwargs):
         nonlocal calls
         calls += 1
         torch.rand(1)  # an evaluation may draw
@@ -229,12 +216,10 @@ def drawing_alone(tmp_path: Path, patch: pytest.MonkeyPatch, owner: Any, name: s
     return _alone[key]
 
 
-def test_a_signal_comes_while_an_error_is_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_comes_while_an_error_is_on_its_way(tmp_path, monkeypatch):
     """A process that reads data was told first, and its end is an error here."""
 
-    def broken(*_: Any, **__: Any) -> None:
+    def broken(*_, **__):
         threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
 
@@ -247,19 +232,17 @@ def test_a_signal_comes_while_an_error_is_on_its_way(
     assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
-def test_a_launcher_s_handler_is_called_when_all_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch):
     """submitit's, for instance, which puts the job into the queue again and exits; others return."""
     cfg, original, saved = make(tmp_path, "step"), TrainingSteps.train_step, []
 
-    def handler(number: int, frame: Any) -> None:
+    def handler(number, frame):
         state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
         saved.append((number, state and state["loop"]["step"]))
         if number == signal.SIGUSR2:
             sys.exit(-1)
 
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def signalled(loop, *args, **kwargs):
         original(loop, *args, **kwargs)
         if loop.step in (5, 8) and not any(step == loop.step for _, step in saved):
             os.kill(os.getpid(), {5: signal.SIGTERM, 8: signal.SIGUSR2}[loop.step])
@@ -276,7 +259,7 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
-def test_a_signal_that_is_sent_twice_is_one(tmp_path: Path) -> None:
+def test_a_signal_that_is_sent_twice_is_one(tmp_path):
     """timeout(1) sends it to the process and to its group."""
     cfg = make(tmp_path, "ste")
     with signal_after(5, signal.SIGTERM, signal.SIGTERM):
@@ -284,13 +267,11 @@ def test_a_signal_that_is_sent_twice_is_one(tmp_path: Path) -> None:
     assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
-def test_a_process_that_a_run_has_forked_ends_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path, monkeypatch):
     """A pool of a data set of one's own, which ends its processes by SIGTERM."""
     original, codes = TrainingSteps.train_step, list[int]()
 
-    def forking(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def forking(loop, *args, **kwargs):
         original(loop, *args, **kwargs)
         if loop.step == 5:
             ready, child_end = os.pipe()
@@ -323,12 +304,7 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
         ((9, b"\xff\xfe{"), ""),  # behind the checkpoint, where nothing counts
     ],
 )
-def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
-    damage: tuple[int, Any],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(damage, message, tmp_path, capsys):
     cfg = make(tmp_path, "ste")
     kill(cfg, TrainingSteps, "train_step", 8)  # the checkpoint is of step 6
     metrics = run_folder(cfg) / "metrics.jsonl"
@@ -354,13 +330,13 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     assert result["metrics"] == alone.metrics
 
 
-def test_loss_scaling_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_loss_scaling_goes_on_where_it_was(tmp_path):
     cfg = make(tmp_path, "sr_ste", "trainer.precision=fp16")
     kill(cfg, TrainingSteps, "train_step", 8)
     assert outcome(cfg) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
 
 
-def test_random_state_of_all_generators(tmp_path: Path) -> None:
+def test_random_state_of_all_generators(tmp_path):
     import numpy as np
 
     checkpoint.seed_everything(3)
@@ -374,7 +350,7 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_resume_false_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_false_starts_over(tmp_path, capsys):
     cfg = make(tmp_path, "ste")
     kill(cfg, TrainingSteps, "train_step", 8)
     capsys.readouterr()
@@ -382,9 +358,7 @@ def test_resume_false_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "goes on at" not in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_another_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
     """With its rows beside it nothing but its id shows that it is another seed's."""
     cfg, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
     for each in (cfg, other):
@@ -399,9 +373,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert outcome(make(tmp_path, "ste", "force=true")) == left_alone(tmp_path, "ste")
 
 
-def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(tmp_path, capsys):
     cfg = make(tmp_path, "ste")
     kill(cfg, TrainingSteps, "train_step", 8)
     path = run_folder(cfg) / "checkpoint.pt"
@@ -413,11 +385,7 @@ def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
 
 
 @pytest.mark.parametrize("words", [(), ("resume=false",)])
-def test_a_run_that_begins_anew_says_so(
-    words: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_that_begins_anew_says_so(words, tmp_path, capsys):
     """Where it was killed before its first checkpoint, and nobody has asked for it."""
     cfg, message = (
         make(tmp_path, "ste", *words),
@@ -429,7 +397,7 @@ def test_a_run_that_begins_anew_says_so(
     assert capsys.readouterr().out.count(message) == (not words)
 
 
-def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path: Path) -> None:
+def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path):
     for call in (2, 8):  # it begins anew, it is resumed
         cfg = make(tmp_path, "ste", f"seed={call}")
         kill(cfg, TrainingSteps, "train_step", call)
@@ -439,9 +407,7 @@ def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_epoch_of_a_language_model_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any
-) -> None:
+def test_an_epoch_of_a_language_model_is_not_lost(tmp_path, monkeypatch, nmrun_cli):
     """SIGKILL in the only epoch, behind a checkpoint that the clock has asked for."""
     monkeypatch.undo()  # the process knows nothing of the noisy model
     overrides = (
@@ -475,7 +441,7 @@ def test_an_epoch_of_a_language_model_is_not_lost(
 
 
 @pytest.mark.slow
-def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any) -> None:
+def test_killed_for_real(tmp_path, monkeypatch, nmrun_cli):
     """SIGKILL at two random moments of a process that runs the command line, then the same command
     to its end.
     """

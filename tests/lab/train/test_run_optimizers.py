@@ -57,9 +57,7 @@ def decayed(network: nn.Module, by: torch.optim.Optimizer) -> dict[str, float]:
     ],
 )
 @pytest.mark.parametrize("asked", ["null", "matrices"])
-def test_transformers_decay_as_in_their_literature(
-    model: str, spared: tuple[str, ...], asked: str, tmp_path: Path
-) -> None:
+def test_transformers_decay_as_in_their_literature(model, spared, asked, tmp_path):
     left = decayed(*build(tmp_path, model, f"optimizer.decay={asked}"))
     for name, value in left.items():
         assert value == pytest.approx(1.0 if name.endswith(spared) else 1 - 0.1 * 0.5), name
@@ -67,7 +65,7 @@ def test_transformers_decay_as_in_their_literature(
     assert {name for name in left if not name.endswith(spared)}
 
 
-def test_swin_v2_spares_the_networks_of_its_position_biases() -> None:
+def test_swin_v2_spares_the_networks_of_its_position_biases():
     """microsoft/Swin-Transformer: no_weight_decay_keywords, and whatever has one dimension."""
     network = SwinTransformerBlockV2(8, 1, [4, 4], [0, 0])
     decay = {name for name, parameter in network.named_parameters() if is_matrix(name, parameter)}
@@ -78,7 +76,7 @@ def test_swin_v2_spares_the_networks_of_its_position_biases() -> None:
 @pytest.mark.parametrize(
     ("model", "asked"), [("small_conv", "null"), ("resnet20", "null"), ("gpt_tiny,layers=1", "all")]
 )
-def test_all_parameters_decay(model: str, asked: str, tmp_path: Path) -> None:
+def test_all_parameters_decay(model, asked, tmp_path):
     network, by = build(tmp_path, model, f"optimizer.decay={asked}")
     assert len(by.param_groups) == 1
     assert list(by.param_groups[0]["params"]) == list(network.parameters())
@@ -88,7 +86,7 @@ def test_all_parameters_decay(model: str, asked: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decay", ["all", "matrices"])
-def test_a_rate_for_the_head_goes_with_either(decay: str, tmp_path: Path) -> None:
+def test_a_rate_for_the_head_goes_with_either(decay, tmp_path):
     network, by = build(tmp_path, "small_conv", f"optimizer.decay={decay}", "optimizer.head_lr=0.3")
     rates = {
         id(p): (group["lr"], group["weight_decay"])
@@ -107,7 +105,7 @@ def test_a_rate_for_the_head_goes_with_either(decay: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("final", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_schedules(warmup: int, final: float) -> None:
+def test_schedules(warmup, final):
     total = 20
     for step in range(total + 5):
         done = min(1.0, (step - warmup) / (total - warmup))
@@ -123,7 +121,7 @@ def test_schedules(warmup: int, final: float) -> None:
             )
 
 
-def test_schedule_names_and_short_runs() -> None:
+def test_schedule_names_and_short_runs():
     with pytest.raises(ValueError, match="schedule 'cosin': allowed are constant, linear, cosine"):
         schedule_factor("cosin", 0, 10)
     assert [schedule_factor("cosine", 3, 3)(step) for step in range(3)] == pytest.approx(
@@ -133,7 +131,7 @@ def test_schedule_names_and_short_runs() -> None:
 
 @pytest.mark.parametrize("total", [20, 21, 40])
 @pytest.mark.parametrize("cycles", [1, 2, 3])
-def test_cycles_are_the_schedule_again_and_again(cycles: int, total: int) -> None:
+def test_cycles_are_the_schedule_again_and_again(cycles, total):
     options = {"name": "cosine", "warmup": 0.2, "final": 0.1, "cycles": cycles}
     factor = scheduled(options, 1.0, total)
     expected = []

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +52,7 @@ def run(cfg: Config, sweep: str | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_the_folder_of_a_finished_run(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_finished_run(recipe, tmp_path, capsys):
     cfg = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
     folder = run_folder(cfg)
     returned = run(cfg)
@@ -102,7 +99,7 @@ def test_the_folder_of_a_finished_run(
 
 
 @pytest.mark.parametrize("recipe", ["s_ste", "step"])
-def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Path) -> None:
+def test_saved_weights_give_the_metrics_that_were_told(recipe, tmp_path):
     """Rebuilt by hand: a plain model, the saved weights, the test images."""
     cfg = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
     metrics = run(cfg)["metrics"]
@@ -120,7 +117,7 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Pa
         )
 
 
-def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path):
     cfg = config(tmp_path, "recipe=ste")
     folder = run_folder(cfg)
     first = run(cfg)
@@ -133,7 +130,7 @@ def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> N
     assert "goes on" not in (folder / "run.log").read_text()
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
     weights = []
     for place, seed in (("a", 0), ("b", 0), ("c", 1)):
         cfg = config(tmp_path / place, f"seed={seed}")
@@ -142,9 +139,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path) -
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_in_a_sweep_the_screen_has_less_and_the_log_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_a_sweep_the_screen_has_less_and_the_log_all(tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     run(cfg, "some-sweep")
     output, log = capsys.readouterr().out, (run_folder(cfg) / "run.log").read_text()
@@ -153,9 +148,7 @@ def test_in_a_sweep_the_screen_has_less_and_the_log_all(
     assert set(output.splitlines()) < set(log.splitlines())
 
 
-def test_a_dry_run_tells_the_plan_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_tells_the_plan_and_leaves_nothing(tmp_path, capsys):
     cfg = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
     assert run(cfg)["status"] == "planned"
     assert not (tmp_path / "out").exists()
@@ -171,10 +164,8 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(
 # --- runs that do not finish ----------------------------------------------------------------------
 
 
-def test_a_failure_is_told_in_a_line_and_kept_in_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: Any) -> None:
+def test_a_failure_is_told_in_a_line_and_kept_in_full(tmp_path, monkeypatch, capsys):
+    def broken(*_):
         raise ZeroDivisionError("first line\nsecond line")
 
     monkeypatch.setattr(Classification, "evaluate", broken)
@@ -190,7 +181,7 @@ def test_a_failure_is_told_in_a_line_and_kept_in_full(
     assert run(cfg)["status"] == "finished"
 
 
-def test_a_run_whose_last_step_diverges_fails(tmp_path: Path) -> None:
+def test_a_run_whose_last_step_diverges_fails(tmp_path):
     cfg = config(tmp_path, "recipe=dense", "optimizer.lr=1e30", "trainer.limit_batches=1",
                   "trainer.epochs=1")  # fmt: skip
     result = run(cfg)
@@ -200,13 +191,11 @@ def test_a_run_whose_last_step_diverges_fails(tmp_path: Path) -> None:
     assert not (run_folder(cfg) / "model.safetensors").exists()
 
 
-def test_a_weight_that_is_not_finite_is_never_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
     """Though no loss tells: the evaluation does not see it."""
     original = TrainingSteps.train_step
 
-    def last(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+    def last(loop, *args, **kwargs):
         original(loop, *args, **kwargs)
         if loop.step == 12:
             dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
@@ -230,13 +219,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(
         ([0.2, 0.3, 0.1, math.nan], "failed", 2),
     ],
 )
-def test_nan_is_never_the_best_nor_the_last(
-    accuracies: list[float],
-    status: str,
-    best: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nan_is_never_the_best_nor_the_last(accuracies, status, best, tmp_path, monkeypatch):
     accuracy = iter([*accuracies, accuracies[-1], *[0.5] * 3])
     monkeypatch.setattr(
         Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(accuracy)}
@@ -252,9 +235,7 @@ def test_nan_is_never_the_best_nor_the_last(
     ("name", "shorter"),
     [("model.safetensors", False), ("best.safetensors", True), ("config.yaml", False)],
 )
-def test_a_finished_run_whose_file_is_gone_is_made_whole(
-    name: str, shorter: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_whose_file_is_gone_is_made_whole(name, shorter, tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     folder, first = run_folder(cfg), run(cfg)
     data = (folder / name).read_bytes()
@@ -271,9 +252,7 @@ def test_a_finished_run_whose_file_is_gone_is_made_whole(
     assert again["files"] == first["files"]
 
 
-def test_a_result_that_was_changed_is_made_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_that_was_changed_is_made_again(tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     path, first = run_folder(cfg) / "result.json", run(cfg)
     accuracy = f'"test/accuracy": {first["metrics"]["final"]["test/accuracy"]}'
@@ -284,9 +263,7 @@ def test_a_result_that_was_changed_is_made_again(
     assert (again["status"], again["metrics"]) == ("finished", first["metrics"])
 
 
-def test_rows_of_a_finished_run_cannot_be_made_again_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_a_finished_run_cannot_be_made_again_alone(tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     folder, first = run_folder(cfg), run(cfg)
     before = (folder / "result.json").read_bytes()
@@ -301,7 +278,7 @@ def test_rows_of_a_finished_run_cannot_be_made_again_alone(
     assert (forced["status"], forced["metrics"]) == ("finished", first["metrics"])
 
 
-def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path):
     cfg = config(tmp_path, "recipe=ste")
     run(cfg)
     folder = run_folder(cfg)
@@ -311,17 +288,15 @@ def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_pat
     assert run(cfg)["status"] == "finished"
 
 
-def test_a_forced_run_that_was_cut_off_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_forced_run_that_was_cut_off_goes_on(tmp_path, capsys):
     plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
 
-    def went_on(cfg: Config) -> bool:
+    def went_on(cfg):
         capsys.readouterr()
         run(cfg)
         return "goes on at step 8" in capsys.readouterr().out
 
-    def cut(cfg: Config) -> bool:
+    def cut(cfg):
         with signal_after(8, signal.SIGTERM):
             return went_on(cfg)
 
@@ -346,8 +321,8 @@ def test_a_forced_run_that_was_cut_off_goes_on(
     ],
 )
 def test_what_only_the_built_model_shows_is_still_a_configuration_error(
-    overrides: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+    overrides, message, tmp_path
+):
     cfg = config(tmp_path / "out", "recipe=ste")
     for override in overrides:
         key, _, value = override.partition("=")
@@ -360,7 +335,7 @@ def test_what_only_the_built_model_shows_is_still_a_configuration_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unwritable_folder(tmp_path: Path) -> None:
+def test_an_unwritable_folder(tmp_path):
     (tmp_path / "file").touch()
     cfg = config(tmp_path / "file2")
     cfg.plain["output_dir"] = str(tmp_path / "file")
@@ -368,8 +343,8 @@ def test_an_unwritable_folder(tmp_path: Path) -> None:
         run(cfg)
 
 
-def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
+def test_control_c_before_training_begins(tmp_path, monkeypatch):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(console, "plan_lines", interrupted)
@@ -377,8 +352,8 @@ def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mo
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
 
-def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def signalled(*_: Any) -> None:
+def test_a_signal_before_training_begins(tmp_path, monkeypatch):
+    def signalled(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("went on")
 
@@ -387,8 +362,8 @@ def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mon
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
 
 
-def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(*_: Any, **__: Any) -> None:
+def test_a_second_signal_acts_at_once(tmp_path, monkeypatch):
+    def twice(*_, **__):
         os.kill(os.getpid(), 2)
         os.kill(os.getpid(), 2)
         pytest.fail("went on after the second one")
@@ -403,12 +378,10 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
 
-def test_a_signal_that_comes_too_late_still_stops_the_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_comes_too_late_still_stops_the_sweep(tmp_path, monkeypatch):
     original = sealed
 
-    def late(*arguments: Any) -> dict[str, Any]:
+    def late(*arguments):
         os.kill(os.getpid(), 15)
         monkeypatch.undo()
         return original(*arguments)
@@ -420,9 +393,7 @@ def test_a_signal_that_comes_too_late_still_stops_the_sweep(
     assert result_of(run_folder(cfg))["status"] == "finished"
 
 
-def test_two_processes_do_not_share_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_do_not_share_a_folder(tmp_path, capsys):
     cfg = config(tmp_path)
     folder = run_folder(cfg)
     folder.mkdir(parents=True)
@@ -433,9 +404,7 @@ def test_two_processes_do_not_share_a_folder(
     assert run(cfg)["status"] == "finished"
 
 
-def test_a_checkpoint_of_another_model_is_not_forced_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path, monkeypatch):
     cfg = config(tmp_path)
     kill(cfg, results, "save_weights", 1)
     monkeypatch.setattr(
@@ -446,7 +415,7 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(
     assert "force=true starts over" in result["error"]
 
 
-def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path):
     """Of before, when the model had the dense weights, under parametrizations."""
     cfg = config(tmp_path, "recipe=ste")
     kill(cfg, results, "save_weights", 1)
@@ -462,9 +431,7 @@ def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path: Path) -> N
     assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
 
 
-def test_a_run_that_ends_before_its_weights_are_sparse_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(ASP, "after_step", lambda *_: None)  # never prunes
     cfg = config(tmp_path, "recipe=asp")
     result = run(cfg)
@@ -478,14 +445,14 @@ def test_a_run_that_ends_before_its_weights_are_sparse_fails(
 # --- data, models, cost ---------------------------------------------------------------------------
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
+def test_digits_are_those_of_scikit_learn():
     pixels, labels = datasets.load_digits(return_X_y=True)
     images, classes = _read_digits()
     assert torch.equal(images.view(-1, 64), torch.tensor(pixels, dtype=torch.float32))
     assert torch.equal(classes, torch.tensor(labels))
 
 
-def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
+def test_splits_are_disjoint_complete_and_alike_in_every_class():
     splits = load_digits()
     images = {
         name: {tuple(row.flatten().tolist()) for row in rows} for name, (rows, _) in splits.items()
@@ -504,11 +471,11 @@ def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
     assert not torch.equal(load_digits(1)["test"][0], splits["test"][0])
 
 
-def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> None:
+def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone():
     images = torch.arange(100.0).view(100, 1, 1, 1)
     splits = {name: (images, images.view(-1).long()) for name in ("train", "val", "test")}
 
-    def order(seed: int, epoch: int) -> list[int]:
+    def order(seed, epoch):
         task = Classification(splits, 100, batch_size=20, seed=seed)
         torch.manual_seed(epoch)  # the global generator must not matter
         task.micro_batches(epoch + 5, 3, 1)  # nor what was asked before
@@ -526,13 +493,11 @@ def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> Non
     assert Classification(splits, 100, batch_size=30, seed=0).batches_per_epoch == 3
 
 
-def test_what_a_recipe_does_before_the_first_step_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_recipe_does_before_the_first_step_counts(tmp_path, monkeypatch):
     """As ASP's search for permutations of a trained model does: here 100 seconds of a clock."""
     clock = [5.0]
 
-    def slowly(*args: Any, **options: Any) -> Any:
+    def slowly(*args, **options):
         clock[0] += 100.0
         return sparsify(*args, **options)
 
@@ -545,13 +510,11 @@ def test_what_a_recipe_does_before_the_first_step_counts(
 
 
 @pytest.mark.parametrize("recipe", ["dense", "ste", "step"])
-def test_nothing_is_chosen_by_the_test_split(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_chosen_by_the_test_split(recipe, tmp_path, monkeypatch):
     """It is looked at after the last step alone; the best weights are those of the best validation."""
     asked: list[str] = []
 
-    def evaluate(self: Classification, model: Any, split: str) -> dict[str, float]:
+    def evaluate(self, model, split):
         asked.append(split)
         falls = 1 - asked.count("test") / 10
         rises = asked.count("val") / 10

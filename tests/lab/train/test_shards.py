@@ -35,7 +35,7 @@ def loaded(folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
     server = preloaded.context()
     outcomes, code = [], 3
     while code == 3:
@@ -61,7 +61,7 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Pa
 
 
 @pytest.mark.parametrize("where", ["bit", "cut", "gone", "metadata", "folder"])
-def test_damage_is_recognised_and_the_one_before_taken(where: str, tmp_path: Path) -> None:
+def test_damage_is_recognised_and_the_one_before_taken(where, tmp_path):
     saved(tmp_path, 1, 2)
     place = tmp_path / checkpoint.load(tmp_path / checkpoint.CHECKPOINT)["shards"]["folder"]
     largest = max(place.iterdir(), key=lambda path: path.stat().st_size)
@@ -83,7 +83,7 @@ def test_damage_is_recognised_and_the_one_before_taken(where: str, tmp_path: Pat
     assert loaded(tmp_path) == (2, [])
 
 
-def test_both_damaged(tmp_path: Path) -> None:
+def test_both_damaged(tmp_path):
     saved(tmp_path, 1, 2)
     for place in tmp_path.glob("checkpoint.shards.*"):
         (place / ".metadata").write_bytes(b"")
@@ -91,10 +91,10 @@ def test_both_damaged(tmp_path: Path) -> None:
     assert loaded(tmp_path)[1][-1] == "starting over"
 
 
-def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
     saved(tmp_path, 1)
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(RunError) as error:
@@ -105,7 +105,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.M
     assert loaded(tmp_path) == (1, [])
 
 
-def test_a_whole_checkpoint_takes_the_place_of_shards(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_takes_the_place_of_shards(tmp_path):
     saved(tmp_path, 1)
     for step in (2, 3):
         assert len(list(tmp_path.glob("checkpoint.shards.*"))) == 1

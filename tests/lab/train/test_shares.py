@@ -84,7 +84,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_share_is_to_the_bit_what_it_is_in_the_whole(kind: str, tmp_path: Path) -> None:
+def test_a_share_is_to_the_bit_what_it_is_in_the_whole(kind, tmp_path):
     task = build(kind, tmp_path)
     for parts in (1, 2, 3, 5, 8, 100):
         for epoch, index in ((0, 0), (1, 1)):
@@ -100,14 +100,12 @@ def test_a_share_is_to_the_bit_what_it_is_in_the_whole(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(("options", "extra"), [(ALL, 0), (MIXED, 1)])
-def test_images_of_others_are_neither_augmented_nor_normalised(
-    options: Augment, extra: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_others_are_neither_augmented_nor_normalised(options, extra, monkeypatch):
     """With mixup or cutmix, an image is mixed with the one before it, which may be another rank's."""
     task, seen = pictures(options), dict[str, int]()
 
-    def count(name: str, work: Any) -> Any:
-        def watched(pixels: Tensor, *args: Any) -> Any:
+    def count(name, work):
+        def watched(pixels, *args):
             seen[name] = seen.get(name, 0) + len(pixels)
             return work(pixels, *args)
 
@@ -130,9 +128,7 @@ def test_images_of_others_are_neither_augmented_nor_normalised(
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_images_of_others_are_not_decoded(
-    extra: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_others_are_not_decoded(extra, tmp_path, monkeypatch):
     task, keys, read = (
         stream(tmp_path, f"dataset.mixup={extra}.0"),
         list[tuple[int, int]](),
@@ -153,19 +149,17 @@ def test_images_of_others_are_not_decoded(
     assert len(set(everyones)) == 24  # an epoch
 
 
-def test_windows_sentences_and_translations_of_others_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_sentences_and_translations_of_others_are_not_read(tmp_path, monkeypatch):
     class Watched:
         """A text that knows how many of its tokens were read."""
 
-        def __init__(self, tokens: Any) -> None:
+        def __init__(self, tokens):
             self.tokens, self.read = tokens, 0
 
-        def __len__(self) -> int:
+        def __len__(self):
             return len(self.tokens)
 
-        def __getitem__(self, places: Any) -> Any:
+        def __getitem__(self, places):
             self.read += places.numel() if isinstance(places, Tensor) else places.size
             return self.tokens[places]
 
@@ -205,18 +199,14 @@ def test_windows_sentences_and_translations_of_others_are_not_read(
     ("cores", "here", "asked", "workers"),
     [(16, 4, "null", 4), (2, 4, "null", 1), (16, 4, "3", 3), (16, 1, "null", 16)],
 )
-def test_ranks_of_a_machine_share_its_cores(
-    cores: int, here: int, asked: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_machine_share_its_cores(cores, here, asked, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     assert stream(tmp_path, f"dataset.workers={asked}").reader.workers == workers
 
 
 @pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])
-def test_each_micro_batch_is_one_ranks(
-    count: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_micro_batch_is_one_ranks(count, parts, monkeypatch):
     shares = []
     for rank in range(WORLD):
         monkeypatch.setenv("RANK", str(rank))
@@ -229,7 +219,7 @@ def test_each_micro_batch_is_one_ranks(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
-def test_ranks_take_turns_and_pass_as_often(count: int) -> None:
+def test_ranks_take_turns_and_pass_as_often(count):
     for world in (1, 2, 3, 8, 10):
         shares = [turns(count, rank, world) for rank in range(world)]
         assert {len(mine) for mine in shares} == {-(-count // world)}
@@ -258,14 +248,12 @@ def check(task: Task, model: nn.Module, split: str = "test") -> None:
 
 
 @pytest.mark.parametrize("case", two_evaluate.CASES)
-def test_shares_of_an_evaluation_add_up(case: str) -> None:
+def test_shares_of_an_evaluation_add_up(case):
     task, model = two_evaluate.CASES[case]
     check(task(), model())
 
 
-def test_shares_of_a_streams_evaluation_add_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_of_a_streams_evaluation_add_up(tmp_path, monkeypatch):
     task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), ImageFiles.__getitem__
     torch.manual_seed(0)
     check(task, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))  # 8 images
@@ -297,7 +285,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*two_evaluate.CASES, "shards", "shards, 1 batch", "translation"])
-def test_two_processes_find_the_metrics_of_one(case: str, outcomes: dict[str, Any]) -> None:
+def test_two_processes_find_the_metrics_of_one(case, outcomes):
     if case not in outcomes["0of1"]:
         pytest.skip("needs nmrun[translation]")
     alone, one, other = (outcomes[name][case] for name in ("0of1", "0of2", "1of2"))
@@ -314,7 +302,7 @@ def test_two_processes_find_the_metrics_of_one(case: str, outcomes: dict[str, An
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(outcomes: dict[str, Any]) -> None:
+def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(outcomes):
     for name in outcomes:
         assert (
             outcomes[name]["broken text"]
@@ -325,16 +313,14 @@ def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(outcomes: dict[str
 
 
 @pytest.mark.slow
-def test_two_processes_decode_half_each(outcomes: dict[str, Any]) -> None:
+def test_two_processes_decode_half_each(outcomes):
     alone, one, other = (outcomes[name]["stream"] for name in ("0of1", "0of2", "1of2"))
     assert [run["trained"] for run in (alone, one, other)] == [18, 9, 9]
     assert alone["status"] == one["status"] == "finished"
 
 
 @pytest.mark.slow
-def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
-    outcomes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(outcomes, tmp_path):
     """Two processes evaluate together what one process finds with the weights they have saved."""
     run = outcomes["0of2"]["stream"]
     assert run["metrics"] == outcomes["1of2"]["stream"]["metrics"]
@@ -350,7 +336,7 @@ def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
 
 
 @pytest.mark.slow
-def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes: dict[str, Any]) -> None:
+def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes):
     alone, one, other = (outcomes[name]["own"] for name in ("0of1", "0of2", "1of2"))
     assert alone["status"] == one["status"] == "finished"
     assert (
@@ -361,7 +347,7 @@ def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes: dict[str, Any
     )
 
 
-def test_an_own_tasks_micro_batches_are_cut_from_the_whole() -> None:
+def test_an_own_tasks_micro_batches_are_cut_from_the_whole():
     task = Adopted(two_evaluate.Plain())
     whole = task.micro_batches(0, 1, 4)
     assert task.sizes(0, 1, 4) == [3, 3, 3, 1]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from runs import config, resumed, rows
-from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.lab.train import build, runner
@@ -34,7 +33,7 @@ def train(cfg: Config) -> tuple[Path, dict[str, Any]]:
     return Path(result["folder"]), result
 
 
-def test_the_steps_of_a_run(tmp_path: Path) -> None:
+def test_the_steps_of_a_run(tmp_path):
     """Sparse from step 4 to step 9; what is best is one of the dense end; weights as by hand."""
     cfg = make(
         tmp_path,
@@ -56,7 +55,7 @@ def test_the_steps_of_a_run(tmp_path: Path) -> None:
     assert "eval/activation_zeros" in result["metrics"]["final"]
 
 
-def test_a_dense_start_has_the_bits_of_a_dense_run(tmp_path: Path) -> None:
+def test_a_dense_start_has_the_bits_of_a_dense_run(tmp_path):
     dense = rows(train(make(tmp_path))[0])
     pruned = rows(
         train(make(tmp_path, "trainer.activations=1:8", "trainer.activations_dense_start=0.5"))[0]
@@ -71,14 +70,14 @@ def test_a_dense_start_has_the_bits_of_a_dense_run(tmp_path: Path) -> None:
     assert other.keys() - first.keys() == {"eval/activation_kept"}
 
 
-def test_usual_activations_have_no_such_metrics(tmp_path: Path) -> None:
+def test_usual_activations_have_no_such_metrics(tmp_path):
     folder, result = train(make(tmp_path, "model.activation=gelu"))
     assert not [key for row in rows(folder) for key in row if "activation" in key]
     assert "activation" not in json.dumps(result["metrics"])
 
 
 @pytest.mark.parametrize("stop", [4, 9])
-def test_a_resumed_run_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(stop, tmp_path):
     options = (
         *("recipe=s_ste", "trainer.activations=2:4", "trainer.activations_dense_end=0.25"),
         *("trainer.mvue=2:4", "trainer.accumulate=2"),
@@ -87,14 +86,12 @@ def test_a_resumed_run_ends_with_the_same_bits(stop: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["step", "t_sr_ste", "bi_mask"])
-def test_beside_sparse_weights(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_sparse_weights(recipe, tmp_path, monkeypatch):
     """Every pass prunes its activations, and the weights hold their pattern in the end."""
     seen = []
     threshold = mathematics.hard_threshold
 
-    def watched(x: Tensor, pattern: Any) -> Tensor:
+    def watched(x, pattern):
         seen.append(pattern)
         return threshold(x, pattern)
 
@@ -107,7 +104,7 @@ def test_beside_sparse_weights(
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
 
 
-def test_a_vision_transformer_and_texts(tmp_path: Path) -> None:
+def test_a_vision_transformer_and_texts(tmp_path):
     for words in (
         ("dataset=digits", "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16"),
         ("dataset=generated_text", "model=text_encoder", "model.width=16"),
@@ -119,7 +116,7 @@ def test_a_vision_transformer_and_texts(tmp_path: Path) -> None:
         assert 0 < result["metrics"]["final"]["eval/activation_kept"] < 1
 
 
-def test_a_run_without_is_the_run_that_it_was(tmp_path: Path) -> None:
+def test_a_run_without_is_the_run_that_it_was(tmp_path):
     """Keys that change nothing are no part of the id."""
     first = make(tmp_path, "model.activation=gelu")
     plain = {group: dict(v) if isinstance(v, dict) else v for group, v in first.plain.items()}
@@ -148,16 +145,14 @@ def test_a_run_without_is_the_run_that_it_was(tmp_path: Path) -> None:
         (("model.activation=gelu", "trainer.activations=2:4"), "this model has none"),
     ],
 )
-def test_mistakes_that_the_model_shows(
-    words: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_mistakes_that_the_model_shows(words, message, tmp_path):
     cfg = make(tmp_path, *words)
     with pytest.raises(ConfigError, match=message):
         runner.run(cfg, run_folder(cfg))
     assert not run_folder(cfg).exists()
 
 
-def test_the_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_it(tmp_path, capsys):
     cfg = make(
         tmp_path, "trainer.activations=2:4", "trainer.activations_dense_end=0.25", "dry=true"
     )
@@ -165,7 +160,7 @@ def test_the_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "activations 2:4 of 2 squared ReLUs, steps 1 to 9" in capsys.readouterr().out
 
 
-def test_diagnosed_steps_see_the_same_activations(tmp_path: Path) -> None:
+def test_diagnosed_steps_see_the_same_activations(tmp_path):
     folder, _ = train(
         make(tmp_path, "recipe=ste", "trainer.activations=2:4", "trainer.diagnose_every=6")
     )

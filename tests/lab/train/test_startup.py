@@ -1,10 +1,7 @@
 """What a run does not load, since it has no use for it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
+def test_a_run_loads_no_compiler(tmp_path):
     """Torch imports its compiler, and sympy with it, where an optimizer is made or steps and where
     shapes are computed in Python. What is loaded is not searched for garbage.
     """

@@ -62,7 +62,7 @@ def lines_of(folder: Path) -> list[str]:
     ]
 
 
-def test_the_record_says_who_is_at_work(folder: Path) -> None:
+def test_the_record_says_who_is_at_work(folder):
     record = sweep.read(folder)
     assert list(record.running) == [3, 4]
     assert record.at_work == {os.getpid()}
@@ -78,16 +78,14 @@ def test_the_record_says_who_is_at_work(folder: Path) -> None:
     assert record.signal == 15
 
 
-def test_plain_lines_where_there_is_no_terminal(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_lines_where_there_is_no_terminal(folder, capsys):
     with SweepTable(folder, lambda: None):
         pass
     assert capsys.readouterr().out.splitlines() == lines_of(folder)
 
 
 @pytest.mark.parametrize("width", [30, 80, 120])
-def test_one_table_on_a_terminal(width: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_table_on_a_terminal(width, folder, monkeypatch):
     screen = Terminal(monkeypatch, width)
     monkeypatch.setattr(sys, "stdout", screen)
     with SweepTable(folder, lambda: None) as table:
@@ -106,7 +104,7 @@ def test_one_table_on_a_terminal(width: int, folder: Path, monkeypatch: pytest.M
     assert "".join("".join(screen.lines()).split()) == "".join("".join(lines_of(folder)).split())
 
 
-def test_a_reader_who_leaves_ends_the_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     left: list[bool] = []
@@ -117,7 +115,7 @@ def test_a_reader_who_leaves_ends_the_sweep(folder: Path, monkeypatch: pytest.Mo
     assert left == [True]
 
 
-def test_what_a_job_says_goes_to_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_job_says_goes_to_its_log(tmp_path, capfd):
     """Also what is written past Python's streams."""
     log = sweep.log_of(tmp_path, 3)
     with verbs.logged(log):

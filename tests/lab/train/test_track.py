@@ -55,7 +55,7 @@ def tracker(folder: Path, cfg: dict[str, Any], step: int = 0) -> tuple[Tracker, 
     return Tracker(folder, cfg, "0123456789", "some-sweep", step, messages.append), messages
 
 
-def test_rows_are_strict_json(tmp_path: Path) -> None:
+def test_rows_are_strict_json(tmp_path):
     run, _ = tracker(tmp_path, LOCAL)
     run.log({"step": 1, "epoch": 1, "train/loss": 0.1})
     run.log({"step": 2, "epoch": 1, "train/loss": math.nan, "eval/loss": math.inf})
@@ -76,9 +76,7 @@ def offline_runs(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb_is_offline_for_who_is_not_logged_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_is_offline_for_who_is_not_logged_in(tmp_path, monkeypatch):
     """One W&B run a run, with the identity as id, the whole config, every row, and the result as
     summary. No question asked.
     """
@@ -105,13 +103,8 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
     ],
 )  # fmt: skip
 def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
-    mode: str,
-    login: bool,
-    environment: str | None,
-    uploads: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    mode, login, environment, uploads, tmp_path, monkeypatch
+):
     """By default with a login the run is online, which cannot be reached here."""
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0")
     monkeypatch.setenv("NETRC", str(tmp_path / ("netrc" if login else "none")))
@@ -130,9 +123,7 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
         assert list((tmp_path / folder).glob("run-*.wandb"))
 
 
-def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offline_run_that_goes_on_is_one_run_with_its_history(tmp_path, monkeypatch):
     first, _ = tracker(tmp_path, WANDB)
     first.log({"step": 1, "before": 1.0})
     first.log({"step": 2, "lost": 1.0})
@@ -146,9 +137,7 @@ def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
     assert messages == []
 
 
-def test_a_missing_wandb_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_wandb_costs_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     cfg = config(tmp_path, "track=wandb", "recipe=ste")
     assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
@@ -156,12 +145,10 @@ def test_a_missing_wandb_costs_a_line(
     assert len(rows(run_folder(cfg))) == 8  # steps 2, 3, 4, 6, 8, 9, 10, 12
 
 
-def test_a_wandb_that_breaks_on_the_way_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wandb_that_breaks_on_the_way_costs_a_line(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
 
-    def broken(*_: Any, **__: Any) -> None:
+    def broken(*_, **__):
         raise OSError("disk full\nand more")
 
     monkeypatch.setattr(wandb.Run, "log", broken)
@@ -176,22 +163,20 @@ def test_a_wandb_that_breaks_on_the_way_costs_a_line(
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_nobody_waits_for_wandb_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_wandb_before_the_end(tmp_path, monkeypatch):
     """Rows that come before it has begun reach it in their order, and the summary comes last."""
     came, begins = list[Any](), threading.Event()
 
     class Run:
         summary = SimpleNamespace(update=came.append)
 
-        def log(self, row: dict[str, Any], step: int) -> None:
+        def log(self, row, step):
             came.append((step, row["x"]))
 
-        def finish(self, exit_code: int) -> None:
+        def finish(self, exit_code):
             came.append(exit_code)
 
-    def init(**_: Any) -> Run:
+    def init(**_):
         assert begins.wait(60)
         return Run()
 
@@ -207,9 +192,7 @@ def test_nobody_waits_for_wandb_before_the_end(
     assert messages == []
 
 
-def test_an_unreachable_server_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_server_is_waited_for_once(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.socket() as closed:
@@ -245,13 +228,7 @@ def test_an_unreachable_server_is_waited_for_once(
         ({}, "not a netrc", False),
     ],
 )
-def test_who_is_logged_in(
-    environment: dict[str, str],
-    netrc: str | None,
-    expected: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_is_logged_in(environment, netrc, expected, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -267,7 +244,7 @@ def test_who_is_logged_in(
 # --- other loggers --------------------------------------------------------------------------------
 
 
-def test_what_a_run_is_called(tmp_path: Path) -> None:
+def test_what_a_run_is_called(tmp_path):
     run = track.TrackedRun(tmp_path, WANDB, "0123456789", None, [], lambda _: None)
     assert run.name == "step 2:8 digits mlp s3"
     assert run.tags == ["step", "digits", "mlp", "2:8", "mine"]
@@ -276,7 +253,7 @@ def test_what_a_run_is_called(tmp_path: Path) -> None:
     assert run.name == "dense digits mlp s3"
 
 
-def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wandb_is_told(tmp_path, monkeypatch):
     """Name, tags and group; the switches; and a summary without nesting."""
     asked: dict[str, Any] = {}
     summary: dict[str, Any] = {}
@@ -303,7 +280,7 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(isinstance(value, dict | list) for value in summary.values())
 
 
-def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
+def test_tensorboard_has_every_number_at_its_step(tmp_path):
     """Read by TensorBoard itself; a resumed run's history is there once."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     cfg = {**LOCAL, "track": {"name": "local", "tags": [], "also": ["tensorboard"]}}
@@ -325,9 +302,7 @@ def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
     assert messages == []
 
 
-def test_mlflow_has_one_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_has_one_run_that_goes_on(tmp_path, monkeypatch, capsys):
     tracking = pytest.importorskip("mlflow.tracking")
     place = f"sqlite:///{tmp_path / 'some.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)

@@ -98,7 +98,7 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
     mus = {decay: 0.8 * 2.0 ** (slope * (centre - i)) for i, decay in enumerate(GRID)}
     tried = []
 
-    def probe(cfg: schema.Config, decay: float, dense: bool) -> Probe:
+    def probe(cfg, decay, dense):
         tried.append(decay)
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
@@ -134,7 +134,7 @@ def weights(folder: Path) -> bytes:
 
 
 def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypatch):
-    def compose(name: str, decay: str) -> schema.Config:
+    def compose(name, decay):
         return config(
             tmp_path / name, "recipe=t_sr_ste", f"recipe.decay={decay}", *MODEL, "recipe.interval=3"
         )
@@ -165,7 +165,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     step = TrainingSteps.train_step
     died = []
 
-    def dies(loop: TrainingSteps, epoch: int, index: int, measure_flips: bool) -> None:
+    def dies(loop, epoch, index, measure_flips):
         if loop.updates == 7:
             died.append(loop.step)
             raise Killed
@@ -244,7 +244,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_phases_count_by_their_length_without_their_first_steps() -> None:
+def test_phases_count_by_their_length_without_their_first_steps():
     dense = [("dense", s) for s in (50.0, 4.0, 4.0, 1.0, 2.0, 3.0)]
     assert trials.mean_by_phase(dense) == 2.0
     sparse = [("sparse", s) for s in (90.0, 5.0)]
@@ -255,9 +255,7 @@ def test_phases_count_by_their_length_without_their_first_steps() -> None:
 @pytest.mark.parametrize(
     ("recipe", "seconds"), [("dense", DENSE), ("ste", SPARSE), ("asp", (DENSE + SPARSE) / 2)]
 )
-def test_the_steps_that_fill_the_budget(
-    recipe: str, seconds: float, clock: Clock, tmp_path: Path
-) -> None:
+def test_the_steps_that_fill_the_budget(recipe, seconds, clock, tmp_path):
     """ASP is dense for the first half of any run, so its steps cost the mean of both."""
     steps, event = trials.steps_of_budget(config(tmp_path, f"recipe={recipe}", BUDGET))
     assert steps == pytest.approx(2 / seconds, rel=0.04)
@@ -265,7 +263,7 @@ def test_the_steps_that_fill_the_budget(
     assert "fill trainer.budget=seconds:2.0" in event
 
 
-def test_schedule_and_phases_end_with_the_budget(clock: Clock, tmp_path: Path) -> None:
+def test_schedule_and_phases_end_with_the_budget(clock, tmp_path):
     cfg = config(tmp_path, "recipe=asp", BUDGET, "schedule=linear", "trainer.eval_every=1")
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished"
@@ -282,15 +280,13 @@ def test_schedule_and_phases_end_with_the_budget(clock: Clock, tmp_path: Path) -
     assert sum(result["flops"].values()) > 0
 
 
-def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(monkeypatch, tmp_path):
     configs = [config(tmp_path / name, "recipe=maskllm", BUDGET) for name in ("a", "b")]
     monkeypatch.setattr(trials, "SHORTEST", 4)
     monkeypatch.setattr(trials, "LONGEST", 4)
     trial, tried = trials._trial, itertools.count()
 
-    def timed(*args: Any) -> tuple[float, int]:
+    def timed(*args):
         next(tried)
         return 2 / 15, trial(*args)[1]
 
@@ -304,9 +300,7 @@ def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("recipe", ["step", "t_sr_ste"])
-def test_a_resumed_run_keeps_its_number_of_steps(
-    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_run_keeps_its_number_of_steps(recipe, monkeypatch, tmp_path):
     configs = [
         config(tmp_path / name, f"recipe={recipe}", BUDGET, "schedule=cosine")
         for name in ("whole", "cut")
@@ -324,15 +318,11 @@ def test_a_resumed_run_keeps_its_number_of_steps(
     assert weights[0] == weights[1]
 
 
-def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, tmp_path: Path
-) -> None:
+def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(monkeypatch, clock, tmp_path):
     lengths: list[int | None] = []
     trial = trials._trial
 
-    def noted(
-        config: Any, total_steps: int | None, steps: int, log_every: int
-    ) -> tuple[float, int]:
+    def noted(config, total_steps, steps, log_every):
         lengths.append(total_steps)
         if total_steps is not None and total_steps < 50:
             raise ConfigError("too few steps for the phases")
@@ -345,7 +335,7 @@ def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(
         trials.steps_of_budget(config(tmp_path, "recipe=ste", "trainer.budget=seconds:1"))
 
 
-def test_less_than_an_epoch_is_refused_in_one_line(clock: Clock, tmp_path: Path) -> None:
+def test_less_than_an_epoch_is_refused_in_one_line(clock, tmp_path):
     cfg = config(tmp_path, "recipe=ste", "trainer.budget=seconds:0.03")
     with pytest.raises(
         ConfigError,

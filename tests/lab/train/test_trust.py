@@ -75,9 +75,7 @@ def unsealed(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_weights_are_taken_nowhere(
-    kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_weights_are_taken_nowhere(kind, run, tmp_path, capsys):
     name = "best.safetensors" if "best" in kind else "model.safetensors"
     changed(run / name)
     assert verb(*commands(run, tmp_path / "to")[kind]) in (1, 2)
@@ -88,17 +86,13 @@ def test_changed_weights_are_taken_nowhere(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_without_hashes_are_taken_with_a_line(
-    kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_hashes_are_taken_with_a_line(kind, run, tmp_path, capsys):
     unsealed(run)
     assert verb(*commands(run, tmp_path / "to")[kind]) == 0
     assert f"nmrun: {run}: {OF_EARLIER}\n" in capsys.readouterr().err
 
 
-def test_a_skip_says_that_there_are_no_hashes(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_skip_says_that_there_are_no_hashes(run, tmp_path, capsys):
     cfg = config(tmp_path / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, "seed=0")
     assert jobs.one(cfg)["status"] == "skipped"
     assert OF_EARLIER not in capsys.readouterr().out
@@ -108,9 +102,7 @@ def test_a_skip_says_that_there_are_no_hashes(
 
 
 @pytest.mark.parametrize("of", ["another seed", "another recipe", "another id"])
-def test_another_runs_files_in_this_folder(
-    of: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_runs_files_in_this_folder(of, run, tmp_path, capsys):
     root = tmp_path / "out"
     words = ["recipe=sr_ste", "sparsity='2:4'", *NETWORK]
     (other,) = root.glob("*/*/*/*/s1-*")

@@ -125,7 +125,7 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
 
 
 def test_trials_leave_the_test_split_alone(whole):
-    def tested(place: str) -> dict[Path, bool]:
+    def tested(place):
         return {
             file: any("test/" in key for key in json.loads(file.read_text())["metrics"]["final"])
             for file in whole[0].glob(place)
@@ -394,7 +394,7 @@ def test_a_full_disk_is_no_trial_that_failed(monkeypatch, dense):
     three, asked = trials()["dense"], ["try", "--trials", "4", *SWEEP, "recipe=dense"]
     with monkeypatch.context() as patch:
 
-        def full(path: Path, weights: dict) -> None:
+        def full(path, weights):
             raise OSError(28, "No space left on device")
 
         patch.setattr(results, "save_weights", full)
@@ -516,7 +516,7 @@ def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):
     assert "about" not in capsys.readouterr().out
 
 
-def test_seeds_of_tuning_are_refused_in_a_file_too(tmp_path: Path) -> None:
+def test_seeds_of_tuning_are_refused_in_a_file_too(tmp_path):
     (tmp_path / "more/debug").mkdir(parents=True)
     (tmp_path / "more/debug/ours.yaml").write_text("# @package _global_\nseed: 1001\n")
     with pytest.raises(ConfigError, match="seed=1001: the seeds 1000 to 1002 are those of tuning"):

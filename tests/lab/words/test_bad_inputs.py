@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import bad_inputs
@@ -35,7 +34,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(process.stdout)
 
 
-def test_a_mistake_gets_one_line(answers: dict[str, Any]) -> None:
+def test_a_mistake_gets_one_line(answers):
     assert list(answers) == list(bad_inputs.EVERY)
     wrong = [
         (line, answer)
@@ -64,19 +63,19 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", [name for name in options.names("model") if "fairseq" not in name])
-def test_what_a_model_takes_is_what_its_builder_asks_for(name: str) -> None:
+def test_what_a_model_takes_is_what_its_builder_asks_for(name):
     asked = set(inspect.signature(find_builder("model", name, models.MODELS)).parameters)
     fitting = [data for data, needs in GIVEN.items() if needs <= asked]
     assert options.kind("model", name).data in fitting
 
 
-def test_models_of_fairseq_take_pairs_of_sentences() -> None:
+def test_models_of_fairseq_take_pairs_of_sentences():
     names = [name for name in options.names("model") if "fairseq" in name]
     assert {options.kind("model", name).data for name in names} == {PAIRS}
 
 
 @pytest.mark.parametrize("name", ["small_conv", "small_conv_bn", "mlp", "resnet18"])
-def test_layers_that_are_known_without_building_are_those_of_the_model(name: str) -> None:
+def test_layers_that_are_known_without_building_are_those_of_the_model(name):
     kind = options.kind("model", name)
     settings = {"name": name, **defaults(options.keys("model", name))}
     model = models.build(settings, {"shape": (3, 16, 16), "classes": 10})
@@ -89,7 +88,7 @@ def test_layers_that_are_known_without_building_are_those_of_the_model(name: str
     assert kind.layer_inputs(settings) == built | dict.fromkeys(by_data, 0)
 
 
-def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(rules, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
     settings = {"name": "local", "also": ["tensorboard", "mlflow"]}
     assert list(rules._no_logger(settings)) == [
@@ -97,7 +96,7 @@ def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
-def test_a_folder_of_ones_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_ones_own_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     assert list(rules._unknown_package("recipe", "mine.Recipe")) == []

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import terminal
@@ -196,9 +195,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_group_stops_a_sweep_in_order(
-    number: signal.Signals, tmp_path: Path, nmrun_cli
-) -> None:
+def test_a_signal_to_the_group_stops_a_sweep_in_order(number, tmp_path, nmrun_cli):
     """With processes that read images, as a scheduler sends it."""
     make_folder(tmp_path / "data" / "some")
     words = [
@@ -228,7 +225,7 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(
     assert "sweep of 2: 2 finished" in again.stdout
 
 
-def test_several_seeds_in_one_job(tmp_path: Path) -> None:
+def test_several_seeds_in_one_job(tmp_path):
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
     composition.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
@@ -244,7 +241,7 @@ def test_several_seeds_in_one_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--config-dir=mine"]])
-def test_help_is_what_hydra_would_say(tmp_path: Path, flags: list[str]) -> None:
+def test_help_is_what_hydra_would_say(tmp_path, flags):
     """It is put together without Hydra, which is not even imported."""
     for name in ("recipe/slow", "debug/slow", "hydra/job_logging/mine"):
         (tmp_path / "mine" / name).parent.mkdir(parents=True)
@@ -259,13 +256,11 @@ def test_help_is_what_hydra_would_say(tmp_path: Path, flags: list[str]) -> None:
     assert ("slow" in quick.stdout) == bool(flags)
 
 
-def test_a_verb_that_raises_gets_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verb_that_raises_gets_one_line(monkeypatch, capsys):
     """Status 2 for a mistake, 1 for work that failed."""
     for error, status in ((ConfigError(["no", "never"]), 2), (RunError("it broke\n  here"), 1)):
 
-        def fails(argv: list[str], error: Exception = error) -> int:
+        def fails(argv, error=error):
             raise error
 
         monkeypatch.setattr("nmrun.lab.folders.status.main", fails)
@@ -290,7 +285,7 @@ RUN = "nmrun recipe=ste debug=fast output_dir=out"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [">&-", "> /dev/full"])
-def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
+def test_a_run_needs_no_reader(where, tmp_path):
     process = shell(tmp_path, f"{RUN} {where}")
     assert (process.returncode, process.stderr) == (0, "")
     (result,) = tmp_path.rglob("result.json")
@@ -298,20 +293,20 @@ def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
     assert "test 0." in (result.parent / "run.log").read_text()
 
 
-def test_a_table_that_cannot_be_written_is_told(tmp_path: Path, write) -> None:
+def test_a_table_that_cannot_be_written_is_told(tmp_path, write):
     write("ste", "2:4", 0, 0.5)
     process = shell(tmp_path, "nmrun table outputs > /dev/full")
     assert process.returncode == 2
     assert process.stderr == "nmrun: No space left on device\n"
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone(tmp_path):
     process = shell(tmp_path, f"mkdir gone && cd gone && rmdir ../gone && {RUN}")
     line = "nmrun: the current folder does not exist any more; change to another\n"
     assert (process.returncode, process.stderr) == (2, line)
 
 
-def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long(tmp_path):
     process = shell(tmp_path, f"nmrun recipe=ste debug=fast output_dir={'x' * 300}")
     assert process.returncode == 2
     assert process.stderr.startswith("nmrun: output_dir=xxx")
@@ -324,7 +319,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     shown = []
     for stream in (Terminal(), io.StringIO()):
@@ -338,9 +333,7 @@ def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch: pytest.Mon
     assert shown == ["loading torch ...", "loading torch ...\r\x1b[Kan epoch\n", "", "an epoch\n"]
 
 
-def test_a_silence_ends_with_a_line_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silence_ends_with_a_line_where_there_is_no_terminal(monkeypatch):
     times = [0.0]
     monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: times[-1]))
     stream = io.StringIO()
@@ -357,9 +350,7 @@ def test_a_silence_ends_with_a_line_where_there_is_no_terminal(
     assert stream.getvalue() == "layer 2 ...\nlayer 4 ...\n"
 
 
-def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(monkeypatch):
     shown = terminal.Terminal(monkeypatch, 80)
     monkeypatch.setattr(sys, "stdout", shown)
     with verbs.ends_quietly():
@@ -372,13 +363,11 @@ def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(
 
 @pytest.mark.parametrize("of", [KeyError, OmegaConfBaseException, HydraException])
 @pytest.mark.parametrize("when", ["checked", "run"])
-def test_ctrl_c_while_hydra_composes(
-    when: str, of: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_hydra_composes(when, of, monkeypatch, capsys, tmp_path):
     """Hydra's own clean-up may raise another error in the place of the interrupt."""
     compose, calls = ConfigLoaderImpl._apply_overrides_to_config, []
 
-    def cut_off(*args: Any, **kwargs: Any) -> Any:
+    def cut_off(*args, **kwargs):
         calls.append(kwargs)
         if when == "run" and not checked:
             return compose(*args, **kwargs)
@@ -389,7 +378,7 @@ def test_ctrl_c_while_hydra_composes(
 
     looked, checked = jobs.checked, []
 
-    def look(*args: Any) -> Any:
+    def look(*args):
         findings = looked(*args)
         checked.append(True)
         return findings
@@ -403,16 +392,16 @@ def test_ctrl_c_while_hydra_composes(
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_or_a_sweep_is_composed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_or_a_sweep_is_composed_once(monkeypatch, tmp_path):
     compose, calls = ConfigLoaderImpl.load_configuration, []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         calls.append(kwargs)
         return compose(*args, **kwargs)
 
     class Plans:
         @staticmethod
-        def run(*_: Any) -> dict[str, Any]:
+        def run(*_):
             return {"status": "planned", "folder": None}
 
     monkeypatch.setattr(jobs, "_runner", lambda: Plans)
@@ -426,12 +415,10 @@ def test_a_run_or_a_sweep_is_composed_once(monkeypatch: pytest.MonkeyPatch, tmp_
         calls.clear()
 
 
-def test_torch_that_cannot_be_loaded_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
-) -> None:
+def test_torch_that_cannot_be_loaded_is_told_in_a_line(monkeypatch, capsys, tmp_path):
     """The reason, which numpy hides below forty lines of advice."""
 
-    def loaded() -> None:
+    def loaded():
         try:
             raise ImportError("libopenblas.so: failed to map segment from shared object")
         except ImportError as error:
@@ -445,7 +432,7 @@ def test_torch_that_cannot_be_loaded_is_told_in_a_line(
     )
 
 
-def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
+def test_python_m_nmrun_is_the_command(tmp_path):
     messages = [
         python(*start, "recipe=stpe", cwd=tmp_path)
         for start in (
@@ -457,7 +444,7 @@ def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
     assert (messages[0].returncode, messages[0].stderr) == (2, messages[1].stderr)
 
 
-def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name(monkeypatch):
     """As in a container that is started with a number: torch asks for the name."""
     for name in NAMES:
         monkeypatch.setenv(name, "to be restored")
@@ -470,7 +457,7 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert getpass.getuser() == "uid54321"
 
 
-def test_too_little_memory_for_torch(tmp_path: Path) -> None:
+def test_too_little_memory_for_torch(tmp_path):
     process = shell(tmp_path, f"ulimit -v 1000000; {RUN}")
     assert process.returncode != 0
     assert "Traceback" not in process.stderr

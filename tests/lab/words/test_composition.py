@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_values_on_a_config_of_before_are_what_hydra_composes(
-    line: str, compositions: list[Any]
-) -> None:
+def test_values_on_a_config_of_before_are_what_hydra_composes(line, compositions):
     composition.register()
     cache: Cache = {}
     words = shlex.split(line)
@@ -51,7 +48,7 @@ def test_values_on_a_config_of_before_are_what_hydra_composes(
     assert len(compositions) == 1
 
 
-def test_all_recipes_and_ratios_are_composed_once(compositions: list[Any]) -> None:
+def test_all_recipes_and_ratios_are_composed_once(compositions):
     composition.register()
     cache: Cache = {}
     with composing():
@@ -62,7 +59,7 @@ def test_all_recipes_and_ratios_are_composed_once(compositions: list[Any]) -> No
     assert len(compositions) == 1
 
 
-def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path: Path) -> None:
+def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path):
     composition.register()
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "mine.yaml").write_text("# @package _global_\nrecipe: {decay: 0.5}\n")
@@ -75,7 +72,7 @@ def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path: Path) -> None:
             assert composed(words, cache).recipe.decay == 0.5
 
 
-def test_what_hydra_refuses_is_refused_as_ever() -> None:
+def test_what_hydra_refuses_is_refused_as_ever():
     composition.register()
     with composing():
         for word in (
@@ -102,7 +99,7 @@ ConfigStore.instance().store("adam", Adam, "optimizer")
 """
 
 
-def test_a_schema_of_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_of_somebody_elses(monkeypatch):
     composition.register()
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", dict(store.repo))
@@ -114,7 +111,7 @@ def test_a_schema_of_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.repo is stored
 
 
-def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path: Path, nmrun_cli: Any) -> None:
+def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path, nmrun_cli):
     """The second job is composed after the first has imported it."""
     recipe = "from nmrun.recipes.ste import STE\n\n\nclass Mine(STE):\n    pass\n"
     (tmp_path / "mine.py").write_text(STORES + recipe)
@@ -129,7 +126,7 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path: Path, nmrun_cli: 
     importlib.util.find_spec("fairseq") is None,
     reason="needs fairseq: pip install 'nmrun[translation]'",
 )
-def test_a_run_in_a_process_that_has_imported_fairseq(tmp_path: Path) -> None:
+def test_a_run_in_a_process_that_has_imported_fairseq(tmp_path):
     words = [*TINY, "trainer.epochs=1", "recipe=ste"]
     lines = f"import fairseq\nimport nmrun\nprint(nmrun.run({words!r}).metrics['test/accuracy'])"
     process = python("-W", "ignore", "-c", lines, cwd=tmp_path, timeout=300)

@@ -34,13 +34,13 @@ def same(*configs: schema.Config) -> bool:
 
 
 @pytest.mark.parametrize(("options", "key"), EACH)
-def test_every_key_counts_but_those_that_change_no_result(options: str, key: str) -> None:
+def test_every_key_counts_but_those_that_change_no_result(options, key):
     right = VALUES[options][key][0]
     ids = {identity(checked(options, **{key: value})) for value in right}
     assert len(ids) == (1 if key in IRRELEVANT else len(right))
 
 
-def test_what_a_budget_of_seconds_buys_depends_on_the_speed() -> None:
+def test_what_a_budget_of_seconds_buys_depends_on_the_speed():
     """With it, where and how fast a run computes decides how many steps it has."""
     for key, values in {
         "trainer.acceleration": ("auto", "off"),
@@ -65,12 +65,12 @@ def test_what_a_budget_of_seconds_buys_depends_on_the_speed() -> None:
         "schedule=cosine",
     ],
 )
-def test_every_group_counts(options: str) -> None:
+def test_every_group_counts(options):
     assert not same(checked(), checked(options))
     assert same(checked(options), checked(f"track=local,{options}"))
 
 
-def test_all_seeds_and_ratios_are_apart() -> None:
+def test_all_seeds_and_ratios_are_apart():
     configs = [
         checked(**{"seed": s, "sparsity.n": n, "sparsity.m": m})
         for s in range(9)
@@ -80,7 +80,7 @@ def test_all_seeds_and_ratios_are_apart() -> None:
     assert len({run_folder(config) for config in configs}) == 9 * (3 * 4 - 1)  # 1:2 is there twice
 
 
-def test_the_order_of_overrides_counts() -> None:
+def test_the_order_of_overrides_counts():
     """The first that matches does."""
     one, other = {"inner.1": "1:8", "inner.*": "2:8"}, {"inner.*": "2:8", "inner.1": "1:8"}
     assert not same(
@@ -103,12 +103,12 @@ def test_the_order_of_overrides_counts() -> None:
         ({"sparsity.overrides": None}, {"sparsity.overrides": {}}),
     ],
 )
-def test_two_ways_to_write_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_two_ways_to_write_the_same(one, other):
     assert same(checked(**one), checked(**other))
     assert run_folder(checked(**one)) == run_folder(checked(**other))
 
 
-def test_the_dense_run_is_one_run() -> None:
+def test_the_dense_run_is_one_run():
     """Whatever the ratio and the recipe's hyperparameters; the same training with a ratio is
     another.
     """
@@ -130,7 +130,7 @@ def test_the_dense_run_is_one_run() -> None:
     assert not same(ways[0], checked("recipe=ste,sparsity=4:4"))
 
 
-def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters() -> None:
+def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters():
     keys = {"recipe._target_": "pack.Mine", "recipe.strength": 1.0}
     first = checked("recipe=custom", **keys)
     assert same(first, checked("recipe=custom", **keys))
@@ -143,10 +143,10 @@ def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters() -> Non
         assert not same(first, checked("recipe=custom", **{**keys, **change}))
 
 
-def test_ten_digits_that_depend_on_neither_order_nor_process() -> None:
+def test_ten_digits_that_depend_on_neither_order_nor_process():
     config = checked("recipe=sr_ste", **{"recipe.decay": 0.25})
 
-    def shuffled(value: Any) -> Any:
+    def shuffled(value):
         if not isinstance(value, dict):
             return value
         keys = random.Random(1).sample(list(value), len(value))
@@ -166,7 +166,7 @@ print(identity.identity(schema.Config(json.loads({json.dumps(plain)!r}), Pattern
     assert set(identity(config)) <= set("0123456789abcdef")
 
 
-def test_the_folder_says_what_it_is_and_goes_on_any_file_system() -> None:
+def test_the_folder_says_what_it_is_and_goes_on_any_file_system():
     config = checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="some/out")
     assert run_folder(config).parts[:-1] == ("some", "out", "digits", "mlp", "ste", "3of16")
     assert run_folder(config).name == f"s7-{identity(config)}"
@@ -206,12 +206,12 @@ IDS = {
 
 
 @pytest.mark.parametrize("line", IDS)
-def test_the_ids_of_finished_runs_stay(line: str) -> None:
+def test_the_ids_of_finished_runs_stay(line):
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         assert identity(schema.check(compose("nmrun", shlex.split(line)))) == IDS[line]
 
 
-def test_what_came_later_changes_no_id_of_before() -> None:
+def test_what_came_later_changes_no_id_of_before():
     """Where it stands for how it was; what a run's literature asks for otherwise is another run."""
     for line in ("optimizer=adamw", "optimizer=sgd,model=resnet20,recipe=ste"):
         assert same(checked(line), checked(line, **{"optimizer.decay": "all"}))
@@ -226,14 +226,14 @@ def test_what_came_later_changes_no_id_of_before() -> None:
     )
 
 
-def test_a_length_in_steps_is_the_whole_length() -> None:
+def test_a_length_in_steps_is_the_whole_length():
     steps = {"trainer.steps": 10}
     assert same(checked(**steps), checked(**steps, **{"trainer.epochs": 3}))
     assert not same(checked(**steps), checked(**{"trainer.steps": 11}))
     assert not same(checked(**steps), checked())
 
 
-def test_a_config_of_before_is_completed() -> None:
+def test_a_config_of_before_is_completed():
     before = {"optimizer": {"name": "sgd", "lr": 0.1}, "seed": 3, "recipe": {"name": "ste"}}
     assert completed(before)["optimizer"] == {"name": "sgd", "lr": 0.1, "decay": "all"}
     assert {key: completed(before)[key] for key in ("seed", "recipe")} == {

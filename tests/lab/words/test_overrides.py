@@ -74,12 +74,12 @@ def checked(*words: str) -> schema.Config:
 
 
 @pytest.mark.parametrize("line", ACCEPTED)
-def test_what_is_accepted_means_what_it_says(line: str) -> None:
+def test_what_is_accepted_means_what_it_says(line):
     assert checked(*shlex.split(line)).sparsity.overrides == ACCEPTED[line]
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_hydra_refuses_is_shown_as_it_should_be(line: str) -> None:
+def test_what_hydra_refuses_is_shown_as_it_should_be(line):
     (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
     message, _, shown = problem.partition("; write it as ")
     assert message.endswith("cannot be read as key=value")
@@ -88,13 +88,13 @@ def test_what_hydra_refuses_is_shown_as_it_should_be(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", GENERAL)
-def test_what_cannot_be_guessed_gets_the_rule(line: str) -> None:
+def test_what_cannot_be_guessed_gets_the_rule(line):
     (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
     assert GENERAL[line] in problem
     assert "\n" not in problem
 
 
-def test_the_rest_of_the_line_is_read_all_the_same() -> None:
+def test_the_rest_of_the_line_is_read_all_the_same():
     for ratios in ('{"layer3.*": "1:8"}', "{layer3.*: 1:8"):
         problems = precheck.look(
             shlex.split(f"sparsity.overrides={ratios} recipe=stpe seed=-1")
@@ -106,14 +106,14 @@ def test_the_rest_of_the_line_is_read_all_the_same() -> None:
         ]
 
 
-def test_a_sweep_over_ratios_by_layer() -> None:
+def test_a_sweep_over_ratios_by_layer():
     findings = precheck.look(
         ["sparsity.overrides={inner.0: 1:8},{inner.1: 1:8},null"], multirun=True
     )
     assert (findings.problems, findings.jobs) == ([], 3)
 
 
-def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path) -> None:
+def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path):
     """The first expression that fits counts, and more than model.exclude; a ratio in a file needs
     quotes.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
         ("-m sparsity=2:4,1:128", ["sparsity=1:128: model small_conv has no"]),
     ],
 )  # fmt: skip
-def test_a_command_line(line: str, starts: list[str]) -> None:
+def test_a_command_line(line, starts):
     multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
     findings = precheck.look(words, multirun, cache=COMPOSED)
     assert len(findings.problems) == len(starts), findings.problems
@@ -51,9 +50,7 @@ def test_a_command_line(line: str, starts: list[str]) -> None:
         {"debug": ["fast"], "trainer.log_every": ["2", "3"], "sparsity": ["1:4", "2:4"]},
     ],
 )
-def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
-    axes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(axes, monkeypatch):
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(
         schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
@@ -73,7 +70,7 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
     )
 
 
-def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_configs(tmp_path, monkeypatch):
     """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and
     keys of the command line meet.
     """
@@ -115,7 +112,7 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
-def test_a_class_of_ones_own_has_keys_of_its_own() -> None:
+def test_a_class_of_ones_own_has_keys_of_its_own():
     words = command_line.own_recipe(["recipe._target_=runs.Mine", "recipe.strength=3", "seed=2"])
     assert precheck.look(words).problems == []
     (problem,) = precheck.look([*words, "optimizer.strength=3"]).problems

@@ -64,7 +64,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "sample_recipes.mine.Mine"
 
 
-def test_the_fields_of_a_class_and_its_bases(mine: str) -> None:
+def test_the_fields_of_a_class_and_its_bases(mine):
     keys = fields.recipe_fields(mine)
     assert {name: field.default for name, field in keys.items()} == {
         "interval": 1,
@@ -84,7 +84,7 @@ def test_the_fields_of_a_class_and_its_bases(mine: str) -> None:
     }
 
 
-def test_a_class_that_is_not_there(mine: str) -> None:
+def test_a_class_that_is_not_there(mine):
     with pytest.raises(LookupError, match=r"sample_recipes\.mine has no class Nothing"):
         fields.recipe_fields("sample_recipes.mine.Nothing")
     with pytest.raises(LookupError, match=r"no module sample_recipes\.none"):
@@ -97,7 +97,7 @@ def without_file(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recipes.RECIPES, "mine", mine)
 
 
-def test_a_recipe_without_a_file_is_served(without_file: None) -> None:
+def test_a_recipe_without_a_file_is_served(without_file):
     offered = composition.ClassSource("nmrun", "nm://")
     assert offered.list("recipe", ObjectType.CONFIG) == [*recipes.RECIPES, "custom"]
     assert "mine" in recipes.RECIPES
@@ -116,7 +116,7 @@ def test_a_recipe_without_a_file_is_served(without_file: None) -> None:
     assert config.recipe.options["scale"] == 2.0
 
 
-def test_its_ranges_are_those_of_the_class(without_file: None) -> None:
+def test_its_ranges_are_those_of_the_class(without_file):
     line = "recipe=mine recipe.dense=0.6 recipe.gradient=mask recipe.intervall=3"
     assert precheck.look(line.split()).problems == [
         "recipe.intervall: no such key; did you mean recipe.interval?"

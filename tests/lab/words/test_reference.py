@@ -1,7 +1,5 @@
 """What ``nmrun help`` says of the config's keys: all of them, with the defaults that Hydra composes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -157,7 +157,7 @@ def changed(options: str, **values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("options", "key"), EACH)
-def test_values(options: str, key: str) -> None:
+def test_values(options, key):
     """A right one is no problem; a wrong one is one problem that names it, with what is allowed,
     and nothing follows from it.
     """
@@ -182,7 +182,7 @@ NEEDED = {  # what only the user knows
 
 
 @pytest.mark.parametrize(("group", "name"), KINDS)
-def test_every_default_is_in_its_range(group: str, name: str) -> None:
+def test_every_default_is_in_its_range(group, name):
     """As far as it is a value: an interpolation is resolved later."""
     keys = fields(options.kind(group, name))
     wrong = {
@@ -193,7 +193,7 @@ def test_every_default_is_in_its_range(group: str, name: str) -> None:
     assert wrong == NEEDED.get(f"{group}={name}", set())
 
 
-def test_every_key_has_a_range_and_a_meaning() -> None:
+def test_every_key_has_a_range_and_a_meaning():
     """But for the ratio, which is checked as a pattern, and two labels."""
     keys = {
         f"{group}.{key}": field
@@ -205,7 +205,7 @@ def test_every_key_has_a_range_and_a_meaning() -> None:
     assert all(field.meaning for field in keys.values())
 
 
-def test_what_a_class_leaves_out_is_as_above_it() -> None:
+def test_what_a_class_leaves_out_is_as_above_it():
     @dataclass(frozen=True)
     class Above:
         rate: Annotated[float, number(0, 1), "how much"] = 0.5
@@ -231,13 +231,13 @@ def test_what_a_class_leaves_out_is_as_above_it() -> None:
 @pytest.mark.parametrize(
     ("n", "m"), [(5, 4), (0, 4), (-1, 4), (None, 4), (2, None), ("two", 4), (2.0, 4), (True, 4)]
 )
-def test_a_ratio_given_as_numbers(n: Any, m: Any) -> None:
+def test_a_ratio_given_as_numbers(n, m):
     (problem,) = schema.problems(changed("", **{"sparsity.n": n, "sparsity.m": m}))
     assert problem.startswith(f"sparsity={n}:{m}: ")
     assert "is not an N:M pattern" in problem
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_at_once():
     plain = changed(
         "",
         seed=-1,
@@ -269,7 +269,7 @@ def test_all_problems_at_once() -> None:
     assert str(raised.value).splitlines() == raised.value.problems
 
 
-def test_the_nearest_match() -> None:
+def test_the_nearest_match():
     """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is
     like nothing.
     """
@@ -310,16 +310,16 @@ def test_the_nearest_match() -> None:
         ("trainer=default", {"trainer.accumulate": 4}),
     ],
 )
-def test_what_does(options: str, values: dict[str, Any]) -> None:
+def test_what_does(options, values):
     assert schema.problems(changed(options, **values)) == []
 
 
 @pytest.mark.parametrize("unsure", ["recipe", "optimizer"])
-def test_nothing_is_concluded_from_what_stands_in(unsure: str) -> None:
+def test_nothing_is_concluded_from_what_stands_in(unsure):
     assert schema.problems(changed("optimizer=sgd"), [unsure]) == []
 
 
-def test_equal_values_get_one_form() -> None:
+def test_equal_values_get_one_form():
     values = {
         "optimizer.lr": 1,
         "optimizer.betas": [0, 0.5],
@@ -360,7 +360,7 @@ def test_equal_values_get_one_form() -> None:
         config.optimiser  # noqa: B018
 
 
-def test_groups_are_typed() -> None:
+def test_groups_are_typed():
     config = schema.check(OmegaConf.create(changed("recipe=sr_ste")))
     assert isinstance(config.trainer, Trainer)
     assert isinstance(config.optimizer, AdamKeys)
@@ -378,7 +378,7 @@ def test_groups_are_typed() -> None:
         config.trainer.epochs = 3
 
 
-def test_what_is_the_user_s_own_stays_a_mapping() -> None:
+def test_what_is_the_user_s_own_stays_a_mapping():
     groups = {"dataset": {"name": "mine", "_target_": "a.b", "context": 7, "extra": [1]}}
     groups["model"] = {
         "name": "net",

@@ -81,20 +81,20 @@ def record(
     ],
 )
 def test_the_time_left(
-    begun: float,
-    jobs: int | None,
-    done: Any,
-    left: float | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    begun,
+    jobs,
+    done,
+    left,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setattr(sweep.time, "time", lambda: NOW)
     assert record(tmp_path, begun, jobs, done).seconds_left() == (
         left if left is None else pytest.approx(left)
     )
 
 
-def test_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_was_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.time, "time", lambda: NOW)
     record(tmp_path, NOW - 100, 4, [("finished", 10)])
     with (tmp_path / "jobs.jsonl").open("a") as file:
@@ -113,7 +113,7 @@ ODD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
-def test_a_record_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_of_anybodys(odd, tmp_path):
     record(tmp_path, NOW, 4, [("finished", 10)])
     (line,) = (tmp_path / "jobs.jsonl").read_text().splitlines()
     (tmp_path / "jobs.jsonl").write_text(f"{line}\n{json.dumps({**json.loads(line), **odd})}\n")
@@ -133,7 +133,7 @@ def test_a_record_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"jobs": "x"}, {"begun": []}, {"sweeps": 3}, {"sweeps": [4]}])
-def test_a_head_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_a_head_of_anybodys(odd, tmp_path):
     head = {"begun": 1.0, "jobs": 2, "command": "nmrun -m", "output_dir": "out", **odd}
     (tmp_path / "sweep.json").write_text(json.dumps(head))
     assert sweep.summary(tmp_path) == ("sweep of 0: nothing done", 0)
@@ -150,14 +150,12 @@ def test_a_head_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
         (12_000, "3 h 20 min"),
     ],
 )
-def test_times_in_words(seconds: float, text: str) -> None:
+def test_times_in_words(seconds, text):
     assert sweep.span(seconds) == text
 
 
 @pytest.mark.slow
-def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
-    nmrun_cli, tmp_path: Path
-) -> None:
+def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(nmrun_cli, tmp_path):
     assert nmrun_cli("recipe=ste", "debug=fast", "sparsity=2:4", "seed=0").returncode == 0
     process = nmrun_cli(
         "-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed"
@@ -225,7 +223,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return call
 
 
-def test_zipped_keys_are_one_axis_of_the_product(launches) -> None:
+def test_zipped_keys_are_one_axis_of_the_product(launches):
     ratios, rates, seeds = ["2:4", "1:4", "1:8"], [1e-3, 3e-3, 1e-3], [0, 1]
     words = (
         "recipe=ste",
@@ -241,7 +239,7 @@ def test_zipped_keys_are_one_axis_of_the_product(launches) -> None:
     ]
 
 
-def test_two_zips_ranges_lists_and_texts(launches) -> None:
+def test_two_zips_ranges_lists_and_texts(launches):
     words = ("seed=range(3)", "model.exclude=[stem],[stem,head],[]", "zip=seed,model.exclude")
     (jobs,) = launches(*words, "recipe=step,sr_ste", "optimizer=adam,sgd", "zip=recipe,optimizer")
     seeds = list(zip([0, 1, 2], [["stem"], ["stem", "head"], []], strict=True))
@@ -261,7 +259,7 @@ def _sortable(job: dict[str, Any]) -> str:
     return json.dumps(job, sort_keys=True)
 
 
-def test_each_job_has_a_command_that_asks_for_it_alone(tmp_path: Path) -> None:
+def test_each_job_has_a_command_that_asks_for_it_alone(tmp_path):
     words = ["recipe=dense,ste", "sparsity=dense,2:4", f"output_dir={tmp_path}"]
     sweeps, _ = jobs.checked(words, multirun=True)
     with composing():
@@ -282,7 +280,7 @@ scales:
 """
 
 
-def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
+def test_an_experiment_may_zip(launches, tmp_path):
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
     (jobs,) = launches("experiment=own.yaml", "scale=smoke")  # both sweeps in one launch
     assert [
@@ -309,7 +307,7 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
         experiment.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
 
 
-def test_an_experiment_has_one_launcher(tmp_path: Path) -> None:
+def test_an_experiment_has_one_launcher(tmp_path):
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
     with pytest.raises(ConfigError, match="have one launcher"):
         jobs.checked([f"experiment={tmp_path}/own.yaml", "scale=smoke"], multirun=True)
@@ -331,7 +329,7 @@ def test_an_experiment_has_one_launcher(tmp_path: Path) -> None:
         (r"track.project=a\(b\)", r"track.project=a\(b\)"),
     ],
 )
-def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
+def test_overrides_as_one_types_them(word, as_typed):
     assert command_line.unescaped(word) == as_typed
 
 
@@ -339,7 +337,7 @@ def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path) -> None:
+def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path):
     words = ("recipe=ste", "debug=fast", "output_dir=out")
     assert nmrun_cli(*words, "seed=1").returncode == 0
     (there,) = (path.parent for path in tmp_path.rglob("result.json"))
@@ -354,7 +352,7 @@ def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path)
     assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
 
 
-def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_matters_most_of_several_seeds(monkeypatch):
     for first, second, most in (
         ("finished", "running", "running"),
         ("running", "failed", "failed"),
@@ -372,7 +370,7 @@ def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> 
 # --- locks and pipes ------------------------------------------------------------------------------
 
 
-def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
+def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path):
     with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
         assert (ours, again, locks.is_locked(tmp_path)) == (True, False, True)
     assert not locks.is_locked(tmp_path)
@@ -386,7 +384,7 @@ def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
         assert ours
 
 
-def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch):
     """Ray's, in its workers, returns None."""
     written: list[str] = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
@@ -400,7 +398,7 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPa
     "line",
     ["--help", "recipe=ste dry=true", "-m recipe=ste seed=0,1 dry=true"],
 )
-def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -> None:
+def test_a_reader_who_leaves_ends_it_quietly(line, tmp_path, write):
     write("ste", "2:4", 0, 0.5, root="out")
     process = started(tmp_path, line)
     process.stdout.close()
@@ -409,7 +407,7 @@ def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -
 
 
 @pytest.mark.slow
-def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, nmrun_cli) -> None:
+def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path, nmrun_cli):
     line = "recipe=ste trainer.limit_batches=20 trainer.epochs=10 track=local output_dir=out"
     process = started(tmp_path, line)
     with contextlib.closing(process.stdout):
@@ -441,15 +439,13 @@ def started(folder: Path, line: str) -> subprocess.Popen[str]:
 # --- the sweeper ----------------------------------------------------------------------------------
 
 
-def test_the_sweeper_takes_zip_and_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sweeper_takes_zip_and_experiments(tmp_path, monkeypatch):
     """As the record of the command line has them, which has expanded them."""
     monkeypatch.setenv(sweep.SWEEP, str(tmp_path))
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
     monkeypatch.chdir(tmp_path)
 
-    def jobs(*words: str, size: int | None = None) -> list[list[list[str]]]:
+    def jobs(*words, size=None):
         plugin = NMSweeper(size, {"seed": "3"})
         plugin.hydra_context = SimpleNamespace(config_loader=None)
         sweep.begin(tmp_path, 2, "nmrun", "out", experiment.expand(words, multirun=True))
@@ -465,13 +461,13 @@ def test_the_sweeper_takes_zip_and_experiments(
     assert all_at_once[-1] == ["seed=1", "recipe=dense", "debug=fast"]
 
 
-def test_hydra_s_own_classes_are_left_alone() -> None:
+def test_hydra_s_own_classes_are_left_alone():
     assert Sweeper.validate_batch_is_legal.__module__ == "hydra.plugins.sweeper"
     assert isinstance(vars(basic_sweeper.BasicSweeper)["split_arguments"], staticmethod)
     assert basic_sweeper.BasicSweeper.split_arguments.__module__ == basic_sweeper.__name__
 
 
-def test_the_jobs_are_those_that_were_checked(launches, tmp_path: Path) -> None:
+def test_the_jobs_are_those_that_were_checked(launches, tmp_path):
     """The sweeper reads them from the record."""
     (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
     (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
@@ -496,7 +492,7 @@ def ended(folder: Path, jobs: list[str]) -> list[str]:
     return sweep.lines(folder)
 
 
-def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nmrun_cli) -> None:
+def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path, nmrun_cli):
     fixed = ("sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3", "track=local")
     swept = ("recipe=dense,step", "optimizer.lr=0.01,0.02", "output_dir=a/b")
     process = nmrun_cli("-m", *swept, *fixed, "dry=true")
@@ -515,7 +511,7 @@ def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path: Path, nmrun_cli) -> None:
+def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     """How many FLOPs an epoch has is known once the run is built."""
     (tmp_path / "outputs").mkdir()
     short = ("recipe=ste", "sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3")
@@ -531,7 +527,7 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path: Path, nmrun_cli) 
     assert not list((tmp_path / "outputs").iterdir())
 
 
-def test_a_sweep_ends_with_the_command_for_its_table(tmp_path: Path) -> None:
+def test_a_sweep_ends_with_the_command_for_its_table(tmp_path):
     jobs = ["recipe=ste seed=0", "recipe=step seed=1"]
     assert ended(tmp_path / "a", jobs) == ["  nmrun table out/digits"]
     jobs = ["recipe=ste optimizer.lr=1", "recipe=ste optimizer.lr=2"]
@@ -552,16 +548,14 @@ def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
 
 
 @pytest.mark.parametrize("message", ["hydra: {job: {env_set: {MINE: here}}}", "seed: 3"])
-def test_what_a_folder_of_configs_says_to_hydra_is_heard(
-    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_folder_of_configs_says_to_hydra_is_heard(message, tmp_path, monkeypatch):
     """The environment of jobs, callbacks, a launcher: Hydra launches the jobs then."""
     folder = tmp_path / "mine" / "debug"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(f"# @package _global_\n{message}\n")
     heard: list[str | None] = []
 
-    def job(*_: Any) -> dict[str, Any]:
+    def job(*_):
         heard.append(os.environ.get("MINE"))
         return {"status": "planned", "folder": None}
 
@@ -573,7 +567,7 @@ def test_what_a_folder_of_configs_says_to_hydra_is_heard(
     assert heard == (["here"] * 2 if "hydra" in message else [None] * 2)
 
 
-def test_a_record_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_stands(tmp_path):
     """Also where lines come again, one is half written, and a reader changes what it got."""
     for number in (1, 2):
         sweep.add(tmp_path, {"status": "skipped"}, ["seed=0"], 0.0, number)
