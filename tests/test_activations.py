@@ -140,7 +140,6 @@ def test_what_is_measured(model):
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "s_ste", "step", "asp"])
 def test_any_recipe_trains_beside(recipe):
-    torch.manual_seed(0)
     model = FeedForward()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL)

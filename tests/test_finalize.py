@@ -281,7 +281,6 @@ def test_dense_weights_is_a_look_and_what_is_written_inside_stays():
 
 def test_layers_compute_with_the_dense_weights_inside():
     """Also in training, and the gradient of their input: not with what was pruned again."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", input_gradient="double_prune")

@@ -119,7 +119,6 @@ def test_masks_gradients_and_targets(monkeypatch, pattern, n, m):
 
 def test_pruned_weights_stay_where_they_are_between_refreshes():
     """Those that no step has ever moved: without a gradient Adam has nothing to move them by."""
-    torch.manual_seed(0)
     learner = rnm_td3.Learner(rnm_td3.network(4, 1), "2:4", 1000, 100)
     first = [dense.clone() for dense in dense_weights(learner)]
     for _ in range(5):

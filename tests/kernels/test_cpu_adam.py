@@ -61,7 +61,6 @@ SHAPES = [
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind, decoupled, beta1, layout):
-    torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in SHAPES]
     for p in params:
         p.data = p.contiguous(memory_format=layout) if p.dim() == 4 else p.data

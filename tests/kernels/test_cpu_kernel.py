@@ -73,7 +73,6 @@ SEVERAL += [rare(ratio) for ratio in ("1:32", "8:32", "24:32", "31:32", "48:64",
 @pytest.mark.parametrize("ratio", SEVERAL)
 def test_groups_of_several_vectors_with_ties_and_without(ratio):
     """Sixteen groups without a tie are written in another way than those with one."""
-    torch.manual_seed(0)
     m = Pattern.parse(ratio).m
     weight = torch.randn(16 * 20, m)
     weight[16:48] = (4 * weight[16:48]).round() / 4

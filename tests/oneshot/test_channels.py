@@ -105,7 +105,6 @@ def test_a_network_is_pruned_with_permuted_channels(method):
 
 def test_channels_that_others_have_too_stay():
     """Of a chain each block's outputs are the next one's inputs, and a tied weight is in two."""
-    torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
     assert free_channels(blocks[1], blocks) == []
     pair = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -116,7 +115,6 @@ def test_channels_that_others_have_too_stay():
 
 
 def test_layers_one_by_one():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3))
     plain, x = copy.deepcopy(model), torch.randn(50, 8)
     pruned = nmrun.prune(model, [x], "wanda", exclude=(), permute=True)

@@ -84,7 +84,6 @@ def test_blocks_one_by_one_are_the_whole_network_in_order(method):
 
 
 def test_without_blocks_layers_come_one_by_one():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
     expected = copy.deepcopy(model)
     batches = [torch.randn(20, 8) for _ in range(2)]
@@ -210,7 +209,6 @@ def test_networks_of_hugging_face(kind):
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
 def test_convolutions_by_their_outputs(options, method):
     """The error that is reported is that of the convolution itself."""
-    torch.manual_seed(0)
     conv = nn.Conv2d(8, 4, **{"kernel_size": 3, **options}).double()
     before, x = copy.deepcopy(conv), torch.randn(5, 8, 9, 7, dtype=torch.float64).relu()
     pruned = nmrun.prune(nn.Sequential(conv), [x], method, exclude=())
@@ -232,7 +230,6 @@ def test_convolutions_by_their_outputs(options, method):
 
 
 def test_a_convolution_over_time_and_short_groups():
-    torch.manual_seed(0)
     conv = nn.Conv1d(6, 4, 3, stride=2, padding=1).double()
     before, x = copy.deepcopy(conv), torch.randn(5, 6, 11, dtype=torch.float64)
     pruned = nmrun.prune(nn.Sequential(conv), [x], exclude=(), pad=True)

@@ -202,7 +202,6 @@ def test_operators_by_torchs_own_check():
 
 
 def test_estimates_stay_dense():
-    torch.manual_seed(0)
     losses, _, paths = trained("auto", recipe="ste", mvue="2:4")
     assert paths[0] == "cusparselt_fp8"
     assert all(loss < 10 for loss in losses)

@@ -169,7 +169,6 @@ def test_each_seed_has_its_own_candidates():
 
 def test_each_layer_has_its_own_candidates():
     """Of layers of the same size too."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     one, other = sparsify(model, candidates=1)[1].sparse
     assert order_of(one) != order_of(other)

@@ -181,7 +181,6 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
 
 
 def test_transposable_at_every_kernel_position():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10)
     dense = handle.sparse[0].dense.detach()
@@ -205,7 +204,6 @@ def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
 
 
 def test_one_of_m_is_the_best_permutation():
-    torch.manual_seed(0)
     w = torch.randn(5, 5)
     best = max(itertools.permutations(range(5)), key=lambda p: float(w.abs()[range(5), p].sum()))
     expected = torch.zeros(5, 5, dtype=torch.bool)

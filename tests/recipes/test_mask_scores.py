@@ -27,7 +27,6 @@ def rows(numbers: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype):
     """Inputs that are always 0, as behind a dead ReLU, give every candidate the same score."""
-    torch.manual_seed(0)
     layer = nn.Linear(16, 4, bias=False).to(dtype)
     model = nn.Sequential(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -259,50 +259,37 @@ def test_cast_is_its_algorithm():
         assert not torch.equal(weight.weight, w)
 
 
+# of 20 inputs, five groups of four, and of 10, three of which the last is short
+SPANS = {20: {1: [20], 2: [12, 8], 3: [8, 8, 4]}, 10: {1: [10], 2: [8, 2], 3: [4, 4, 2]}}
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_casts_scales_of_convolutions(parts):
-    """One for each output and each span of whole groups of its inputs; of 5 groups in 3 spans the
-    sizes are 2, 2, 1. Their gradients are those of autograd."""
-    torch.manual_seed(0)
-    model = nn.Conv2d(20, 4, 3).double()
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(lambda: nn.Conv2d(20, 4, 3), (2, 20, 5, 5)), (lambda: nn.Linear(10, 4), (5, 10))],
+    ids=["convolution", "short last group"],
+)
+def test_casts_scales(layer, shape, parts):
+    """One for each output and each span of whole groups of its inputs. Their gradients are those of
+    autograd; one step, then all is pruned and scaled by hand."""
+    model = layer().double()
+    columns = torch.repeat_interleave(torch.arange(parts), torch.tensor(SPANS[shape[1]][parts]))
     optimizer = torch.optim.Adam(model.parameters(), LR)
-    spans = {1: [5], 2: [3, 2], 3: [2, 2, 1]}[parts]
-    columns = torch.repeat_interleave(torch.arange(parts), 4 * torch.tensor(spans))
-    handle = nmrun.sparsify(
-        nn.Sequential(model), optimizer, "cast", "2:4", 2, parts=parts, interval=2
-    )
+    options = {"parts": parts, "interval": 2, "pad": True}
+    handle = nmrun.sparsify(nn.Sequential(model), optimizer, "cast", "2:4", 2, **options)
     w, scales = model.weight.detach().clone(), torch.ones(4, parts).double().requires_grad_()
-    x = torch.randn(2, 20, 5, 5, dtype=torch.float64)
-    kernel = w * scales[:, columns, None, None]
-    nn.functional.conv2d(x, kernel, model.bias.detach()).square().mean().backward()
+
+    def spread(scales):
+        return scales[:, columns].view(4, -1, *[1] * (w.dim() - 2))
+
+    x = torch.randn(shape, dtype=torch.float64)
+    fixed = {"weight": w * spread(scales), "bias": model.bias.detach()}
+    torch.func.functional_call(model, fixed, (x,)).square().mean().backward()
     model(x).square().mean().backward()
     optimizer.step()
     moved = scales.detach() - LR * scales.grad.sign()  # Adam's first step, but for eps
     torch.testing.assert_close(handle.sparse[0]["scales"], moved, rtol=1e-5, atol=1e-7)
-    expected = handle.sparse[0].dense * moved[:, columns, None, None]
-    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_casts_scales_of_a_short_last_group(parts):
-    """Ten inputs are three groups of four; one step, then all is pruned and scaled by hand."""
-    torch.manual_seed(0)
-    model = nn.Linear(10, 4).double()
-    optimizer = torch.optim.Adam(model.parameters(), LR)
-    spans = {1: [10], 2: [8, 2], 3: [4, 4, 2]}[parts]
-    columns = torch.repeat_interleave(torch.arange(parts), torch.tensor(spans))
-    handle = nmrun.sparsify(
-        *(nn.Sequential(model), optimizer, "cast", "2:4", 2),
-        **{"parts": parts, "interval": 2, "pad": True},
-    )
-    w, scales = model.weight.detach().clone(), torch.ones(4, parts).double().requires_grad_()
-    x = torch.randn(5, 10, dtype=torch.float64)
-    nn.functional.linear(x, w * scales[:, columns], model.bias.detach()).square().mean().backward()
-    model(x).square().mean().backward()
-    optimizer.step()
-    moved = scales.detach() - LR * scales.grad.sign()  # Adam's first step, but for eps
-    torch.testing.assert_close(handle.sparse[0]["scales"], moved, rtol=1e-5, atol=1e-7)
-    expected = handle.sparse[0].dense * moved[:, columns]
+    expected = handle.sparse[0].dense * spread(moved)
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7)
 
 
@@ -487,7 +474,6 @@ def test_sqft_multiplies_its_adapters_once_a_step():
 
 def test_sqft_of_convolutions():
     """The adapters of a kernel are a convolution with `rank` outputs and one of 1 x 1, as in LoRA."""
-    torch.manual_seed(0)
     model = nn.Conv2d(8, 4, 3).double()
     base, bias = model.weight.detach().clone(), model.bias.detach().clone().requires_grad_()
     mask = nmrun.sparsity.nm_mask(base, "2:4")

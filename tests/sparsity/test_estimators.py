@@ -53,7 +53,6 @@ def test_number_of_block_patterns(n, m, count):
 )
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
 def test_transposable_mask_is_optimal_in_every_block(n, m, size):
-    torch.manual_seed(0)
     count = 20 if m <= 4 else 2
     weight = torch.randn(count * m, m) * size
     mask = transposable_mask(weight, f"{n}:{m}")
@@ -68,7 +67,6 @@ def test_transposable_mask_is_optimal_in_every_block(n, m, size):
 
 @pytest.mark.parametrize("m", [4, 8, 16])
 def test_one_of_m_is_the_assignment_problem(m):
-    torch.manual_seed(0)
     weight = torch.randn(m, m)
     rows, columns = linear_sum_assignment(weight.abs().numpy(), maximize=True)
     expected = torch.zeros(m, m, dtype=torch.bool)
@@ -77,7 +75,6 @@ def test_one_of_m_is_the_assignment_problem(m):
 
 
 def test_blocks_are_where_they_should_be():
-    torch.manual_seed(0)
     weight = torch.randn(8, 12)
     mask = transposable_mask(weight, "2:4")
     for i, j in itertools.product(range(0, 8, 4), range(0, 12, 4)):
@@ -166,7 +163,6 @@ def test_two_of_four_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 def test_form_and_reproducibility(dtype, dim):
-    torch.manual_seed(0)
     x = torch.randn(8, 8, 8).to(dtype)
     first, second = (mvue(x, "2:4", dim, torch.Generator().manual_seed(3)) for _ in range(2))
     assert torch.equal(first, second)

@@ -63,7 +63,6 @@ def test_mask_is_the_best_subset(n, m, dtype):
 )
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 8), (5, 6)])
 def test_groups_run_along_input_channels_at_one_kernel_position(n, m, kernel):
-    torch.manual_seed(0)
     weight = torch.randn(3, 2 * m, *kernel)
     mask = nm_mask(weight, f"{n}:{m}")
     assert mask.shape == weight.shape
@@ -147,7 +146,6 @@ def test_soft_threshold_is_its_definition(n, m):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (1, 4), (4, 8), (2, 8)])
 def test_soft_threshold_is_continuous_and_homogeneous(n, m):
-    torch.manual_seed(0)
     weight = torch.randn(200, m, dtype=torch.float64)
     weight[::2, 1] = -weight[::2, 0]  # on a tie, where the hard threshold jumps
     moved = weight + 1e-6 * torch.empty_like(weight).uniform_(-1, 1)
@@ -165,7 +163,6 @@ def test_soft_threshold_is_continuous_and_homogeneous(n, m):
 @pytest.mark.parametrize(("shape", "dim"), [((8, 16), 1), ((16, 8), 0), ((4, 8, 3, 3), 1)])
 @pytest.mark.parametrize("ratio", ["2:4", "1:8"])
 def test_scale_is_the_least_squares_fit(shape, dim, ratio):
-    torch.manual_seed(0)
     weight = torch.randn(shape)
     shrunk = soft_threshold(weight, ratio, dim).double().numpy().reshape(-1, 1)
     fitted = np.linalg.lstsq(shrunk, weight.double().numpy().reshape(-1), rcond=None)[0].item()
@@ -189,7 +186,6 @@ def test_scale_at_initialisation(ratio, normal, uniform):
     """The known values for Gaussian and uniform weights; in closed form the uniform 1:2 has 3/2 and
     1:4 has 5/2.
     """
-    torch.manual_seed(0)
     size = (1 << 10, 1 << 10)
     assert soft_threshold_scale(torch.randn(size), ratio).item() == pytest.approx(normal, rel=0.01)
     assert soft_threshold_scale(torch.rand(size) * 2 - 1, ratio).item() == pytest.approx(

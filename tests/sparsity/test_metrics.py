@@ -173,7 +173,6 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind):
     """Variance with Adam's weights, by hand, apart for kept and pruned weights: noise of size 3
     goes to the pruned ones.
     """
-    torch.manual_seed(0)
     beta1, beta2, steps = 0.8, 0.9, 12
     model = nn.Sequential(nn.Linear(4, 50, bias=False))
     with torch.no_grad():

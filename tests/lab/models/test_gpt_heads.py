@@ -40,7 +40,6 @@ MLP = 'model.include=["h[.][0-9]+[.]mlp[.].*"]'
 
 
 def test_heads_see_what_the_language_model_sees():
-    torch.manual_seed(0)
     language = GPTNetwork(19, 12, 2, 2, 8)
     classifier = texts.gpt_classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
     reader = task.gpt_reader(19, 9, **SIZE, context=12, embeddings=None)

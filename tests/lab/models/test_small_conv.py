@@ -9,7 +9,6 @@ from nmrun.lab.models.images import small_conv, small_conv_bn
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_its_output_is_that_of_its_layers(normed):
-    torch.manual_seed(0)
     model = (small_conv_bn if normed else small_conv)((3, 8, 8), 5, [4, 6, 8])
     plain = small_conv((3, 8, 8), 5, [4, 6, 8])
     if not normed:

@@ -154,7 +154,6 @@ def test_the_density_is_that_of_the_model_that_is_pruned_so():
 
 
 def test_a_module_with_several_weights_has_one_ratio_and_the_cost_of_them_all():
-    torch.manual_seed(0)
     net = nn.ModuleDict(
         {"attention": nn.MultiheadAttention(32, 2, kdim=16, vdim=16), "out": nn.Linear(32, 32)}
     )
