@@ -12,7 +12,7 @@ import torch
 from reference import best_block
 from runs import config
 from torch import Tensor, nn
-from training import Conv1D
+from training import OPTIONS, SPARSE, TOTAL, Conv1D
 
 import nmrun
 from nmrun.kernels import compiler as c_library
@@ -21,7 +21,6 @@ from nmrun.lab.train import build, console
 from nmrun.lab.train.flops import Flops, LayerFlops, Products
 from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
-from nmrun.recipes import RECIPES
 from nmrun.sparsity import (
     check_nm,
     hard_threshold,
@@ -32,13 +31,6 @@ from nmrun.sparsity import (
 )
 from nmrun.sparsity.select import select
 
-TOTAL = 8
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sdgf_geometric": {"frames": 2},
-    "t_sr_ste": {"interval": 3},
-    "step": {"switch": 0.4},
-}
-SPARSE = [name for name in RECIPES if name != "dense"]
 # may keep fewer than N of a short group, or shrink one to zero
 AT_MOST = ("s_ste", "t_sr_ste", "lbc", "maskllm")
 
