@@ -129,11 +129,15 @@ class Outcome(NamedTuple):
     flops: dict[str, int]
 
 
-def outcome(cfg: schema.Config) -> Outcome:
-    """Run to the end, from wherever the run is."""
-    folder = run_folder(cfg)
-    result = runner.run(cfg, folder)
+def finished(cfg: schema.Config) -> dict[str, Any]:
+    """The result of a run to the end, from wherever the run is."""
+    result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "finished", result
+    return result
+
+
+def outcome(cfg: schema.Config) -> Outcome:
+    folder, result = run_folder(cfg), finished(cfg)
     weights = [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
     return Outcome(weights, rows(folder), result["metrics"], result["events"], result["flops"])
 

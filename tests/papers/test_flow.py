@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import config
+from runs import config, finished
 from torch import Tensor, nn
 
 from nmrun.lab import tasks
-from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 from nmrun.papers.flow import data
 from nmrun.papers.flow.task import FlowTask, sequence_loss
 
@@ -142,8 +140,7 @@ def test_a_run(tmp_path):
     cfg = config(
         tmp_path, *words, "recipe=sr_ste", "trainer.accumulate=2", "trainer.limit_evaluation=2"
     )
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "finished"
+    result = finished(cfg)
     assert {"test/end_point_error", "eval/loss"} <= set(result["metrics"]["final"])
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     assert len(result["sparsity"]["layers"]) > 20

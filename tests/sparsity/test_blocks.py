@@ -14,6 +14,7 @@ import torch
 from errors import one_line
 from runs import result_of
 from torch import Tensor, nn
+from training import train
 
 import nmrun
 from nmrun.fast import packed
@@ -109,14 +110,6 @@ class Net(nn.Sequential):
         super().__init__(*layers)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_layers_that_cannot_hold_it_are_named():
     model = Net()
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8")
@@ -141,10 +134,9 @@ def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_
     def start():
         model = Net()
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
-        options: dict[str, Any] = {"overrides": {"2": "3:2:8", "4": "2:6"}}
-        if recipe == "ste_periodic":
-            options["interval"] = 3
-        return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "4:2:8", 8, **options)
+        overrides = {"2": "3:2:8", "4": "2:6"}
+        handle = nmrun.sparsify(model, optimizer, recipe, "4:2:8", 8, overrides=overrides)
+        return model, optimizer, handle
 
     whole, first = start(), start()
     train(*whole[:2], range(8))

@@ -27,7 +27,6 @@ from nmrun.lab.tasks.text import corpus, files
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
 from nmrun.lab.train.flops import peak_flops
-from nmrun.lab.words.identity import run_folder
 
 DEVICE = torch.device("cpu")
 
@@ -532,8 +531,7 @@ def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
     write(tmp_path / "val.bin", np.arange(300) % 7)
     text = (f"dataset.folder={tmp_path}", "dataset.vocabulary=8")
     cfg = runs.config(tmp_path / "out", "dataset=token_bin", *text, *TEXT[:-1], "recipe=ste")
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "finished"
+    result = runs.finished(cfg)
     names = {"eval/loss", "eval/perplexity", "eval/bits_per_token"}
     assert set(result["metrics"]["final"]) == names
     assert set(result["metrics"]["best"]) == names | {"epoch", "step", "candidates"}

@@ -26,7 +26,7 @@ from errors import one_line
 from pictures import COUNTS, make_folder, picture
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from runs import config, cut_off, resumed, rows
+from runs import config, cut_off, finished, resumed, rows
 from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 
@@ -596,7 +596,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(tmp_path, monkeypatch):
     state = checkpoint.load(run_folder(cut) / "checkpoint.pt")
     assert state["loop"]["step"] == 5
     for each in (cut, alone):
-        assert runner.run(each, run_folder(each))["status"] == "finished"
+        finished(each)
     assert rows(run_folder(cut)) == rows(run_folder(alone))
     for name in ("model.safetensors", "best.safetensors"):
         assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runs import config, cut_off, resumed
+from runs import config, cut_off, finished, resumed
 from safetensors.torch import load_file
 from torch import nn
 
 import nmrun
-from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.train.weights import Average
 from nmrun.lab.words.identity import run_folder
@@ -36,7 +35,7 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(tmp_path, monkeypatch
     cfg = config(
         tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
     )
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     final = load_file(run_folder(cfg) / "model.safetensors")
     assert len(seen) == EPOCHS
     assert final.keys() == seen[0].keys()

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import config
+from runs import config, finished
 
 from nmrun.lab import ranks
-from nmrun.lab.train import checkpoint, runner
+from nmrun.lab.train import checkpoint
 from nmrun.lab.words.identity import run_folder
 
 
@@ -65,7 +65,7 @@ def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(os, "replace", checking)
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     assert checked == [True] * 4
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import build_noisy, config, resumed, rows
+from runs import build_noisy, config, finished, resumed, rows
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.lab import models
 from nmrun.lab.tasks.base import Batch
-from nmrun.lab.train import build, checkpoint, runner
+from nmrun.lab.train import build, checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.loop import Loop
@@ -184,7 +184,7 @@ def test_training_is_the_same_to_the_bit(recipe, tmp_path, noisy):
             f"trainer.diagnose_every={every}",
         ]
         cfg = config(tmp_path / every, f"recipe={recipe}", *options, *SWITCH.get(recipe, []))
-        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+        finished(cfg)
         state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
         logged = [
             {k: v for k, v in row.items() if not k.startswith("diagnose/")}

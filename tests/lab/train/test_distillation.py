@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from errors import one_line
-from runs import config, result_of, resumed, rewrite, rows
+from runs import config, finished, result_of, resumed, rewrite, rows
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
-from nmrun.lab.train import build, runner
+from nmrun.lab.train import build
 from nmrun.lab.train.distillation import Distilled, divergence, loss_of
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import identity, run_folder
@@ -96,7 +96,7 @@ def test_the_sum_of_both_and_who_learns():
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished dense run."""
     cfg = config(tmp_path_factory.mktemp("teacher"), "recipe=dense")
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     return run_folder(cfg)
 
 
@@ -154,7 +154,7 @@ def test_weight_0_is_the_run_without_a_teacher(tmp_path, teacher):
         taught(tmp_path / "b", teacher, "trainer.distill_weight=0"),
     )
     for cfg in (plain, without):
-        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+        finished(cfg)
     first, second = rows(run_folder(plain)), rows(run_folder(without))
     for a, b in zip(first, second, strict=True):
         assert a.get("train/loss") == b.get("train/loss")
@@ -173,7 +173,7 @@ def test_the_teacher_counts(tmp_path, teacher):
     plain, cfg = config(tmp_path / "a", "recipe=sr_ste"), taught(tmp_path / "b", teacher)
     flops = []
     for each in (plain, cfg):
-        assert runner.run(each, run_folder(each))["status"] == "finished"
+        finished(each)
         flops.append(result_of(run_folder(each))["flops"])
     forward = build.build(plain).cost.forward
     items = 12 * 32
@@ -198,9 +198,9 @@ def test_a_language_model_learns_from_one(tmp_path):
         *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
     )
     dense = config(tmp_path, "recipe=dense", *language)
-    assert runner.run(dense, run_folder(dense))["status"] == "finished"
+    finished(dense)
     cfg = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *language)
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     losses = [row["train/loss"] for row in rows(run_folder(cfg)) if "train/loss" in row]
     assert losses[-1] < losses[0]
 

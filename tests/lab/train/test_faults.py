@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, config
+from runs import TINY, config, finished
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.lab.tasks.vision import Classification
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
     assert not list(run_folder(cfg).glob("*.partial"))
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state["loop"]["step"] == 6
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
 
 
 @pytest.mark.slow
@@ -184,8 +184,7 @@ def test_without_memory_a_run_fails_and_says_what_to_try(small_memory, tmp_path,
 
 def test_micro_batches_are_halved_until_they_fit(small_memory, tmp_path, capsys):
     cfg = config(tmp_path, "trainer.on_oom=halve")
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "finished"
+    finished(cfg)
     output = capsys.readouterr().out
     assert (
         "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); on with trainer.accumulate=2"
@@ -216,7 +215,7 @@ def test_the_pass_before_training_is_halved_too(tmp_path, monkeypatch, capsys):
     looks = ("trainer.acceleration=force",) if not products.KERNELS.obstacle() else ()
     monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
     cfg = config(tmp_path, *looks)
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     monkeypatch.setattr(Classification, "loss", limited)
     failing = config(tmp_path, *looks, "force=true")
     assert runner.run(failing, run_folder(failing))["error"] == (
@@ -226,7 +225,7 @@ def test_the_pass_before_training_is_halved_too(tmp_path, monkeypatch, capsys):
     assert tried == [32]
     tried.clear(), capsys.readouterr()
     cfg = config(tmp_path, *looks, "trainer.on_oom=halve", "force=true")
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     output = capsys.readouterr().out
     assert "  before training: out of memory (CUDA out of memory. Tried" in output
     assert "on with trainer.accumulate=4" in output

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, cut_off, result_of
+from runs import config, cut_off, finished, result_of
 from torch import nn
 
 from nmrun.fast.cpu import probe
-from nmrun.lab.train import build, runner
+from nmrun.lab.train import build
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_keeps_its_precision(precision, tmp_path, monkeypatch
         if interrupted:
             cut_off(cfg, 8)
             played(monkeypatch, *flags["fp32" if precision == "bf16" else "bf16"])
-        assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+        finished(cfg)
         result = result_of(run_folder(cfg))
         assert result["environment"]["precision"] == precision
         results.append((result["metrics"], (run_folder(cfg) / "model.safetensors").read_bytes()))
@@ -91,7 +91,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_float32(tmp_path, monkeypatch):
     del state["precision"]
     torch.save(state, checkpoint)
     played(monkeypatch, "avx512_bf16")
-    assert runner.run(run, run_folder(run))["status"] == "finished"
+    finished(run)
     result = result_of(run_folder(run))
     assert result["environment"]["precision"] == "fp32"
 

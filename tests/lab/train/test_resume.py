@@ -25,6 +25,7 @@ from runs import (
     Outcome,
     build_noisy,
     config,
+    finished,
     kill,
     outcome,
     result_of,
@@ -319,8 +320,7 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(damage, message, tmp_pat
         lines[number : number + 1] = [content]
     metrics.write_bytes(b"\n".join(lines) + b"\n")
     capsys.readouterr()
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "finished"
+    result = finished(cfg)
     messages = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
     assert messages == ([message] if message else [])
     alone = left_alone(tmp_path, "ste")
@@ -420,8 +420,7 @@ def test_an_epoch_of_a_language_model_is_not_lost(tmp_path, monkeypatch, nmrun_c
     words = [word for word in TINY if "channels" not in word and "epoch" not in word]
     words = [word for word in words if "limit" not in word] + list(overrides)
     finished = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
-    result = runner.run(finished, run_folder(finished))
-    assert result["status"] == "finished", result
+    result = finished(finished)
     process = preloaded.started((*words, f"output_dir={tmp_path}"), tmp_path)
     while process.is_alive() and not (run_folder(cfg) / "checkpoint.pt").exists():
         time.sleep(0.002)

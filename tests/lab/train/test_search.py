@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from runs import config, result_of
+from runs import config, finished, result_of
 from torch import nn
 from verbs import verb
 
@@ -22,7 +22,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import probe
 from nmrun.fast.measurement import Times
-from nmrun.lab.train import ratio_search, runner
+from nmrun.lab.train import ratio_search
 from nmrun.lab.train.ratio_search import best_choice, flops_by_layer, search_ratios, times_by_layer
 from nmrun.lab.train.ratios import main
 from nmrun.lab.words.identity import run_folder
@@ -271,7 +271,7 @@ def trained(tmp_path_factory):
     cfg = config(
         tmp_path_factory.mktemp("runs"), "recipe=dense", *words, "schedule=cosine", "seed=3"
     )
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     return run_folder(cfg)
 
 
@@ -317,7 +317,7 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
     """12 ms dense; 10, 8 and 7 with 4:16, 2:16 and 1:16."""
     played(monkeypatch)
     cfg = config(tmp_path, "recipe=dense", *WIDE, "trainer.batch_size=64")
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    finished(cfg)
     words = [str(run_folder(cfg)), "--cost", "time", "--budget"]
     capsys.readouterr()
     assert main([*words, "0.8"]) == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, resumed, rows
+from runs import config, finished, resumed, rows
 
 from nmrun.errors import ConfigError
 from nmrun.lab.train import build, runner
@@ -28,8 +28,7 @@ def make(folder: Path, *overrides: str) -> Config:
 
 
 def train(cfg: Config) -> tuple[Path, dict[str, Any]]:
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "finished", result
+    result = finished(cfg)
     return Path(result["folder"]), result
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from reference import transposable
-from runs import Killed, config, result_of, stopped
+from runs import Killed, config, finished, result_of, stopped
 from torch import nn
 
 from nmrun.errors import ConfigError
@@ -144,8 +144,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     monkeypatch.setattr(
         trials, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
     )
-    result = runner.run(auto, run_folder(auto))
-    assert result["status"] == "finished"
+    result = finished(auto)
     assert result["events"] == [event]
     assert result["config"]["recipe"]["decay"] == "auto"  # so that the same command is the same run
     explicit = compose("given", repr(decay))
@@ -265,8 +264,7 @@ def test_the_steps_that_fill_the_budget(recipe, seconds, clock, tmp_path):
 
 def test_schedule_and_phases_end_with_the_budget(clock, tmp_path):
     cfg = config(tmp_path, "recipe=asp", BUDGET, "schedule=linear", "trainer.eval_every=1")
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "finished"
+    result = finished(cfg)
     steps = result["steps"]
     assert any(f"{steps} steps of" in event for event in result["events"])
     last = [json.loads(line) for line in (run_folder(cfg) / "metrics.jsonl").open()][-1]
