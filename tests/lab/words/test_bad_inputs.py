@@ -16,7 +16,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.fields import defaults
 from nmrun.lab.keys.options import find_builder
-from nmrun.lab.words import rules
+from nmrun.lab.words import composition, precheck, rules
 from nmrun.papers.detection.keys import INSTANCES
 from nmrun.papers.flow.keys import FRAMES
 from nmrun.papers.reading.keys import QUESTIONS
@@ -89,18 +89,8 @@ def test_layers_that_are_known_without_building_are_those_of_the_model(name):
 
 
 def test_a_logger_that_is_not_installed(monkeypatch):
+    composition.register()
     monkeypatch.setattr(rules, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
-    settings = {"name": "local", "also": ["tensorboard", "mlflow"]}
-    assert list(rules._no_logger(settings)) == [
+    assert precheck.look(["track=local", "track.also=[tensorboard,mlflow]"]).problems == [
         "track=tensorboard is not installed: pip install 'nmrun[tensorboard]'"
-    ]
-
-
-def test_a_folder_of_ones_own_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("")
-    assert list(rules._unknown_package("recipe", "mine.Recipe")) == []
-    assert list(rules._unknown_package("recipe", "yours.Recipe")) == [
-        "recipe._target_=yours.Recipe cannot be imported: there is no yours.py here and no such "
-        "package installed; PYTHONPATH=FOLDER lets nmrun look in another folder"
     ]
