@@ -60,7 +60,7 @@ _warm = multiprocessing.get_context("forkserver")
 _warm.set_forkserver_preload(
     [
         "nmrun.lab.cli",
-        "nmrun.lab.train.jobs",
+        "nmrun.lab.sweeps.jobs",
         "nmrun.lab.train.runner",
         "nmrun.lab.train.loop",
         "hydra.main",

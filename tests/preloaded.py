@@ -33,7 +33,7 @@ MODULES = [
     "nmrun.lab.models.images",
     "nmrun.lab.models.images",
     "nmrun.lab.compare.tables",
-    "nmrun.lab.train.jobs",
+    "nmrun.lab.sweeps.jobs",
     "nmrun.lab.train.loop",
     "nmrun.lab.train.runner",
     "nmrun.lab.train.fsdp",

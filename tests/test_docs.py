@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import nmrun.lab.cli as cli
-import nmrun.lab.train.jobs
+import nmrun.lab.sweeps.jobs
 from nmrun.errors import ConfigError
 from nmrun.lab.words import command_line, experiment, precheck, rules
 from nmrun.lab.words.composition import Cache

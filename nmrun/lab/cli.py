@@ -28,8 +28,8 @@ VERBS = {
     "sample": "nmrun.lab.api.sample.main",
     "export": "nmrun.lab.export.cli.main",
     "bench": "nmrun.lab.bench.main",
-    "prune": "nmrun.lab.train.pruning.main",
-    "ratios": "nmrun.lab.train.ratios.main",
+    "prune": "nmrun.lab.pruning.prune.main",
+    "ratios": "nmrun.lab.pruning.ratios.main",
     "tune": "nmrun.lab.tune.cli.main",
     "status": "nmrun.lab.folders.status.main",
     "compare": "nmrun.lab.folders.settings.main",
@@ -94,7 +94,7 @@ def _main(argv: list[str]) -> int:
         print(f"nmrun {nmrun.__version__}")
         return 0
     verbs.waiting("checking the settings")
-    from nmrun.lab.train import jobs
+    from nmrun.lab.sweeps import jobs
 
     return jobs.main(argv)
 

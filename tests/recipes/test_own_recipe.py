@@ -20,7 +20,7 @@ from runs import result_of
 from safetensors.torch import load_file
 
 import nmrun
-import nmrun.lab.train.jobs  # registers the source of ratios
+import nmrun.lab.sweeps.jobs  # registers the source of ratios
 from nmrun import recipes
 from nmrun.lab.words import command_line, precheck
 

@@ -53,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
             return 0
     os.chdir(place or ".")
     if words[:1] == ["prune"]:
-        from nmrun.lab.train import pruning
+        from nmrun.lab.pruning import prune
 
-        return pruning.main([*words[1:], *["--yes"] * options.yes])
-    from nmrun.lab.train import jobs
+        return prune.main([*words[1:], *["--yes"] * options.yes])
+    from nmrun.lab.sweeps import jobs
 
     return jobs.main(words)
 

@@ -18,14 +18,15 @@ import torch
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.compare.runs import collect, summary
+from nmrun.lab.folders import sweep as record
+from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
-from nmrun.lab.train import checkpoint, jobs
+from nmrun.lab.sweeps import jobs
+from nmrun.lab.train import checkpoint
 from nmrun.lab.words import command_line, schema
-from nmrun.lab.words import sweep as record
 from nmrun.lab.words.composition import jobs_of
 from nmrun.lab.words.schema import flatten
 from nmrun.lab.words.suggestions import RATIOS
-from nmrun.lab.words.sweep import recorded
 from nmrun.patterns import written
 
 if TYPE_CHECKING:

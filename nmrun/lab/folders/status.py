@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.folders import settings
+from nmrun.lab.folders import settings, sweep
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, aligned
-from nmrun.lab.words import command_line, sweep
+from nmrun.lab.words import command_line
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks

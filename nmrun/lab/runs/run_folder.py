@@ -8,10 +8,12 @@ nothing of one is believed before that was looked at; :class:`RunFolder` does it
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import atomic
-from nmrun.errors import RunError, tell
+from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.runs import documents
 
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
@@ -43,6 +45,17 @@ OF_CONFIG = {
 NUMBER = (int, float, type(None))
 
 _unverified: set[Path] = set()  # folders of which the user has been told so
+
+
+def make_folder(folder: Path, output_dir: str) -> None:
+    """Raises ConfigError where the folder, which is below the output folder, cannot be made or
+    written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except OSError as error:
+        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
 
 
 class RunFolder:

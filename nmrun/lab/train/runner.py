@@ -20,14 +20,13 @@ from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
+from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder, make_folder
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint, console, results, trials
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words.identity import identity, title
-from nmrun.lab.words.sweep import make_folder
 
 
 def run(

@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--trials {options.trials}: it takes a whole number, 1 or more")
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
-    from nmrun.lab.train import jobs
+    from nmrun.lab.folders.sweep import span
+    from nmrun.lab.sweeps import jobs
     from nmrun.lab.tune import plan
     from nmrun.lab.words import command_line
-    from nmrun.lab.words.sweep import span
 
     space = plan.read_space(options.over)
     words = command_line.options(list(options.words)).overrides

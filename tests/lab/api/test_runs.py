@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 import nmrun
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api import runs
-from nmrun.lab.words import command_line, sweep
+from nmrun.lab.folders import sweep
+from nmrun.lab.words import command_line
 
 SHORT = [*TINY, "trainer.epochs=2"]
 

@@ -25,8 +25,7 @@ from runs import at_work, result_of
 from terminal import Terminal
 from verbs import python
 
-from nmrun.lab.folders import status
-from nmrun.lab.words import sweep
+from nmrun.lab.folders import status, sweep
 
 Place = Callable[..., Path]
 

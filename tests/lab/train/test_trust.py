@@ -11,7 +11,8 @@ from runs import config, result_of, rewrite
 from verbs import verb
 
 from nmrun.lab.runs.run_folder import sealed
-from nmrun.lab.train import jobs, runner
+from nmrun.lab.sweeps import jobs
+from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 
 NETWORK = ("model=mlp", "model.hidden=[16,16]", "trainer.limit_batches=1", "trainer.epochs=1")

@@ -19,7 +19,8 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.reports import table
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.runs import locks
-from nmrun.lab.train import jobs, results
+from nmrun.lab.sweeps import jobs
+from nmrun.lab.train import results
 from nmrun.lab.tune import comparison, plan
 from nmrun.lab.tune.cli import main
 from nmrun.lab.tune.comparison import TuningProgress

@@ -541,7 +541,7 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from nmrun.lab.train import jobs
+    from nmrun.lab.sweeps import jobs
     from nmrun.lab.words import precheck
 
     look, composed = precheck.look, {}  # each choice of options is composed once for all lines

@@ -25,7 +25,7 @@ from verbs import python, verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
-from nmrun.lab.train import jobs
+from nmrun.lab.sweeps import jobs
 from nmrun.lab.words import composition
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
@@ -248,7 +248,7 @@ def test_help_is_what_hydra_would_say(tmp_path, flags):
         (tmp_path / "mine" / f"{name}.yaml").write_text("name: ste\n")
     code = "import sys; from nmrun.lab import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
     quick = python("-c", code, *flags, "--help", cwd=tmp_path)
-    code = f"from nmrun.lab.train import jobs; jobs._hydra({[*flags, '--help']}, [])"
+    code = f"from nmrun.lab.sweeps import jobs; jobs._hydra({[*flags, '--help']}, [])"
     whole = python("-c", code, cwd=tmp_path)
     assert quick.stderr == "[]\n"
     assert quick.stdout == whole.stdout

@@ -11,7 +11,7 @@ import torch
 from runs import result_of
 from safetensors.torch import load_file
 
-import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
+import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.lab.keys import models
 from nmrun.lab.words import precheck, schema
 from nmrun.lab.words.composition import Cache, composed, composing

@@ -10,7 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
-from nmrun.lab.words import command_line, sweep
+from nmrun.lab.folders import sweep
+from nmrun.lab.words import command_line
 from nmrun.lab.words.composition import SWEEPER
 
 Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use

@@ -19,7 +19,7 @@ from nmrun.patterns import Pattern
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.train.ratio_search import Costs, LayerTimes, Proposal
+    from nmrun.lab.pruning.ratio_search import Costs, LayerTimes, Proposal
 
 GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
 
@@ -75,7 +75,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     from safetensors.torch import load_file
 
     from nmrun.lab import models, tasks
-    from nmrun.lab.train import ratio_search
+    from nmrun.lab.pruning import ratio_search
     from nmrun.lab.words import schema
     from nmrun.lab.words.composition import config_of
     from nmrun.lab.words.identity import completed

@@ -21,9 +21,8 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder
+from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder, make_folder
 from nmrun.lab.words.identity import run_folder, title
-from nmrun.lab.words.sweep import make_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
             f"--to {options.to}: the pruned network gets a run folder (output_dir=); then nmrun "
             f"export RUN --to {options.to} copies it"
         )
-    from nmrun.lab.words import pruning
+    from nmrun.lab.pruning.config import read
 
-    config = pruning.read(options.words, options.config_dir, options.yes)
+    config = read(options.words, options.config_dir, options.yes)
     folder = run_folder(config)
     print(title(config), flush=True)
     run_dir = RunFolder(folder)

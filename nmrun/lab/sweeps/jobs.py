@@ -29,15 +29,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError, leads, refuse, tell
 from nmrun.lab import verbs
+from nmrun.lab.folders import sweep
+from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
+from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder, make_folder
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.train import workers
-from nmrun.lab.train.workers import SweepTable
-from nmrun.lab.words import command_line, composition, experiment, precheck, schema, sweep
+from nmrun.lab.sweeps import workers
+from nmrun.lab.sweeps.workers import SweepTable
+from nmrun.lab.words import command_line, composition, experiment, precheck, schema
 from nmrun.lab.words.composition import Cache, jobs_of, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
-from nmrun.lab.words.sweep import make_folder, recorded
 
 # Ends of runs, the one that matters most last.
 MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
@@ -119,7 +120,7 @@ def _launch_here(
 
 def _launch(flags: list[str], overrides: list[str]) -> int:
     """Run the jobs of all sweeps by Hydra's launcher, by the ``overrides`` of one; likewise."""
-    from nmrun.lab.words import sweeper
+    from nmrun.lab.sweeps import sweeper
 
     sweeper.register()
     try:

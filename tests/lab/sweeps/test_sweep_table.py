@@ -13,9 +13,9 @@ import yaml
 from terminal import Terminal
 
 from nmrun.lab import verbs
-from nmrun.lab.train import workers
-from nmrun.lab.train.workers import SweepTable
-from nmrun.lab.words import sweep
+from nmrun.lab.folders import sweep
+from nmrun.lab.sweeps import workers
+from nmrun.lab.sweeps.workers import SweepTable
 
 SWEEPS = [["recipe=step,sr_ste", "seed=0,1", "sparsity=2:4", "trainer.epochs=12"]]
 RUN = {"status": "finished", "metric": "accuracy"}

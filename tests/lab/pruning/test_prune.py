@@ -19,9 +19,9 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.export import finished_run
+from nmrun.lab.pruning.config import read
+from nmrun.lab.pruning.prune import calibration
 from nmrun.lab.train import runner
-from nmrun.lab.train.pruning import calibration
-from nmrun.lab.words import pruning
 from nmrun.lab.words.identity import identity
 from nmrun.sparsity import check_nm
 
@@ -54,7 +54,7 @@ def prune(*words: str, capsys) -> tuple[dict, str]:
 @pytest.mark.slow
 def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     result, printed = prune(dense, "method=wanda", "sparsity=1:4", "samples=10", capsys=capsys)
-    before, config = runs.result_of(dense), pruning.read([str(dense)])
+    before, config = runs.result_of(dense), read([str(dense)])
     assert result["config"]["recipe"] == {"name": "wanda", "samples": 10, "permute": False}
     assert "/stdlib_text/gpt_tiny/wanda/1of4/s0-" in result["folder"]
     run = finished_run.load(Path(result["folder"]))  # all files are sealed, all layers 1:4
@@ -128,14 +128,14 @@ def test_other_verbs_take_the_folder(dense, tmp_path, capsys):
 
 
 def test_nothing_is_tracked_and_saying_so_changes_nothing(dense):
-    usual = pruning.read([str(dense), "seed=1"])
-    local = pruning.read([str(dense), "seed=1", "track=local"])
+    usual = read([str(dense), "seed=1"])
+    local = read([str(dense), "seed=1", "track=local"])
     assert local.plain == usual.plain
     assert local.plain["track"] == {"name": "local", "tags": [], "also": []}
     composed = ("dataset=stdlib_text", "model=gpt_tiny", f"init={dense}", "dataset.context=16")
     width = ("model.width=16", "model.heads=2")
-    assert pruning.read([*composed, *width]).plain["track"] == local.plain["track"]
-    assert pruning.read([*composed, *width, "track=local"]).plain["track"] == local.plain["track"]
+    assert read([*composed, *width]).plain["track"] == local.plain["track"]
+    assert read([*composed, *width, "track=local"]).plain["track"] == local.plain["track"]
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_a_pretrained_network(tmp_path, capsys):
 
 
 def test_calibration_is_cut_to_the_samples(dense):
-    task = tasks.build(pruning.read([str(dense)]), torch.device("cpu"))
+    task = tasks.build(read([str(dense)]), torch.device("cpu"))
     sizes = [len(batch[0]) for batch in calibration(task, 10, 2)]
     assert sizes == [2, 2, 2, 2, 2]
     assert [len(batch[0]) for batch in calibration(task, 7, 1)] == [4, 3]

@@ -8,7 +8,6 @@ and several may write it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import json
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, leads, tell
+from nmrun.errors import leads, tell
 from nmrun.lab.runs import documents, locks
+from nmrun.lab.runs.run_folder import make_folder
 from nmrun.lab.verbs import aligned
 from nmrun.lab.words import command_line
 
@@ -51,17 +51,6 @@ def new_folder(output_dir: str) -> Path:
     place = Path(output_dir, ".sweeps").absolute()
     names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
     return next(folder for each in names if not (folder := place / each).exists())
-
-
-def make_folder(folder: Path, output_dir: str) -> None:
-    """Raises ConfigError where the folder, which is below the output folder, cannot be made or
-    written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    except OSError as error:
-        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
 
 
 @contextlib.contextmanager

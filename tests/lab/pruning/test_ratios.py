@@ -22,9 +22,14 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import probe
 from nmrun.fast.measurement import Times
-from nmrun.lab.train import ratio_search
-from nmrun.lab.train.ratio_search import best_choice, flops_by_layer, search_ratios, times_by_layer
-from nmrun.lab.train.ratios import main
+from nmrun.lab.pruning import ratio_search
+from nmrun.lab.pruning.ratio_search import (
+    best_choice,
+    flops_by_layer,
+    search_ratios,
+    times_by_layer,
+)
+from nmrun.lab.pruning.ratios import main
 from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity.weight import LIVE
 

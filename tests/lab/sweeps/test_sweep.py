@@ -28,12 +28,14 @@ from runs import result_of
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, verbs
+from nmrun.lab.folders import sweep
 from nmrun.lab.runs import locks
-from nmrun.lab.train import checkpoint, jobs
-from nmrun.lab.words import command_line, experiment, schema, sweep
+from nmrun.lab.sweeps import jobs
+from nmrun.lab.sweeps.sweeper import NMSweeper
+from nmrun.lab.train import checkpoint
+from nmrun.lab.words import command_line, experiment, schema
 from nmrun.lab.words.composition import composed, composing, jobs_of
 from nmrun.lab.words.identity import run_folder
-from nmrun.lab.words.sweeper import NMSweeper
 
 NOW = 1_000_000.0
 

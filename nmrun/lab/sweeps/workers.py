@@ -23,11 +23,11 @@ from typing import Any
 
 from nmrun.errors import folded, tell
 from nmrun.lab.compare import notation
+from nmrun.lab.folders import sweep
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import ECHO, ENDING, ends_with
 from nmrun.lab.verbs import is_terminal, live_display
-from nmrun.lab.words import sweep
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 LOOK = 0.1  # seconds between two looks at the others
