@@ -419,8 +419,8 @@ def test_an_epoch_of_a_language_model_is_not_lost(tmp_path, monkeypatch, nmrun_c
     cfg = config(tmp_path, *overrides)
     words = [word for word in TINY if "channels" not in word and "epoch" not in word]
     words = [word for word in words if "limit" not in word] + list(overrides)
-    finished = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
-    result = finished(finished)
+    alone = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
+    result = finished(alone)
     process = preloaded.started((*words, f"output_dir={tmp_path}"), tmp_path)
     while process.is_alive() and not (run_folder(cfg) / "checkpoint.pt").exists():
         time.sleep(0.002)
@@ -431,9 +431,9 @@ def test_an_epoch_of_a_language_model_is_not_lost(tmp_path, monkeypatch, nmrun_c
     assert again.returncode == 0
     assert "  goes on at step " in again.stdout
     for name in ("model.safetensors", "best.safetensors"):
-        one, other = (run_folder(each) / name for each in (cfg, finished))
+        one, other = (run_folder(each) / name for each in (cfg, alone))
         assert one.read_bytes() == other.read_bytes()
-    assert rows(run_folder(cfg)) == rows(run_folder(finished))
+    assert rows(run_folder(cfg)) == rows(run_folder(alone))
     ended = result_of(run_folder(cfg))
     assert 0 < ended["checkpoint_seconds"] < ended["seconds"]
     assert ended["metrics"] == result["metrics"]
