@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         )
     from nmrun.lab.bench import options
 
-    arguments = vars(options.parse(what, words))
+    arguments = options.parse(what, words)
     out = arguments.pop("out")
     import torch
 

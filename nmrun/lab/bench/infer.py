@@ -33,7 +33,15 @@ from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
 from nmrun.lab.bench import harness, peers
 from nmrun.lab.bench.harness import Benchmark, Row, quartiles, ratios, rounds
-from nmrun.lab.bench.options import INFERRED, INFERRING, INFERRING_ON_GPU, PRECISIONS
+from nmrun.lab.bench.options import (
+    INFERRED,
+    INFERRED_RATIOS,
+    INFERRED_TOKENS,
+    INFERRING,
+    INFERRING_ON_GPU,
+    PRECISIONS,
+    sequences,
+)
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 
@@ -362,14 +370,14 @@ def benchmark(
             else "this processor has no instructions for it"
         )
         raise ConfigError(f"--precisions {unsupported[0]}: {why}")
-    usual = INFERRED[place.type]
     precisions = precisions or [p for p in PRECISIONS if supported[p]]
     arms = arms or [arm for arm in possible if on_gpu or arm != "packed_compiled"]
-    patterns = patterns or [Pattern.parse(ratio) for ratio in usual.ratios]
+    patterns = patterns or [*map(Pattern.parse, INFERRED_RATIOS[place.type])]
+    tokens = tokens or [*map(sequences, INFERRED_TOKENS[place.type])]
 
     def cases() -> Iterator[list[Row]]:
-        for name in models or usual.networks:
-            for size in tokens or usual.sizes:
+        for name in models or INFERRED[place.type]:
+            for size in tokens:
                 harness.note(f"{name}, {size[0]} x {size[1]}")
                 try:
                     yield measure(name, patterns, size, precisions, arms, rounds, place)

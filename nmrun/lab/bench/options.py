@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.bench import KINDS
@@ -61,24 +61,14 @@ INFERRING = (
 )  # fmt: skip
 INFERRING_ON_GPU = ("torch", "compiled", "packed", "packed_compiled")
 PRECISIONS = ("float32", "bf16", "int8")
+# by the kind of device
+INFERRED = {"cuda": ("bert_large", "gpt2_prompt"), "cpu": ("transformer", "bert_base")}
+INFERRED_RATIOS = {"cuda": ("2:4",), "cpu": CPU_RATIOS}
+INFERRED_TOKENS = {"cuda": ("512", "8x512", "32x512"), "cpu": ("1", "128", "8x128")}
 
 
-class Inferred(NamedTuple):
-    """What infer measures where nobody says it."""
-
-    networks: Sequence[str]
-    ratios: Sequence[str]
-    sizes: Sequence[tuple[int, int]]
-
-
-INFERRED = {
-    "cuda": Inferred(("bert_large", "gpt2_prompt"), ("2:4",), ((1, 512), (8, 512), (32, 512))),
-    "cpu": Inferred(("transformer", "bert_base"), CPU_RATIOS, ((1, 1), (1, 128), (8, 128))),
-}
-
-
-def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Read the options of a benchmark, and make the folder of its results.
+def parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
+    """The options of a benchmark by name; the folder of its results is made.
 
     ConfigError for a mistake, as far as it shows before torch is imported.
     """
@@ -96,7 +86,7 @@ def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             parser.error(f"--out {options.out}: {error.strerror}")
-    return options
+    return vars(options)
 
 
 def _check(names: Sequence[str], words: Sequence[str]) -> None:
@@ -187,6 +177,12 @@ def _add_list(parser: Parser, flag: str, default: Sequence[object], **how: objec
     parser.add_argument(flag, nargs="+", default=[*default], **{"help": text, **how})  # type: ignore[arg-type]
 
 
+def _usual(by_device: Mapping[str, Sequence[object]]) -> str:
+    """What stands for an option that nobody gives, in words."""
+    on_gpu, on_cpu = (" ".join(map(str, by_device[kind])) for kind in ("cuda", "cpu"))
+    return f"default: {on_gpu}; on a CPU {on_cpu}"
+
+
 def _recipes() -> Parser:
     parser = _parser("recipes", 20)
     # tiny tries the benchmark itself
@@ -220,10 +216,8 @@ def _gemm() -> Parser:
         ("--shapes", shape, GEMM_SHAPES),
         ("--tokens", positive, GEMM_TOKENS),
     ):
-        on_gpu, on_cpu = (" ".join(map(str, usual[name])) for name in ("cuda", "cpu"))
         metavar = "INxOUT" if kind is shape else None
-        text = f"default: {on_gpu}; on a CPU {on_cpu}"
-        parser.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=text)
+        parser.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=_usual(usual))
     parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     text = f"on a CPU (default: {' '.join(CPU_RATIOS)}); on a GPU it is 2:4"
     parser.add_argument("--sparsity", nargs="+", type=pattern, metavar="N:M", help=text)
@@ -244,8 +238,7 @@ def _layer() -> Parser:
 
 def _train() -> Parser:
     parser = _parser("train", 10)
-    text = f"default: {' '.join(TRAINED['cuda'])}; on a CPU {' '.join(TRAINED['cpu'])}"
-    parser.add_argument("--models", nargs="+", choices=NETWORKS, help=text)
+    parser.add_argument("--models", nargs="+", choices=NETWORKS, help=_usual(TRAINED))
     parser.add_argument("--recipe", default="sr_ste", help="default: sr_ste")
     text = "each measured by itself, beside dense (default: 2:4)"
     _add_list(parser, "--sparsity", ["2:4"], metavar="N:M", help=text)
@@ -261,25 +254,14 @@ def _train() -> Parser:
 
 def _infer() -> Parser:
     parser = _parser("infer", 12)
-    usual = {name: INFERRED[name] for name in ("cuda", "cpu")}
-    networks, ratios, sizes = (
-        "default: {cuda}; on a CPU {cpu}".format(
-            **{k: " ".join(map(_size, v[i])) for k, v in usual.items()}
-        )
-        for i in range(3)
-    )
-    add = parser.add_argument
-    add(
-        "--models",
-        nargs="+",
-        choices=INFERRED_NETWORKS,
-        metavar="NAME",
-        help=f"{', '.join(INFERRED_NETWORKS)} ({networks})",
-    )
-    add("--patterns", nargs="+", type=pattern, metavar="N:M", help=ratios)
+    add, names = parser.add_argument, ", ".join(INFERRED_NETWORKS)
+    text = f"{names} ({_usual(INFERRED)})"
+    add("--models", nargs="+", choices=INFERRED_NETWORKS, metavar="NAME", help=text)
+    text = _usual(INFERRED_RATIOS)
+    add("--patterns", nargs="+", type=pattern, metavar="N:M", help=text)
     text = (
         "of a sequence, or sequences x tokens; for language models sequences, with one new token each "
-        f"(NAME_prompt: of a prompt); for resnet18 and vit_large images ({sizes})"
+        f"(NAME_prompt: of a prompt); for resnet18 and vit_large images ({_usual(INFERRED_TOKENS)})"
     )
     add("--tokens", nargs="+", type=sequences, metavar="N", help=text)
     text = "default: those that this processor has; on a GPU it is bf16"
@@ -288,13 +270,6 @@ def _infer() -> Parser:
     add("--arms", nargs="+", choices=INFERRING, help=text)
     add("--threads", type=positive, help="of the CPU (default: as many as torch takes)")
     return parser
-
-
-def _size(value: str | tuple[int, int]) -> str:
-    """``8x128`` for (8, 128), ``128`` for (1, 128)."""
-    if isinstance(value, str):
-        return value
-    return "x".join(map(str, value[value[0] == 1 :]))
 
 
 def _overrides(parser: Parser, example: str) -> None:
