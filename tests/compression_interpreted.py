@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.gpu.kernels import compression
+from nmrun.kernels import triton_mvue
+from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold
 
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -102,3 +104,18 @@ def test_weights_come_back_whole(what, turned):
     result = unpacked(blob, 80, 48)
     assert torch.equal(result, weight)
     assert not bool((blob.view(-1)[: 80 * 24].view(torch.int16) == -(2**15)).any())
+
+
+@pytest.mark.parametrize(("ratio", "shape"), [("2:4", (96, 80)), ("1:4", (32, 136))])
+def test_a_gradient_is_estimated_and_compressed_in_one_pass(ratio, shape):
+    """The estimate of the kernel that writes it whole, whose tests show that it is unbiased."""
+    rows, columns = shape
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).half()
+    x[:8, :3], x[5, 1] = 0.0, 7.0
+    seed, pattern = torch.tensor([11], dtype=torch.int32), Pattern.parse(ratio)
+    whole, blob = torch.empty_like(x), torch.zeros(compression.blob_shape(columns, rows, x.dtype))
+    blob = blob.to(x.dtype)
+    triton_mvue.estimate(x, whole, pattern, 0, seed)
+    compression.write_estimate(x, blob, pattern, seed)
+    assert torch.equal(unpacked(blob, columns, rows), whole.t().float())
+    assert 0 < int((whole != 0).sum()) <= pattern.n * x.numel() // 4

@@ -4,13 +4,13 @@ reference in ``nmrun.sparsity.reference``.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from nmrun.kernels import cpu
+from nmrun.kernels.comparison import agrees
 from nmrun.kernels.layout import LARGEST
 from nmrun.patterns import Pattern
 
@@ -84,15 +84,10 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
     expected = torch.zeros_like(weight).scatter_(1, indices, weight.gather(1, indices))
     on_device = weight.to(device)
     out = torch.empty_like(on_device)
-    try:
-        right = triton_projection.project(on_device, out, Pattern(n, m), 1) and bool(
+
+    def compare() -> bool:
+        return triton_projection.project(on_device, out, Pattern(n, m), 1) and bool(
             (out.cpu() == expected).all()
         )
-        trouble = "wrong numbers"
-    except Exception as error:  # whatever a compiler or a driver can say
-        right, trouble = False, f"{type(error).__name__}: {error}"
-    if not right:
-        logging.getLogger(__name__).warning(
-            "Triton's %d:%d projection is not used on %s (%s)", n, m, device, trouble
-        )
-    return right
+
+    return agrees(f"Triton's {n}:{m} projection", device, compare, "the reference")

@@ -17,7 +17,9 @@ products are dense.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,23 +27,58 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nmrun.kernels.comparison import agrees
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
 FORWARD_FP8, BACKWARD_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """``x`` in an FP8 ``dtype`` with one scale for the whole tensor: ``x`` is about ``values /
     scale``. The scale maps the tensor's largest magnitude to the largest number of the format.
-    Returns the values (FP8) and the scale (float32, 0-dimensional; 1 for an all-zero tensor).
-    What is not finite becomes NaN."""
+    Returns the values (FP8, or the same numbers as ``stored``) and the scale (float32,
+    0-dimensional; 1 for an all-zero tensor). What is not finite becomes NaN."""
+    stored = stored or dtype
+    # torch.compile makes two kernels of the operations below by itself
+    if x.is_cuda and not torch.compiler.is_compiling() and _by_triton(x.device):
+        from nmrun.kernels import triton_fp8
+
+        if triton_fp8.applies(x, dtype):
+            return triton_fp8.quantize(x, dtype, stored)
+    return _quantize(x, dtype, stored)
+
+
+def _quantize(x: Tensor, dtype: torch.dtype, stored: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.abs().amax()
     # finite for subnormal numbers too
     scale = (torch.finfo(dtype).max / largest).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where(largest == 0, 1.0, scale)
-    return (x * scale).to(dtype), scale
+    values = (x * scale).to(dtype)
+    return values if stored == dtype else values.to(stored), scale
+
+
+@cache
+def _by_triton(device: torch.device) -> bool:
+    """Whether Triton rounds to FP8 as torch does on this device: compared once."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+
+    def compare() -> bool:
+        from nmrun.kernels import triton_fp8
+
+        x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(device)
+        for dtype in (FORWARD_FP8, BACKWARD_FP8):
+            values, scale = triton_fp8.quantize(x, dtype, torch.bfloat16)
+            expected, exact = _quantize(x, dtype, torch.bfloat16)
+            if not (torch.equal(values, expected) and torch.equal(scale, exact)):
+                return False
+        return True
+
+    return agrees("Triton's rounding to FP8", device, compare, "torch's")
 
 
 def linear(
@@ -121,14 +158,14 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     # FP8 numbers are bfloat16 numbers too: tensor cores multiply those exactly and sum in float32,
     # but round the sum for a 16-bit layer
     exact = torch.bfloat16 if a.is_cuda and a.dtype != torch.float32 else torch.float32
-    (a, scale_a), (b, scale_b) = quantize(a, dtype), quantize(b, dtype)
+    (a, scale_a), (b, scale_b) = quantize(a, dtype, exact), quantize(b, dtype, exact)
     # meta has none
     autocast = (
         contextlib.nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False)
     )
     with autocast:  # on, it would round the sums
         # one after the other: their product may overflow
-        return (a.to(exact) @ b.to(exact)).float() / scale_a / scale_b
+        return (a @ b).float() / scale_a / scale_b
 
 
 def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:

@@ -93,15 +93,14 @@ def _on_device(x: Tensor, n: int, m: int, dim: int) -> Tensor:
 
         if triton_mvue.applies(x, pattern, dim):
             out = torch.empty_like(x)
-            triton_mvue.estimate(
-                x,
-                out,
-                pattern,
-                dim,
-                torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=x.device),
-            )
+            triton_mvue.estimate(x, out, pattern, dim, seed(x.device))
             return out
     return _reference(x, pattern, dim, None)
+
+
+def seed(device: torch.device) -> Tensor:
+    """A seed for kernels with random numbers of their own, from torch's generator of the device."""
+    return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=device)
 
 
 @_on_device.register_fake

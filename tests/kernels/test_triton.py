@@ -25,12 +25,7 @@ from nmrun.rule import Rule
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
 ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
-# triton_compression reads bits, whatever they mean
-CODE = sorted(
-    path
-    for path in Path(kernels.__file__).parent.glob("triton_*.py")
-    if path.stem != "triton_compression"
-)
+CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
 
 
 @pytest.mark.parametrize(
@@ -194,24 +189,57 @@ def test_the_step_of_adam():
         assert other.loads["v4.b32"] == other.stores["v4.b32"] == 4 * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "ratio"), [(90, "3:16"), (100, "2:4")])
-def test_the_unbiased_estimate_compiles(architecture, ratio):
+def compiled(kernel: Any, architecture: int, types: dict[str, str], **constants: Any) -> Any:
+    """A kernel whose pointers and sizes 16 divides, in Triton's own words."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nmrun.kernels.triton_mvue import TILE, estimate_one
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in types
+    }
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "ratio"), [(90, "3:16"), (100, "2:4"), (80, "1:4")])
+def test_the_unbiased_estimate(architecture, ratio):
+    """Of groups of four, 16 bytes at a time, and threads exchange nothing."""
+    from nmrun.kernels.triton_mvue import estimate_one
 
     pattern = Pattern.parse(ratio)
-    fixed = {"N": pattern.n, "M": pattern.m, "P": pattern.m, "COLUMNS": TILE // pattern.m}
-    types = {"x": "*bf16", "out": "*bf16", "seed": "*i32", "columns": "i32", "inner": "i32"}
-    signature = {name: types.get(name, "constexpr") for name in estimate_one.arg_names}
-    attributes = {(i,): [["tt.divisibility", 16]] for i in range(2)}
-    target = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(ASTSource(estimate_one, signature, fixed, attributes), target=target)
-    assert f"sm_{architecture}" in built.asm["ptx"]
+    four = pattern.m == 4
+    sizes = {"N": pattern.n, "M": pattern.m, "P": pattern.m, "COLUMNS": 1024 if four else 64}
+    types = {"x": "*bf16", "out": "*bf16", "seed": "*i32", "inner": "i32"}
+    built = compiled(estimate_one, architecture, types, **sizes)
+    ptx = built.asm["ptx"]
+    assert f"sm_{architecture}" in ptx
     assert built.asm["cubin"]
-    assert built.metadata.shared <= 4096
+    if four:
+        assert len(re.findall(r"\bld\.global\.v4\.b32", ptx)) == 4
+        assert len(re.findall(r"\bst\.global\.v4\.b32", ptx)) == 4
+        assert built.metadata.shared == 0
+    else:
+        assert built.metadata.shared <= 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_estimate_that_is_compressed_goes_through_registers_alone(architecture):
+    import triton.language as tl
+
+    from nmrun.fast.gpu.kernels.triton_compression import pack_estimate
+
+    types = {"x": "*bf16", "values": "*i32", "meta": "*i16", "seed": "*i32", "rows": "i32"}
+    types["groups"] = "i32"
+    sizes = {"N": 2, "CAST": tl.bfloat16, "ROWS": 64, "GROUPS": 8}
+    built = compiled(pack_estimate, architecture, types, **sizes)
+    ptx = built.asm["ptx"]
+    # 512 groups for 128 threads: every entry is read once
+    assert len(re.findall(r"\bld\.global\.b16", ptx)) == 4 * 4
+    assert len(re.findall(r"\bst\.global\.b32", ptx)) == 4
+    assert built.metadata.shared == 0
 
 
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])
@@ -251,7 +279,7 @@ def _loads(tree: ast.AST) -> list[tuple[str, str]]:
 
 def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read():
     loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
-    wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
+    wide = {"table", "owner", "row", "scalars", "seed", "bits"}  # int64, int32, float32
     narrow = [(name, to) for name, to in loads if name not in wide]
     assert {name for name, _ in narrow} == {
         "weight",

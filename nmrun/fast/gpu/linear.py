@@ -124,12 +124,13 @@ def _product(
 multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args=())
 
 
-@torch.library.custom_op("nmrun::pack_multiply24", mutates_args=())
-def once(x: Tensor, sparse: Tensor, path: str) -> Tensor:
-    """x S^T with S (rows, columns) 2:4 along its columns, packed for this one product."""
-    x, sparse = (padded(t, 2 * ROUND_UP, 1) for t in (x, sparse))
-    parts, _ = semi_structured.named(path).pack(sparse, None)
-    return semi_structured.named(path).multiply(x, parts, None)
+@torch.library.custom_op("nmrun::weight_gradient24", mutates_args=())
+def weight_gradient24(x: Tensor, dz: Tensor, mvue: str, path: str) -> Tensor:
+    """x^T E, (columns, rows), E the unbiased estimate of dz (tokens, rows) along the tokens, packed
+    for this one product."""
+    x, dz = (padded(t, 2 * ROUND_UP) for t in (x, dz))
+    chosen = semi_structured.named(path)
+    return chosen.multiply(x.t(), chosen.pack_estimate(dz, Pattern.parse(mvue)), None)
 
 
 @linear24.register_fake
@@ -142,20 +143,21 @@ def _(x, parts, rows, path, bias=None):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], rows)
 
 
-@once.register_fake
-def _(x, sparse, path):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], sparse.shape[0])
+@weight_gradient24.register_fake
+def _(x, dz, mvue, path):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[1], dz.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, mvue, ctx.input_path = inputs
+    x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, ctx.mvue, ctx.input_path = (
+        inputs
+    )
     ctx.save_for_backward(x, *parts_t, *dense)
     ctx.sparse_input, ctx.rows, ctx.dtypes = (
         bool(parts_t),
         x.shape[1],
         (weight.dtype, None if bias is None else bias.dtype),
     )
-    ctx.mvue = None if mvue is None else Pattern.parse(mvue)
     ctx.nothing = tuple([None] * len(tensors) for tensors in (parts, parts_t, dense))
 
 
@@ -174,12 +176,12 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[2]:
         db = dz.sum(0).to(bias_dtype)
     if ctx.needs_input_grad[1]:
-        if ctx.mvue is not None:
-            dz = estimate(dz, ctx.mvue, None)
-        if ctx.mvue is not None and ctx.weight_path is not None:
-            dw = once(x.t(), dz.t(), ctx.weight_path).t()
-        else:
+        if ctx.mvue is None:
             dw = backward_product(dz.t(), x, fp8)
+        elif ctx.weight_path is not None:
+            dw = weight_gradient24(x, dz, ctx.mvue, ctx.weight_path).t()
+        else:
+            dw = backward_product(estimate(dz, Pattern.parse(ctx.mvue), None).t(), x, fp8)
         dw = dw.to(weight_dtype)
     return dx, dw, db, *ctx.nothing, None, None, None, None
 

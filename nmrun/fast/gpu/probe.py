@@ -20,11 +20,13 @@ from nmrun.fast.gpu import linear, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.measurement import Times, recall, remember, version
+from nmrun.patterns import Pattern
 from nmrun.products import layer, simulation
 from nmrun.products.layer import Phase
 from nmrun.sparsity.weight import SparseWeight
 
 FILE = "probe24.json"
+PAIRS = Pattern(2, 4)
 NO_MEMORY = "not enough memory is free to try it"
 
 
@@ -70,21 +72,21 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
     x, dz, bias = (
         torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes
     )
-    mask = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[
-        : shape.tokens, None
-    ]
-    estimate = torch.where(mask, dz, 0.0)  # 2:4 along the tokens
     time = semi_structured.milliseconds
-    last = estimate if shape.mvue else dz
+
+    def weight_gradient() -> Tensor:
+        last = simulation.estimate(dz, PAIRS, None) if shape.mvue else dz
+        return simulation.backward_product(last.t(), x, shape.fp8)
+
     dense = Times(
         forward=time(lambda: _forward(x, weight, bias, shape)),
         input_gradient=time(lambda: simulation.backward_product(dz, weight, shape.fp8)),
-        weight_gradient=time(lambda: simulation.backward_product(last.t(), x, shape.fp8)),
+        weight_gradient=time(weight_gradient),
     )
     by_path = {"dense": dense}
     for name, path in semi_structured.candidates(shape.fp8).items():
         try:
-            by_path[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
+            by_path[name] = _times(path, name, shape, dense, weight, x, dz, bias)
         except torch.OutOfMemoryError:
             by_path[name] = Times(wrong=NO_MEMORY)
         except measurement.ERRORS as error:
@@ -94,7 +96,7 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
 
 def _times(
     path: semi_structured.Path, name: str, shape: SemiStructuredShape, dense: Times,
-    weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor, estimate: Tensor,
+    weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
 ) -> Times:  # fmt: skip
     other = weight if shape.both else None
     parts, parts_t = path.pack(weight, other)
@@ -110,7 +112,7 @@ def _times(
         algorithms[1], input_gradient = semi_structured.fastest(name, dz, parts_t, None, expected)
     if shape.mvue:
         try:
-            algorithms[2], weight_gradient = _once(name, x, estimate)
+            algorithms[2], weight_gradient = _weight_gradient(name, x, dz)
         except torch.OutOfMemoryError:
             raise
         except measurement.ERRORS:
@@ -126,13 +128,19 @@ def _times(
     )
 
 
-def _once(name: str, x: Tensor, estimate: Tensor) -> tuple[str, float]:
-    """The product ``x^T estimate`` by the fastest right algorithm, with packing."""
-    inputs, expected = x.t(), x.t().float() @ estimate.float()
-    filled, sparse = (padded(t, 2 * ROUND_UP, 1) for t in (inputs, estimate.t()))
-    parts, _ = semi_structured.named(name).pack(sparse, None)
+def _weight_gradient(name: str, x: Tensor, dz: Tensor) -> tuple[str, float]:
+    """The product ``x^T E`` by the fastest right algorithm, with the estimate E and its packing."""
+    filled = padded(x, 2 * ROUND_UP).t()
+    # all that is not zero is certain, so the estimate is known
+    certain = (
+        dz * torch.tensor([1, 1, 0, 0], device=x.device).repeat(len(dz) // 4 + 1)[: len(dz), None]
+    )
+    parts = semi_structured.named(name).pack_estimate(padded(certain, 2 * ROUND_UP), PAIRS)
+    expected = x.t().float() @ certain.float()
     named, _ = semi_structured.fastest(name, filled, parts, None, expected)
-    return named, semi_structured.milliseconds(lambda: linear.once(inputs, estimate.t(), named))
+    return named, semi_structured.milliseconds(
+        lambda: linear.weight_gradient24(x, dz, str(PAIRS), named)
+    )
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: SemiStructuredShape) -> Tensor:

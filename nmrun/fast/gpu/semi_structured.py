@@ -20,6 +20,7 @@ from nmrun.fast.gpu.kernels import compression, cusparselt
 from nmrun.fast.measurement import ERRORS, fault, first_line
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
+from nmrun.sparsity import estimators
 from nmrun.sparsity.masks import hard_threshold
 
 Parts = list[Tensor]
@@ -45,6 +46,7 @@ class Path:
     :func:`nmrun.products.simulation.linear` does with ``fp8``, those of ``x W^T`` to e4m3fn and
     those of ``dz V`` to e5m2. ``rewrite(parts, W)`` compresses another W in the place of one.
     ``algorithms(x, parts)`` is how many ``multiply`` can choose from by its keyword ``algorithm``.
+    ``estimate(x, pattern)`` packs E^T, E the unbiased estimate of ``x`` along its rows.
     """
 
     pack: Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]
@@ -52,6 +54,13 @@ class Path:
     fp8: bool = False
     rewrite: Callable[[Parts, Tensor], None] | None = None
     algorithms: Callable[[Tensor, Parts], int] | None = None
+    estimate: Callable[[Tensor, Pattern], Parts] | None = None
+
+    def pack_estimate(self, x: Tensor, pattern: Pattern) -> Parts:
+        """What :attr:`estimate` does, in one pass or in two."""
+        if self.estimate is not None:
+            return self.estimate(x, pattern)
+        return self.pack(estimators.mvue(x, pattern, 0).t(), None)[0]
 
 
 def _separately(
@@ -121,33 +130,29 @@ def cusparselt_pack_fp8(weight: Tensor, other: Tensor | None) -> tuple[Parts, Pa
     parts_t: Parts = []
     # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
     if other is not None:
-        values_t, scale_t = simulation.quantize(other.t(), simulation.BACKWARD_FP8)
-        parts_t = [compression.compressed(values_t.bfloat16(), torch.bfloat16), scale_t]
+        values_t, scale_t = simulation.quantize(other.t(), simulation.BACKWARD_FP8, torch.bfloat16)
+        parts_t = [compression.compressed(values_t, torch.bfloat16), scale_t]
     return [compression.compressed(values, simulation.FORWARD_FP8), scale], parts_t
 
 
 def cusparselt_rewrite_fp8(parts: Parts, weight: Tensor) -> None:
     """As :func:`cusparselt_rewrite`, of what :func:`cusparselt_pack_fp8` returned."""
-    forward = parts[0].dtype == simulation.FORWARD_FP8
-    values, scale = simulation.quantize(
-        weight, simulation.FORWARD_FP8 if forward else simulation.BACKWARD_FP8
-    )
-    compression.compressed(values if forward else values.bfloat16(), parts[0].dtype, out=parts[0])
+    values, scale = _quantized(weight, parts)
+    compression.compressed(values, parts[0].dtype, out=parts[0])
     parts[1].copy_(scale)
 
 
-def _operand(x: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """(x as the library takes it, its scale)."""
+def _quantized(x: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """(x rounded as these parts were, in their dtype, its scale)."""
     forward = parts[0].dtype == simulation.FORWARD_FP8
     kind = simulation.FORWARD_FP8 if forward else simulation.BACKWARD_FP8
-    values, scale = simulation.quantize(padded(x, ROUND_UP), kind)
-    return values.to(parts[0].dtype), scale
+    return simulation.quantize(x, kind, parts[0].dtype)
 
 
 def cusparselt_multiply_fp8(
     x: Tensor, parts: Parts, bias: Tensor | None, algorithm: int = 0
 ) -> Tensor:
-    values, scale = _operand(x, parts)
+    values, scale = _quantized(padded(x, ROUND_UP), parts)
     # the library takes no scales that lie on the device; before them float16 would overflow
     out = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     z = cusparselt.multiply(parts[0], values, out=out, algorithm=algorithm)
@@ -156,7 +161,7 @@ def cusparselt_multiply_fp8(
 
 def cusparselt_algorithms_fp8(x: Tensor, parts: Parts) -> int:
     out = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    return cusparselt.algorithms(parts[0], _operand(x, parts)[0], out)
+    return cusparselt.algorithms(parts[0], _quantized(padded(x, ROUND_UP), parts)[0], out)
 
 
 def unscaled(
@@ -179,6 +184,7 @@ CUSPARSELT = Path(
     cusparselt_multiply,
     rewrite=cusparselt_rewrite,
     algorithms=cusparselt_algorithms,
+    estimate=lambda x, pattern: [compression.estimated(x, pattern)],
 )
 # torch's kernel: compiled for compute capability 8.x, refused elsewhere
 CUTLASS = Path(_separately(_cutlass_compress), _cutlass)

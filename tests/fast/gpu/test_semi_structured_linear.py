@@ -107,7 +107,9 @@ def test_the_operator_keeps_what_it_promises(both: bool, mvue: str | None) -> No
     )
     torch.library.opcheck(linear.linear24, arguments, test_utils=utils)
     torch.library.opcheck(linear.multiply24, (normal(4, 16), parts[:2], 8, "compressed"))
-    torch.library.opcheck(linear.once, (normal(4, 16), weight, "compressed"))
+    # of a gradient that is 2:4 along the tokens the estimate is certain
+    arguments = (normal(16, 8), both_ways(16, 8), "2:4", "compressed")
+    torch.library.opcheck(linear.weight_gradient24, arguments)
 
 
 @pytest.mark.parametrize("path", ["compressed", None])

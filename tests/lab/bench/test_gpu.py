@@ -28,7 +28,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
-from nmrun.sparsity import hard_threshold, soft_threshold, transposable_mask
+from nmrun.sparsity import hard_threshold, mvue, soft_threshold, transposable_mask
 
 DEVICE = torch.device("cuda")
 pytestmark = [
@@ -105,6 +105,24 @@ def test_any_weight_that_fits_into_2_4_is_compressed_whole(right: list[str], spa
     torch.testing.assert_close(
         cusparselt.multiply(blob, x).double(), exact, rtol=2**-8, atol=1e-4 * float(exact.std())
     )
+
+
+@pytest.mark.parametrize("ratio", ["2:4", "1:4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_estimate_in_one_pass_is_that_in_two(
+    right: list[str], ratio: str, dtype: torch.dtype
+) -> None:
+    gradient, x = normal(1024, 256).to(dtype), normal(1024, 320, seed=1).to(dtype)
+    torch.manual_seed(5)
+    blob = compression.estimated(gradient, Pattern.parse(ratio))
+    torch.manual_seed(5)
+    whole = mvue(gradient, ratio, 0)
+    assert torch.equal(
+        blob.view(torch.int16), compression.compressed(whole.t(), dtype).view(torch.int16)
+    )
+    exact = x.double().t() @ whole.double()
+    result = cusparselt.multiply(blob, x.t()).double()
+    torch.testing.assert_close(result, exact, rtol=2**-7, atol=2**-7 * float(exact.std()))
 
 
 def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> None:

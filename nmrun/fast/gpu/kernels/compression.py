@@ -7,11 +7,14 @@ where ours has its bits, it is taken.
 from __future__ import annotations
 
 import importlib.util
-import logging
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from nmrun.kernels.comparison import agrees
+from nmrun.patterns import Pattern
+from nmrun.sparsity import estimators
 
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8}
 # compared once: kernels differ where 16 divides rows and groups and where it does not
@@ -40,6 +43,19 @@ def compressed(weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) ->
     return blob if out is None else out.copy_(blob)
 
 
+def estimated(x: Tensor, pattern: Pattern) -> Tensor:
+    """Compress E^T, (columns, rows), where E is the unbiased estimate of ``x`` (rows, columns) along
+    the rows (:func:`nmrun.sparsity.mvue`), by a pattern that fits into 2:4; in the dtype of ``x``,
+    which is 16-bit. N:4 patterns take one pass."""
+    rows, columns = x.shape
+    one_pass = pattern.m == 4 and rows % 4 == 0 and x.is_contiguous()
+    if not one_pass or not works(x.device, x.dtype):
+        return compressed(estimators.mvue(x, pattern, 0).t(), x.dtype)
+    out = torch.empty(blob_shape(columns, rows, x.dtype), dtype=x.dtype, device=x.device)
+    write_estimate(x, out, pattern, estimators.seed(x.device))
+    return out
+
+
 def blob_shape(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
     """The shape of a compressed weight: whole tiles of places, in whole rows."""
     tile = 32 * 16 // BITS[dtype]  # columns
@@ -49,8 +65,6 @@ def blob_shape(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
 
 def write(weight: Tensor, out: Tensor) -> None:
     """Compress a weight into ``out``, by our kernel."""
-    import triton
-
     from nmrun.fast.gpu.kernels import triton_compression
     from nmrun.kernels.triton_launches import DTYPES, on
 
@@ -60,17 +74,44 @@ def write(weight: Tensor, out: Tensor) -> None:
     source = source.contiguous() if transposed else source
     cast = DTYPES[out.dtype] if weight.dtype == torch.float32 else None
     whole = torch.int16 if bits == 16 else torch.int8
-    flat, count = out.view(-1), rows * columns // 2
-    values = flat[:count].view(torch.int32 if bits == 16 else torch.int16)
-    meta = flat[count:].view(torch.int8)
-    meta = meta[: meta.numel() // 2 * 2].view(torch.int16)
-    groups = triton_compression.GROUPS[bits]
-    grid = triton.cdiv(rows, triton_compression.ROWS), triton.cdiv(columns // 4, groups)
+    values, meta, grid, tile = _parts(out, rows, columns)
     with on(out):
         triton_compression.pack_one[grid](
             source if cast is not None else source.view(whole), values, meta, rows, columns // 4,
-            TRANSPOSED=transposed, CAST=cast, BITS=bits, ROWS=triton_compression.ROWS, GROUPS=groups,
+            TRANSPOSED=transposed, CAST=cast, BITS=bits, **tile,
         )  # fmt: skip
+
+
+def write_estimate(x: Tensor, out: Tensor, pattern: Pattern, seed: Tensor) -> None:
+    """As :func:`estimated`, into ``out``; ``seed``: an integer on the device."""
+    from nmrun.fast.gpu.kernels import triton_compression
+    from nmrun.kernels.triton_launches import DTYPES, on
+
+    columns, rows = x.shape
+    values, meta, grid, tile = _parts(out, rows, columns)
+    with on(out):
+        triton_compression.pack_estimate[grid](
+            x, values, meta, seed, rows, columns // 4,
+            N=pattern.n, CAST=DTYPES[out.dtype], **tile, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _parts(
+    out: Tensor, rows: int, columns: int
+) -> tuple[Tensor, Tensor, tuple[int, int], dict[str, int]]:
+    """(values in pairs, places in words, the grid of tiles, the size of a tile) of a compressed
+    weight."""
+    import triton
+
+    from nmrun.fast.gpu.kernels import triton_compression
+
+    bits, flat, count = BITS[out.dtype], out.view(-1), rows * columns // 2
+    values = flat[:count].view(torch.int32 if bits == 16 else torch.int16)
+    meta = flat[count:].view(torch.int8)
+    meta = meta[: meta.numel() // 2 * 2].view(torch.int16)
+    tile = {"ROWS": triton_compression.ROWS, "GROUPS": triton_compression.GROUPS[bits]}
+    grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(columns // 4, tile["GROUPS"])
+    return values, meta, grid, tile
 
 
 @cache
@@ -78,16 +119,12 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our kernel has the library's bits on this device: compared once, on a small weight."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    try:
-        right = all(_has_the_librarys_bits(shape, device, dtype) for shape in SHAPES)
-        trouble = "other bits than the library"
-    except Exception as error:  # whatever a compiler or a driver can say
-        right, trouble = False, f"{type(error).__name__}: {error}"
-    if not right:
-        logging.getLogger(__name__).warning(
-            "2:4 weights are compressed by cuSPARSELt on %s (%s)", device, trouble
-        )
-    return right
+    return agrees(
+        "Our compression of 2:4 weights",
+        device,
+        lambda: all(_has_the_librarys_bits(shape, device, dtype) for shape in SHAPES),
+        "cuSPARSELt's",
+    )
 
 
 def _has_the_librarys_bits(

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nmrun.kernels.triton_mvue import estimate_four, uniform
+
 ROWS = 64  # of a tile
 GROUPS = {16: 8, 8: 16}  # of a tile, by the bits of a number
 
@@ -27,6 +29,30 @@ def _bits(w, CAST: tl.constexpr, BITS: tl.constexpr):
     w = w.to(tl.int32)
     size = w & (0x7FFF if BITS == 16 else 0x7F)
     return tl.where(size != 0, w, 0)
+
+
+@triton.jit
+def _kept(a, b, c, d):
+    """(the first kept value of groups, the second, their places), of bits of which two at most are
+    not zero."""
+    last = tl.where(d != 0, 3, tl.where(c != 0, 2, 1))
+    first = tl.where(a != 0, 0, tl.where(b != 0, 1, tl.where(c != 0, 2, 3)))
+    first = tl.where(first < last, first, 0)  # fewer than two are not zero
+    first_value = tl.where(first == 0, a, tl.where(first == 1, b, c))
+    last_value = tl.where(last == 1, b, tl.where(last == 2, c, d))
+    return first_value, last_value, first | (last << 2)
+
+
+@triton.jit
+def _place(word, k: tl.constexpr, BITS: tl.constexpr):
+    """(row, group) in a tile of the k-th nibble of 16-bit words."""
+    if BITS == 16:
+        r = (word >> 5) * 16 + (k & 1) * 8 + ((word >> 2) & 7)
+        g = (k >> 1) * 4 + (word & 3)
+    else:
+        r = (word >> 6) * 16 + (k >> 1) * 8 + ((word >> 3) & 7)
+        g = (word & 1) * 8 + ((word >> 1) & 3) * 2 + (k & 1)
+    return r, g
 
 
 @triton.jit
@@ -49,12 +75,7 @@ def _group(
         even, odd = tl.split(tl.reshape(w, (HEIGHT, WIDTH, 2, 2)))
         a, c = tl.split(even)
         b, d = tl.split(odd)
-    last = tl.where(d != 0, 3, tl.where(c != 0, 2, 1))
-    first = tl.where(a != 0, 0, tl.where(b != 0, 1, tl.where(c != 0, 2, 3)))
-    first = tl.where(first < last, first, 0)  # fewer than two are not zero
-    first_value = tl.where(first == 0, a, tl.where(first == 1, b, c))
-    last_value = tl.where(last == 1, b, tl.where(last == 2, c, d))
-    return first_value, last_value, first | (last << 2)
+    return _kept(a, b, c, d)
 
 
 @triton.jit
@@ -82,15 +103,47 @@ def pack_one(
     word = tl.arange(0, words)[:, None]
     packed = tl.zeros_like(word)
     for k in tl.static_range(4):
-        if BITS == 16:
-            r = (word >> 5) * 16 + (k & 1) * 8 + ((word >> 2) & 7)
-            g = (k >> 1) * 4 + (word & 3)
-        else:
-            r = (word >> 6) * 16 + (k >> 1) * 8 + ((word >> 3) & 7)
-            g = (word & 1) * 8 + ((word >> 1) & 3) * 2 + (k & 1)
+        r, g = _place(word, k, BITS)
         _, _, nibble = _group(
             weight, first_row + r, first_group + g, rows, groups, words, 1, TRANSPOSED, CAST, BITS
         )
+        packed |= nibble << (4 * k)
+    tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(meta + tile * words + word, packed.to(tl.int16))
+
+
+@triton.jit
+def _entry(x, at, exists):
+    return tl.load(x + at, exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def pack_estimate(
+    x, values, meta, seed, rows, groups, N: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of an N:4 estimate (``nmrun.sparsity.mvue``) in 16 bits. ``x`` (4 groups, rows) is
+    estimated along its first dimension, and compressed as (rows, 4 groups).
+
+    Read and written in the order of the places alone: an estimate costs more than half a sector.
+    """
+    first_row, first_group = tl.program_id(0) * ROWS, tl.program_id(1) * GROUPS
+    words: tl.constexpr = ROWS * GROUPS // 4
+    word = tl.arange(0, words)
+    packed = tl.zeros_like(word)
+    number = tl.load(seed)
+    for k in tl.static_range(4):
+        r, g = _place(word, k, 16)
+        r, g = first_row + r, first_group + g
+        exists = (r < rows) & (g < groups)
+        at = (g * 4).to(tl.int64) * rows + r
+        a, b = _entry(x, at, exists), _entry(x, at + rows, exists)
+        c, d = _entry(x, at + 2 * rows, exists), _entry(x, at + 3 * rows, exists)
+        a, b, c, d = estimate_four(a, b, c, d, uniform(number, g * rows + r), N)
+        first_value, last_value, nibble = _kept(
+            _bits(a, CAST, 16), _bits(b, CAST, 16), _bits(c, CAST, 16), _bits(d, CAST, 16)
+        )
+        pair = (first_value & 0xFFFF) | (last_value << 16)
+        tl.store(values + r.to(tl.int64) * groups + g, pair, exists)
         packed |= nibble << (4 * k)
     tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(meta + tile * words + word, packed.to(tl.int16))

@@ -1,0 +1,22 @@
+"""A compiled kernel against its reference, once on every device: what is not right is not used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+
+def agrees(kernel: str, device: torch.device, compare: Callable[[], bool], instead: str) -> bool:
+    """Whether ``compare`` finds the kernel right. Where it does not, or raises whatever a compiler
+    or a driver can say, the log says that ``instead`` is taken."""
+    try:
+        right, trouble = compare(), "wrong numbers"
+    except Exception as error:
+        right, trouble = False, f"{type(error).__name__}: {error}"
+    if not right:
+        logging.getLogger(__name__).warning(
+            "%s is not used on %s, %s is (%s)", kernel, device, instead, trouble
+        )
+    return right
