@@ -5,7 +5,7 @@ Arms of a network share one process and take turns, one stretch of steps each a 
 a CPU by oneDNN where that is faster, and ``torch``, by torch's default products; the recipe with
 ``trainer.acceleration=off`` and ``=auto``; ``bare``, the same dense network, compiled alike, with
 torch's fused AdamW on one batch that stays where it is: what a loop of one's own could reach at
-best.
+best. On a GPU a last stretch of each arm is profiled: where a step goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nmrun.lab.bench import harness
+from nmrun.lab.bench import harness, kernel_times
 from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.networks import composed, each, random_text
 from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
@@ -105,6 +105,11 @@ def measure(
                 count,
                 Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock(),
             )
+            kernels = {
+                arm: kernel_times.kernels_of(call, steps)
+                for arm, (call, _) in prepared.items()
+                if device.type == "cuda"
+            }
         except torch.OutOfMemoryError:
             return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
     facts = prepared["dense"][1]
@@ -114,9 +119,11 @@ def measure(
         rate = facts["items"] / figures["ms"] * 1e3
         mfu = {"mfu": rate * facts["flops"] / facts["peak"]} if facts["peak"] else {}
         layers = {"layers": prepared[arm][1]["layers"]} if "layers" in prepared[arm][1] else {}
-        rows.append(
-            {"arm": arm, "sparsity": ratio, **figures, "items_per_second": rate, **mfu, **layers}
+        where = (
+            {"kinds": kernel_times.by_kind(kernels[arm], figures["ms"])} if kernels.get(arm) else {}
         )
+        row = {"arm": arm, "sparsity": ratio, **figures, "items_per_second": rate}
+        rows.append({**row, **mfu, **layers, **where})
     return rows
 
 
@@ -140,6 +147,25 @@ def line(row: Row) -> list[str]:
         *(f"{row['ms']:.4g}", harness.spread(row, "speedup"), f"{row['items_per_second']:,.0f}"),
         *(f"{row['mfu']:.1%}" if "mfu" in row else "", row.get("layers", "")),
     ]
+
+
+def profiled(rows: Sequence[Row]) -> str:
+    """Where the steps go, a line an arm; nothing where nothing was profiled."""
+    found = [row for row in rows if "kinds" in row]
+    if not found:
+        return ""
+    kinds = [kind for kind in found[0]["kinds"] if any(row["kinds"][kind] for row in found)]
+    lines = [
+        [
+            row["model"],
+            row["sparsity"],
+            row["arm"],
+            *(f"{row['kinds'][kind]:.3g}" for kind in kinds),
+        ]
+        for row in found
+    ]
+    title = "Where a step goes, in ms of the GPU by kinds of kernels, one profiled stretch:"
+    return f"\n\n{title}\n\n{aligned([*HEAD[:3], *kinds], lines)}"
 
 
 def benchmark(
@@ -166,6 +192,6 @@ def benchmark(
             f"Median [quartiles] of paired stretches of {steps} steps, n = {rounds}. "
             f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )
-        return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}"
+        return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}{profiled(rows)}"
 
     return Benchmark(each(models or TRAINED[place.type], measure_network), page, place)

@@ -23,6 +23,7 @@ from nmrun.lab import bench, models
 from nmrun.lab.bench import (
     harness,
     infer,
+    kernel_times,
     layer,
     masks,
     networks,
@@ -581,6 +582,38 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "masked": [f"0 of {sparse}"],
             "accelerated": [f"{count} of {sparse}" for count in range(sparse + 1)],
         }.get(row["arm"], [""])
+
+
+def test_where_a_step_goes() -> None:
+    """Names as torch's profiler has them on an H100."""
+    kernels = {
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT": 3.0,
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1": 1.0,
+        "sm90_xmma_sparse_gemm_bf16bf16_bf16f32_f32_tn_t_tilesize128x256x128": 2.0,
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>": 0.5,
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": 0.25,
+        "adam_many": 0.25,
+        "pack_one": 0.125,
+        "Memcpy DtoD (Device -> Device)": 0.0625,
+        "triton_per_fused_native_layer_norm_0": 0.75,
+    }
+    found = kernel_times.by_kind(kernels, 10.0)
+    assert found == {
+        "masks and packing": 0.125,
+        "optimizer": 0.5,
+        "attention": 0.5,
+        "2:4 products": 2.0,
+        "dense products": 4.0,
+        "copies": 0.0625,
+        "the rest": 0.75,
+        "idle": 10.0 - 7.9375,
+    }
+    # a profiled stretch may take longer than the timed ones
+    assert kernel_times.by_kind(kernels, 7.0)["idle"] == 0.0
+    row = {"model": "gpt2", "sparsity": "2:4", "arm": "dense"}
+    table = train.profiled([row, {**row, "arm": "accelerated", "kinds": found}])
+    assert table.splitlines()[-1].startswith("| gpt2  | 2:4 | accelerated | 0.125")
+    assert train.profiled([row]) == ""
 
 
 def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,47 @@
+"""Where the time of a training step on a GPU goes, by the kinds of its kernels: what of it 2:4
+products can make faster, and what bounds them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+# by words in the names of CUDA kernels, the first that fits
+KINDS = {
+    "masks and packing": r"pack_one|pack_estimate|project_one|project_many|estimate_one|find_largest|round_all",
+    "optimizer": r"adam|multi_tensor|foreach",
+    "attention": r"flash|fmha|sdpa|attention",
+    "2:4 products": r"sparse|spmma",
+    "dense products": r"gemm|nvjet|cutlass|cublas|splitk",
+    "copies": r"memcpy|memset|copy_kernel|fillfunctor",
+}
+OTHER, IDLE = "the rest", "idle"
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, words in KINDS.items() if re.search(words, kernel, re.I)), OTHER)
+
+
+def by_kind(milliseconds: Mapping[str, float], step: float) -> dict[str, float]:
+    """The milliseconds of each kind in a step of ``step``, from those of its kernels; what no
+    kernel takes is idle."""
+    parts = dict.fromkeys([*KINDS, OTHER], 0.0)
+    for kernel, time in milliseconds.items():
+        parts[kind_of(kernel)] += time
+    return {**parts, IDLE: max(0.0, step - sum(parts.values()))}
+
+
+def kernels_of(stretch: Callable[[], object], steps: int) -> dict[str, float]:
+    """Milliseconds a step of each CUDA kernel in a stretch of ``steps``; none where the profiler
+    sees no kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        stretch()
+        torch.cuda.synchronize()
+    return {
+        event.key: event.self_device_time_total / 1e3 / steps
+        for event in record.key_averages()
+        if event.device_type == DeviceType.CUDA
+    }
