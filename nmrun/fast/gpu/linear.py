@@ -182,7 +182,8 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
             dw = weight_gradient24(x, dz, ctx.mvue, ctx.weight_path).t()
         else:
             dw = backward_product(estimate(dz, Pattern.parse(ctx.mvue), None).t(), x, fp8)
-        dw = dw.to(weight_dtype)
+        # cast and turned in one pass: autograd would copy what is not stored as the weight is
+        dw = dw.to(weight_dtype, memory_format=torch.contiguous_format)
     return dx, dw, db, *ctx.nothing, None, None, None, None
 
 
