@@ -295,7 +295,7 @@ def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
         text = "at every ratio" if len(at) == every > 1 else _listed(at).replace(" at ", " ")
         alike.setdefault(text, []).append(name)
     words = "; ".join(f"{_listed(names)} {at}" for at, names in alike.items())
-    return words if len(words.split()) <= 20 else _counted(found, where)
+    return words if len(words.split()) <= 22 else _counted(found, where)
 
 
 def _counted(found: pd.DataFrame, where: pd.Series) -> str:
