@@ -17,7 +17,6 @@ products are dense.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -57,15 +56,12 @@ def _quantize(x: Tensor, dtype: torch.dtype, stored: torch.dtype) -> tuple[Tenso
     # finite for subnormal numbers too
     scale = (torch.finfo(dtype).max / largest).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where(largest == 0, 1.0, scale)
-    values = (x * scale).to(dtype)
-    return values if stored == dtype else values.to(stored), scale
+    return (x * scale).to(dtype).to(stored), scale
 
 
 @cache
 def _by_triton(device: torch.device) -> bool:
     """Whether Triton rounds to FP8 as torch does on this device: compared once."""
-    if importlib.util.find_spec("triton") is None:
-        return False
 
     def compare() -> bool:
         from nmrun.kernels import triton_fp8

@@ -6,7 +6,6 @@ where ours has its bits, it is taken.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 
 import torch
@@ -117,9 +116,7 @@ def _parts(
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our kernel has the library's bits on this device: compared once, on a small weight."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return agrees(
+    return device.type == "cuda" and agrees(
         "Our compression of 2:4 weights",
         device,
         lambda: all(_has_the_librarys_bits(shape, device, dtype) for shape in SHAPES),
