@@ -4,6 +4,7 @@ products can make faster, and what bounds them."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -36,10 +37,14 @@ def by_kind(milliseconds: Mapping[str, float], step: float) -> dict[str, float]:
 
 def kernels_of(stretch: Callable[[], object], steps: int) -> dict[str, float]:
     """Milliseconds a step of each CUDA kernel in a stretch of ``steps``; none where the profiler
-    sees no kernels."""
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        stretch()
-        torch.cuda.synchronize()
+    sees no kernels or fails, by which the times that were measured before are not lost."""
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as record:
+            stretch()
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"nmrun: not profiled: {error}", file=sys.stderr)
+        return {}
     return {
         event.key: event.self_device_time_total / 1e3 / steps
         for event in record.key_averages()

@@ -4,6 +4,7 @@ asserted. The GPU is played on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -582,6 +583,19 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "masked": [f"0 of {sparse}"],
             "accelerated": [f"{count} of {sparse}" for count in range(sparse + 1)],
         }.get(row["arm"], [""])
+
+
+def test_a_profile_that_fails_loses_no_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # torch's own wants a GPU
+    monkeypatch.setattr(kernel_times, "profile", lambda **_: contextlib.nullcontext())
+
+    def stretch() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert kernel_times.kernels_of(stretch, 10) == {}
+    assert "not profiled: out of memory" in capsys.readouterr().err
 
 
 def test_where_a_step_goes() -> None:
