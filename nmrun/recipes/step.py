@@ -32,7 +32,7 @@ WIDEST = 10_000_000  # steps in AutoSwitch's window, 8 bytes each
 class STEP(Recipe):
     """Masks learned from a frozen preconditioner.
 
-    When to use: images under Adam, where nothing can be tuned; in long runs with ``switch=0.5``.
+    When to use: images under Adam, where nothing can be tuned, with ``switch=0.5``.
     Where every recipe is tuned others lead, on text by far.
 
     Args:
