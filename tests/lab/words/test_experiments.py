@@ -114,6 +114,17 @@ def test_rows_and_columns_are_keys_of_the_runs(name, scale):
     assert len({identity.run_folder(config) for config in configs}) == len(configs)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cell_of_the_table_has_a_seed_once(name):
+    asked = experiment.load(name)
+    keys = {*asked.rows.split(","), *asked.cols.split(","), "dataset", "dataset.task", "model"}
+    cells = [
+        (config.seed, *(label(config, key) for key in sorted(keys - {"metric"})))
+        for config in configs_of(name, "smoke")
+    ]
+    assert len(set(cells)) == len(cells)
+
+
 @pytest.mark.minutes
 def test_what_is_measured_while_training_is_no_run_of_another_experiment():
     """How often a run is looked into is not part of its identity: shared with an experiment that
