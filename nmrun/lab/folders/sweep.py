@@ -349,9 +349,7 @@ def lines(folder: Path) -> list[str]:
 
 
 def _varying_keys(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
-    """The keys in which jobs differ, in their order."""
-    values: dict[str, set[str]] = {}
-    for words in jobs:
-        for word in words:
-            values.setdefault(command_line.key(word), set()).add(word.partition("=")[2])
-    return dict.fromkeys(key for key, choices in values.items() if len(choices) > 1)
+    """The keys in which jobs differ, in their order: in the value, or in that some do not say it."""
+    said = [{command_line.key(word): word.partition("=")[2] for word in words} for words in jobs]
+    keys = dict.fromkeys(key for job in said for key in job)
+    return dict.fromkeys(key for key in keys if len({job.get(key) for job in said}) > 1)

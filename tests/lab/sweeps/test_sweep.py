@@ -534,6 +534,8 @@ def test_a_sweep_ends_with_the_command_for_its_table(tmp_path):
     assert ended(tmp_path / "a", jobs) == ["  nmrun table out/digits"]
     jobs = ["recipe=ste optimizer.lr=1", "recipe=ste optimizer.lr=2"]
     assert ended(tmp_path / "b", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
+    jobs = ["recipe=ste", "recipe=ste optimizer.lr=2"]  # as experiments of several sweeps have it
+    assert ended(tmp_path / "c", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
 
 
 def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
