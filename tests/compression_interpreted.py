@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.gpu.kernels import compression
+from nmrun.fast.gpu.linear import BatchPacker, SemiStructuredProducts
 from nmrun.kernels import triton_mvue
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold
@@ -119,3 +120,67 @@ def test_a_gradient_is_estimated_and_compressed_in_one_pass(ratio, shape):
     compression.write_estimate(x, blob, pattern, seed)
     assert torch.equal(unpacked(blob, columns, rows), whole.t().float())
     assert 0 < int((whole != 0).sum()) <= pattern.n * x.numel() // 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_many_kinds_are_compressed_together(dtype):
+    """Shapes that 16 divides and others, both orders in memory, float32 and what is rounded to."""
+    low = DTYPES[dtype]
+    kinds = [torch.float32, low] if low.itemsize == 2 else [low]
+    shapes = (64, 128), (80, 48), (96, 160), (128, 64), (16, 64)
+    weights, whole = [], []
+    for kind in kinds:
+        for i, shape in enumerate(shapes):
+            weight = pairs(*shape) * torch.arange(1, 9).repeat(shape[0], shape[1] // 8)
+            whole.append(weight.clone())
+            weights.append(as_stored(weight.to(kind), i % 2 == 1))
+    blobs = [torch.zeros(compression.blob_shape(*w.shape, low), dtype=low) for w in weights]
+    batch = compression.Batch(weights, blobs)
+    batch.write()
+    for weight, blob in zip(whole, blobs, strict=True):
+        assert torch.equal(unpacked(blob, *weight.shape), weight)
+    for weight in weights:
+        weight.copy_((2 * weight.float()).to(weight.dtype))
+    batch.write()
+    for weight, blob in zip(whole, blobs, strict=True):
+        assert torch.equal(unpacked(blob, *weight.shape), 2 * weight)
+
+
+@torch.no_grad()
+def test_products_of_many_layers_are_packed_together(monkeypatch):
+    """With sparse input gradients and dense ones, a weight of its own for them, and one layer that
+    does not begin at a multiple of 16 bytes."""
+    monkeypatch.setattr(compression, "works", lambda device, dtype: True)
+    low = torch.bfloat16
+    members, expected = [], []
+    for i, (both, apart) in enumerate([(False, False), (True, False), (True, True)] * 2):
+        corner = torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).bfloat16()
+        memory = torch.empty(16 * 32 + 1)
+        new = memory[1:].view(16, 32) if i == 3 else memory[:-1].view(16, 32)
+        new.copy_(transposable(corner, 1 + i))
+        other = transposable(corner, 7 + i) if apart else None
+        products = SemiStructuredProducts("cusparselt:0", torch.zeros(16, 32), other, low, both)
+        members.append((products, (new, other, False)))
+        expected.append((new, new if other is None else other))
+    packer = BatchPacker()
+    for _ in range(2):
+        for products, _ in members:
+            for buffer in products.buffers():
+                buffer.zero_()
+        packer.write(members)
+        for (products, _), (weight, backward) in zip(members, expected, strict=True):
+            first, second = products.buffers()
+            assert torch.equal(unpacked(first, 16, 32), weight)
+            if products.both:
+                assert torch.equal(unpacked(second, 32, 16), backward.t())
+            else:
+                assert torch.equal(second, backward.to(low))
+        for weight, _ in expected:
+            weight *= 2
+
+
+def transposable(values: Tensor, seed: int) -> Tensor:
+    """Numbers that bfloat16 has, 2:4 along both dimensions."""
+    block = torch.tensor([[1.0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1]])
+    turned = block.roll(seed, 0).repeat(values.shape[0] // 4, values.shape[1] // 4)
+    return values.float() * turned

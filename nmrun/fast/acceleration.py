@@ -137,9 +137,7 @@ def accelerate(
             sparse_layer.whole_gradients = whole_gradients
             sparse_layer.active = not handle.recipe.dense_forward
             sparse_layer.uses_packed = handle.recipe.is_sparse
-            if sparse_layer.pack not in weight.dependents:
-                weight.dependents.append(sparse_layer.pack)
-            sparse_layer.pack(weight)
+            sparse_layer.pack()
         choices.append(Choice(weight.name, path, reason, shape, times))
     if handle.sparse and mode != "auto" and not any(choice.is_sparse for choice in choices):
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))

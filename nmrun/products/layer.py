@@ -17,6 +17,7 @@ from nmrun.sparsity.layers import forward_class
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
+ToWrite = tuple[Tensor, Tensor | None, bool]  # what PackedProducts.write takes
 # why packed products do not take a layer
 ESTIMATED_INPUT = "its input gradient is by a new estimate of the weight in every pass"
 
@@ -33,9 +34,10 @@ class Phase(Protocol):
 
 class PackedProducts(Protocol):
     """Products with the kept weights alone, for one layer, on a CPU or a GPU. Whoever has some sets
-    them as :attr:`Layer.packed`."""
+    them as :attr:`Layer.packed`. Its ``packer`` writes those of many layers."""
 
     dtype: torch.dtype
+    packer: type[Packer]
 
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Take over a weight, (outputs, inputs) of a linear layer. ``other``: the weight of the
@@ -45,6 +47,21 @@ class PackedProducts(Protocol):
     def __call__(self, *args: Any) -> Any:
         """The layer's output from input, weight, bias, with gradients for these. A linear layer
         also takes the pattern that its output gradient is estimated by, or None."""
+
+
+class Packer(Protocol):
+    """Writes the packed weights of many layers, which are of one class; kept from step to step."""
+
+    def write(self, members: Sequence[tuple[Any, ToWrite]]) -> None:
+        """Give each of the products what its ``write`` takes."""
+
+
+class LayerPacker:
+    """Writes packed weights one after the other."""
+
+    def write(self, members: Sequence[tuple[Any, ToWrite]]) -> None:
+        for products, operands in members:
+            products.write(*operands)
 
 
 class DenseProducts(Protocol):
@@ -108,8 +125,10 @@ class Layer:
             return False
         if self._looked_at != weight.parameter._version:
             self._looked_at, self._holds = weight.parameter._version, weight.holds()
-            for follow in weight.dependents if self._holds else ():
-                follow(weight)
+            if self._holds:
+                for follow in weight.dependents:
+                    follow(weight)
+                self.pack()
         return not self._holds
 
     def other_weight(self) -> Tensor | None:
@@ -130,16 +149,23 @@ class Layer:
         pattern = weight.pattern.by_rows
         keep_largest(weight.weight, self.keep_input_weight(), pattern, weight.outputs)
 
-    def pack(self, weight: SparseWeight) -> None:
+    def pack(self) -> None:
         """Pack what N:M products read; of a sharded weight in the next pass."""
-        self._waits = weight.is_sharded
-        if self.packed is not None and self.uses_packed and not self._waits:
-            self._write(weight.weight)
+        operands = self.to_pack()
+        if self.packed is not None and operands is not None:
+            self.packed.write(*operands)
 
-    def _write(self, whole: Tensor) -> None:
+    def to_pack(self) -> ToWrite | None:
+        """What :attr:`packed` is to be given now, None for nothing."""
+        self._waits = self.weight.is_sharded
+        if self.packed is None or not self.uses_packed or self._waits:
+            return None
+        return self.to_write(self.weight.weight)
+
+    def to_write(self, whole: Tensor) -> ToWrite:
+        """What :attr:`packed` is given of a weight."""
         masked = self.masked and not self.whole_gradients
-        used, other = self.matrix(whole), self.matrix(self.input_weight)
-        self.packed.write(used, other, masked)  # type: ignore[union-attr]
+        return self.matrix(whole), self.matrix(self.input_weight), masked
 
     def up_to_date(self, whole: Tensor) -> PackedProducts | None:
         """:attr:`packed` for a pass, None where it is not used. ``whole``: the module's weight in
@@ -149,9 +175,25 @@ class Layer:
         if self._waits:
             if whole.dtype != self.weight.parameter.dtype:  # FSDP's mixed precision
                 return None
-            self._write(whole.detach())
+            self.packed.write(*self.to_write(whole.detach()))
             self._waits = False
         return self.packed
+
+
+class Packers:
+    """Packs what N:M products read, as :meth:`Layer.pack` does, for many layers at a time."""
+
+    def __init__(self) -> None:
+        self._packers: dict[type[Packer], Packer] = {}
+
+    def pack(self, layers: Sequence[Layer]) -> None:
+        members: dict[type[Packer], list[tuple[PackedProducts, ToWrite]]] = {}
+        for layer in layers:
+            operands = layer.to_pack()
+            if layer.packed is not None and operands is not None:
+                members.setdefault(layer.packed.packer, []).append((layer.packed, operands))
+        for kind, those in members.items():
+            self._packers.setdefault(kind, kind()).write(those)
 
 
 def install(

@@ -72,7 +72,7 @@ class Stepper:
         self._logged_events = 0  # how many of the recipe's events were logged
         # the weights that the present step projects, by id: the mask or scale, and its version
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
-        self._batch = WeightBatch()
+        self._batch, self._packers = WeightBatch(), layer.Packers()
         self._compared = False  # whether the ranks' dense weights were compared
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
@@ -214,6 +214,7 @@ class Stepper:
                     weight.layer.masked = self.recipe.masks_gradient(weight)
                 for follow in weight.dependents:
                     follow(weight)
+            self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
         self._in_one_pass = {}
         for weight in self.sparse:
             weight.version = weight.parameter._version

@@ -15,6 +15,7 @@ from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.linear import KINDS, PARTS, Bf16Products
 from nmrun.patterns import Pattern
+from nmrun.products.layer import LayerPacker
 
 
 def window_of(module: nn.Conv2d) -> Window:
@@ -39,6 +40,7 @@ class ConvolutionProducts(nn.Module):
 
     dtype: torch.dtype = torch.float32
     PARTS: ClassVar[tuple[str, ...]] = PARTS
+    packer = LayerPacker
 
     def __init__(self, shape: Pair, window: Window, pattern: Pattern) -> None:
         super().__init__()

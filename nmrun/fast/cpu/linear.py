@@ -28,6 +28,7 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.measurement import ONEDNN
 from nmrun.patterns import Pattern
+from nmrun.products.layer import LayerPacker
 from nmrun.products.simulation import estimate
 
 KINDS, PARTS = ("forward", "backward"), ("values", "index", "start")
@@ -42,6 +43,7 @@ class LinearProducts(nn.Module):
     """
 
     PARTS: ClassVar[tuple[str, ...]] = PARTS
+    packer = LayerPacker
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ By a path of FP8 products the operands are rounded to it, those of dense product
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,46 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu.kernels import compression
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.operators import over_tokens
 from nmrun.patterns import Pattern
+from nmrun.products.layer import ToWrite
 from nmrun.products.simulation import backward_product, estimate
+
+
+class BatchPacker:
+    """Packs the weights of many layers in few launches. They are prepared anew when an address
+    changes."""
+
+    def __init__(self) -> None:
+        self._addresses: list[tuple[int, int]] = []
+        self._batch: compression.Batch | None = None
+
+    @torch.no_grad()
+    def write(self, members: Sequence[tuple[SemiStructuredProducts, ToWrite]]) -> None:
+        """As ``write`` of each of the products does."""
+        weights, outs = list[Tensor](), list[Tensor]()
+        dense, copies = list[Tensor](), list[Tensor]()
+        for products, (weight, other, masked) in members:
+            rewrite = semi_structured.named(products.path).rewrite
+            to_pack, to_copy = products.places(weight, other)
+            if rewrite is semi_structured.cusparselt_rewrite and all(
+                compression.fits(w, parts[0]) for w, parts in to_pack
+            ):
+                weights += [w for w, _ in to_pack]
+                outs += [parts[0] for _, parts in to_pack]
+                dense += [w for w, _ in to_copy]
+                copies += [copy for _, copy in to_copy]
+            else:
+                products.write(weight, other, masked)
+        if copies:
+            torch._foreach_copy_(copies, dense)
+        addresses = [(w.data_ptr(), out.data_ptr()) for w, out in zip(weights, outs, strict=True)]
+        if addresses != self._addresses:
+            self._addresses, self._batch = addresses, compression.Batch(weights, outs)
+        if self._batch is not None:
+            self._batch.write()
 
 
 class SemiStructuredProducts(nn.Module):
@@ -39,6 +76,8 @@ class SemiStructuredProducts(nn.Module):
     weight gradient with MVUE, or None, and ``input_path`` that of the input gradient where it is
     another algorithm.
     """
+
+    packer = BatchPacker
 
     def __init__(
         self,
@@ -78,19 +117,27 @@ class SemiStructuredProducts(nn.Module):
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Pack these values in place of the old ones; the weight gradient is whole, also where a
         ``masked`` one would do."""
-        buffers, (count, count_t) = list(self.buffers()), self.counts
         rewrite = semi_structured.named(self.path).rewrite
         if rewrite is None:
             parts, parts_t, dense = self._pack(weight, other)
-            for buffer, part in zip(buffers, [*parts, *parts_t, *dense], strict=True):
+            for buffer, part in zip(self.buffers(), [*parts, *parts_t, *dense], strict=True):
                 buffer.copy_(part)
             return
-        rewrite(buffers[:count], weight)
+        to_pack, to_copy = self.places(weight, other)
+        for part_of, parts in to_pack:
+            rewrite(parts, part_of)
+        for dense_of, out in to_copy:
+            self._cast(dense_of, out)
+
+    def places(
+        self, weight: Tensor, other: Tensor | None
+    ) -> tuple[list[tuple[Tensor, list[Tensor]]], list[tuple[Tensor, Tensor]]]:
+        """Which weights are packed into which buffers, and which are copied."""
+        buffers, (count, count_t) = list(self.buffers()), self.counts
         backward = weight if other is None else other
         if count_t:
-            rewrite(buffers[count:], backward.t())
-        else:
-            self._cast(backward, buffers[count])
+            return [(weight, buffers[:count]), (backward.t(), buffers[count:])], []
+        return [(weight, buffers[:count])], [(backward, buffers[count])]
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None

@@ -6,7 +6,9 @@ where ours has its bits, it is taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,20 +67,87 @@ def blob_shape(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
 def write(weight: Tensor, out: Tensor) -> None:
     """Compress a weight into ``out``, by our kernel."""
     from nmrun.fast.gpu.kernels import triton_compression
-    from nmrun.kernels.triton_launches import DTYPES, on
+    from nmrun.kernels.triton_launches import on
 
-    bits, (rows, columns) = BITS[out.dtype], weight.shape
+    rows, columns = weight.shape
     transposed = not weight.is_contiguous()
     source = weight.t() if transposed else weight
     source = source.contiguous() if transposed else source
-    cast = DTYPES[out.dtype] if weight.dtype == torch.float32 else None
-    whole = torch.int16 if bits == 16 else torch.int8
-    values, meta, grid, tile = _parts(out, rows, columns)
+    constants = _constants(weight, out)
+    whole = torch.int16 if constants["BITS"] == 16 else torch.int8
+    values, meta, grid = _parts(out, rows, columns)
     with on(out):
         triton_compression.pack_one[grid](
-            source if cast is not None else source.view(whole), values, meta, rows, columns // 4,
-            TRANSPOSED=transposed, CAST=cast, BITS=bits, **tile,
+            source if constants["CAST"] is not None else source.view(whole), values, meta, rows,
+            columns // 4, **constants,
         )  # fmt: skip
+
+
+def fits(weight: Tensor, out: Tensor) -> bool:
+    """Whether a :class:`Batch` can take a weight."""
+    stored = weight.is_contiguous() or weight.t().is_contiguous()
+    aligned = weight.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    return stored and aligned and works(weight.device, out.dtype)
+
+
+class Batch:
+    """Weights that our kernel compresses in as few launches as there are kinds of them, of dtype and
+    order in memory. Arguments as of :func:`write`, one of each for each weight."""
+
+    def __init__(self, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        import triton.language as tl
+
+        from nmrun.kernels.triton_launches import Launch, LaunchTable
+
+        self.weights, self.outs = weights, outs
+        self._launches: list[Launch] = []
+        sizes: list[tuple[int, int, int]] = []
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+            rows, columns = weight.shape
+            constants = _constants(weight, out)
+            tiles = -(-rows // constants["ROWS"]) * -(-columns // 4 // constants["GROUPS"])
+            sizes.append((tiles, rows, columns // 4))
+            even = rows % 16 == 0 and columns % 64 == 0
+            kinds.setdefault((weight.device, even, *constants.values()), []).append(i)
+        for (device, even, *_), members in kinds.items():
+            constants = _constants(weights[members[0]], outs[members[0]])
+            short = constants["BITS"] == 8
+            whole = tl.int8 if short else tl.int16
+            constants |= {
+                "EVEN": even,
+                "WEIGHT": whole if constants["CAST"] is None else tl.float32,
+                "PAIR": tl.int16 if short else tl.int32,
+            }
+            table = LaunchTable([sizes[i] for i in members], 1, device)
+            self._launches.append(Launch(members, table, constants))
+
+    def write(self) -> None:
+        """Compress all of them as they are now."""
+        from nmrun.fast.gpu.kernels import triton_compression
+        from nmrun.kernels.triton_launches import on
+
+        for members, table, constants in self._launches:
+            rows = table.rows([(self.weights[i], self.outs[i]) for i in members])
+            with on(rows):
+                triton_compression.pack_many[(table.programs,)](
+                    rows, table.owner, **constants, FIELDS=rows.shape[1]
+                )
+
+
+def _constants(weight: Tensor, out: Tensor) -> dict[str, Any]:
+    """The constants of the kernels for a weight."""
+    from nmrun.fast.gpu.kernels import triton_compression
+    from nmrun.kernels.triton_launches import DTYPES
+
+    bits = BITS[out.dtype]
+    return {
+        "TRANSPOSED": not weight.is_contiguous(),
+        "CAST": DTYPES[out.dtype] if weight.dtype == torch.float32 else None,
+        "BITS": bits,
+        "ROWS": triton_compression.ROWS,
+        "GROUPS": triton_compression.GROUPS[bits],
+    }
 
 
 def write_estimate(x: Tensor, out: Tensor, pattern: Pattern, seed: Tensor) -> None:
@@ -87,19 +156,16 @@ def write_estimate(x: Tensor, out: Tensor, pattern: Pattern, seed: Tensor) -> No
     from nmrun.kernels.triton_launches import DTYPES, on
 
     columns, rows = x.shape
-    values, meta, grid, tile = _parts(out, rows, columns)
+    values, meta, grid = _parts(out, rows, columns)
     with on(out):
         triton_compression.pack_estimate[grid](
-            x, values, meta, seed, rows, columns // 4,
-            N=pattern.n, CAST=DTYPES[out.dtype], **tile, enable_fp_fusion=False,
+            x, values, meta, seed, rows, columns // 4, N=pattern.n, CAST=DTYPES[out.dtype],
+            ROWS=triton_compression.ROWS, GROUPS=triton_compression.GROUPS[16], enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _parts(
-    out: Tensor, rows: int, columns: int
-) -> tuple[Tensor, Tensor, tuple[int, int], dict[str, int]]:
-    """(values in pairs, places in words, the grid of tiles, the size of a tile) of a compressed
-    weight."""
+def _parts(out: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """(values in pairs, places in words, the grid of tiles) of a compressed weight."""
     import triton
 
     from nmrun.fast.gpu.kernels import triton_compression
@@ -108,14 +174,13 @@ def _parts(
     values = flat[:count].view(torch.int32 if bits == 16 else torch.int16)
     meta = flat[count:].view(torch.int8)
     meta = meta[: meta.numel() // 2 * 2].view(torch.int16)
-    tile = {"ROWS": triton_compression.ROWS, "GROUPS": triton_compression.GROUPS[bits]}
-    grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(columns // 4, tile["GROUPS"])
-    return values, meta, grid, tile
+    across = triton.cdiv(columns // 4, triton_compression.GROUPS[bits])
+    return values, meta, (triton.cdiv(rows, triton_compression.ROWS), across)
 
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our kernel has the library's bits on this device: compared once, on a small weight."""
+    """Whether our kernels have the library's bits on this device: compared once, on small weights."""
     return device.type == "cuda" and agrees(
         "Our compression of 2:4 weights",
         device,
@@ -138,9 +203,10 @@ def _has_the_librarys_bits(
     weight = weight.to(device)
     expected = torch._cslt_compress(weight)
     sources = [weight, turned, *([weight.float(), turned.float()] if whole == torch.int16 else [])]
-    for source in sources:
-        got = torch.zeros(blob_shape(rows, columns, dtype), dtype=dtype, device=device)
+    if expected.shape != blob_shape(rows, columns, dtype):
+        return False
+    alone, together = ([torch.zeros_like(expected) for _ in sources] for _ in range(2))
+    for source, got in zip(sources, alone, strict=True):
         write(source, got)
-        if got.shape != expected.shape or not torch.equal(got.view(whole), expected.view(whole)):
-            return False
-    return True
+    Batch(sources, together).write()
+    return all(torch.equal(got.view(whole), expected.view(whole)) for got in alone + together)

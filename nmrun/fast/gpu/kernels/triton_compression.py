@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nmrun.kernels.triton_groups import pointer
 from nmrun.kernels.triton_mvue import estimate_four, uniform
 
 ROWS = 64  # of a tile
@@ -79,18 +80,16 @@ def _group(
 
 
 @triton.jit
-def pack_one(
-    weight, values, meta, rows, groups,
+def _tile(
+    down, right, across, weight, values, meta, rows, groups,
     TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile. ``weight`` (rows, 4 groups) is stored by rows, or by columns where it is TRANSPOSED.
-    CAST: the dtype that float32 is rounded to; None: ``weight`` has the bits of the numbers, as
-    integers.
+    """The tile number ``right`` of ``across`` in the row of tiles ``down``.
 
     Weights are read twice, the second time from the cache: in the order of the values, and in that
     of the places. Reordering places in registers, Triton 3.6 mixed values into them.
     """
-    first_row, first_group = tl.program_id(0) * ROWS, tl.program_id(1) * GROUPS
+    first_row, first_group = down * ROWS, right * GROUPS
     r, g = first_row + tl.arange(0, ROWS)[:, None], first_group + tl.arange(0, GROUPS)[None, :]
     first_value, last_value, _ = _group(
         weight, r, g, rows, groups, ROWS, GROUPS, TRANSPOSED, CAST, BITS
@@ -108,8 +107,45 @@ def pack_one(
             weight, first_row + r, first_group + g, rows, groups, words, 1, TRANSPOSED, CAST, BITS
         )
         packed |= nibble << (4 * k)
-    tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tile = down.to(tl.int64) * across + right
     tl.store(meta + tile * words + word, packed.to(tl.int16))
+
+
+@triton.jit
+def pack_one(
+    weight, values, meta, rows, groups,
+    TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One tile. ``weight`` (rows, 4 groups) is stored by rows, or by columns where it is TRANSPOSED.
+    CAST: the dtype that float32 is rounded to; None: ``weight`` has the bits of the numbers, as
+    integers.
+    """
+    down, right, across = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    _tile(
+        down, right, across, weight, values, meta, rows, groups, TRANSPOSED, CAST, BITS, ROWS, GROUPS
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_many(
+    table, owner,
+    TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    EVEN: tl.constexpr, WEIGHT: tl.constexpr, PAIR: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile of the weights of a table: ``owner`` has the row of each program. EVEN: 16 divides rows
+    and groups. WEIGHT: the dtype that a weight is read as; PAIR: integers of two values."""
+    program = tl.program_id(0)
+    row = table + tl.load(owner + program) * FIELDS
+    rows, groups = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    block = program - tl.load(row + 3).to(tl.int32)
+    if EVEN:
+        rows, groups = tl.multiple_of(rows, 16), tl.multiple_of(groups, 16)
+    high, across = tl.cdiv(rows, ROWS), tl.cdiv(groups, GROUPS)
+    weight, values = pointer(row, 4, WEIGHT), pointer(row, 5, PAIR)
+    meta = pointer(row, 5, tl.int16) + rows.to(tl.int64) * groups * (BITS // 8)
+    _tile(
+        block % high, block // high, across, weight, values, meta, rows, groups, TRANSPOSED, CAST, BITS, ROWS, GROUPS
+    )  # fmt: skip
 
 
 @triton.jit
