@@ -158,14 +158,14 @@ def linear24(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Tensor], parts_t: list[Tensor], dense: list[Tensor],
     path: str, weight_path: str | None, mvue: str | None, input_path: str | None,
 ) -> Tensor:  # fmt: skip
-    return semi_structured.named(path).multiply(x, parts, bias)
+    return _product(x, parts, weight.shape[0], path, bias)
 
 
 def _product(
     x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
 ) -> Tensor:
     """x S^T + bias, (tokens, rows), with S as it was packed."""
-    return semi_structured.named(path).multiply(x, parts, bias)
+    return semi_structured.named(path).multiply(x, parts, bias).contiguous()
 
 
 multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args=())
@@ -173,11 +173,12 @@ multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args
 
 @torch.library.custom_op("nmrun::weight_gradient24", mutates_args=())
 def weight_gradient24(x: Tensor, dz: Tensor, mvue: str, path: str) -> Tensor:
-    """x^T E, (columns, rows), E the unbiased estimate of dz (tokens, rows) along the tokens, packed
+    """E^T x, (rows, columns), E the unbiased estimate of dz (tokens, rows) along the tokens, packed
     for this one product."""
     x, dz = (padded(t, 2 * ROUND_UP) for t in (x, dz))
     chosen = semi_structured.named(path)
-    return chosen.multiply(x.t(), chosen.pack_estimate(dz, Pattern.parse(mvue)), None)
+    product = chosen.multiply(x.t(), chosen.pack_estimate(dz, Pattern.parse(mvue)), None)
+    return product.t().contiguous()
 
 
 @linear24.register_fake
@@ -192,7 +193,7 @@ def _(x, parts, rows, path, bias=None):  # type: ignore[no-untyped-def]
 
 @weight_gradient24.register_fake
 def _(x, dz, mvue, path):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[1], dz.shape[1])
+    return x.new_empty(dz.shape[1], x.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -226,10 +227,10 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         if ctx.mvue is None:
             dw = backward_product(dz.t(), x, fp8)
         elif ctx.weight_path is not None:
-            dw = weight_gradient24(x, dz, ctx.mvue, ctx.weight_path).t()
+            dw = weight_gradient24(x, dz, ctx.mvue, ctx.weight_path)
         else:
             dw = backward_product(estimate(dz, Pattern.parse(ctx.mvue), None).t(), x, fp8)
-        # cast and turned in one pass: autograd would copy what is not stored as the weight is
+        # autograd would copy what is not stored as the weight is
         dw = dw.to(weight_dtype, memory_format=torch.contiguous_format)
     return dx, dw, db, *ctx.nothing, None, None, None, None
 

@@ -129,7 +129,7 @@ def _times(
 
 
 def _weight_gradient(name: str, x: Tensor, dz: Tensor) -> tuple[str, float]:
-    """The product ``x^T E`` by the fastest right algorithm, with the estimate E and its packing."""
+    """The product ``E^T x`` by the fastest right algorithm, with the estimate E and its packing."""
     filled = padded(x, 2 * ROUND_UP).t()
     # all that is not zero is certain, so the estimate is known
     certain = (

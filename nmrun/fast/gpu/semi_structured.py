@@ -42,7 +42,7 @@ class Path:
 
     ``pack(W, V)`` compresses W, and V^T where a second weight V (rows, columns), 2:4 along its
     rows, is given: that of the input gradient ``dz V``. ``multiply(x, parts, bias)`` is the product
-    with what was packed, of shape (tokens, rows). ``fp8``: operands are rounded as
+    with what was packed, of shape (tokens, rows), stored as is fastest. ``fp8``: operands are rounded as
     :func:`nmrun.products.simulation.linear` does with ``fp8``, those of ``x W^T`` to e4m3fn and
     those of ``dz V`` to e5m2. ``rewrite(parts, W)`` compresses another W in the place of one.
     ``algorithms(x, parts)`` is how many ``multiply`` can choose from by its keyword ``algorithm``.
@@ -84,7 +84,7 @@ def _cutlass(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
         product = torch._sparse_semi_structured_mm(parts[0], parts[1], x.t())
     else:
         product = torch._sparse_semi_structured_addmm(bias, parts[0], parts[1], x.t())
-    return product[:, :tokens].t().contiguous()
+    return product[:, :tokens].t()
 
 
 def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
@@ -167,7 +167,7 @@ def cusparselt_algorithms_fp8(x: Tensor, parts: Parts) -> int:
 def unscaled(
     z: Tensor, scale: Tensor, scale_x: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``z / scale / scale_x + bias``, computed in float32 and rounded once, contiguous."""
+    """``z / scale / scale_x + bias``, computed in float32 and rounded once."""
     out = torch.empty(z.shape, dtype=dtype, device=z.device)
     # with a dimension it makes the product float32
     factor = (scale.reciprocal() * scale_x.reciprocal()).view(1)

@@ -97,16 +97,16 @@ class Library:
         assert self.known[plan.value]["biased"] == (product["bias"] is not None)
         of_w, of_x, of_z = product["matrices"]
         assert of_w.order == of_x.order == ROWS_FIRST
-        assert of_z.order == COLUMNS_FIRST
         weight = array(w.value, of_w[:2]).reshape(of_w[:2])
         dense = array(x.value, of_x[:2]).reshape(of_x[:2])
-        assert (of_w.leading, of_x.leading, of_z.leading) == (
-            *(of_w.columns, of_x.columns, of_z.rows),
-        )
+        assert (of_w.leading, of_x.leading) == (of_w.columns, of_x.columns)
+        by_rows = of_z.order == ROWS_FIRST
+        assert of_z.order in (ROWS_FIRST, COLUMNS_FIRST)
+        assert of_z.leading == (of_z.columns if by_rows else of_z.rows)
         result = weight @ (dense.T if product["turned"] else dense)
         if product["bias"] is not None:
             result += array(product["bias"], (of_z.rows, 1))[:, None]
-        array(out.value, of_z[:2])[:] = result.ravel("F")
+        array(out.value, of_z[:2])[:] = result.ravel("C" if by_rows else "F")
 
     def cusparseLtMatDescriptorDestroy(self, at):
         self.destroyed += 1
@@ -141,7 +141,8 @@ def test_products(library: Library) -> None:
         for bias in biases:
             z = cusparselt.multiply(weight, x, bias)
             torch.testing.assert_close(z, torch.nn.functional.linear(x, weight, bias))
-            assert z.is_contiguous()
+            by_columns = x.t().is_contiguous() and bias is None
+            assert (z.t() if by_columns else z).is_contiguous()
     assert library.plans == 4  # by rows and by columns, with a bias and without
 
 

@@ -102,7 +102,8 @@ def multiply(
     out: torch.dtype | None = None,
     algorithm: int = 0,
 ) -> Tensor:
-    """Compute ``x W^T + bias``, (tokens, rows), of dtype ``out`` or that of ``x``.
+    """Compute ``x W^T + bias``, (tokens, rows), of dtype ``out`` or that of ``x``; stored by columns
+    where ``x`` is and there is no bias, else by rows.
 
     Args:
         packed: W, (rows, some), compressed from (rows, columns).
@@ -151,7 +152,8 @@ class _Plan:
         self, handle: Opaque, rows: int, columns: int, tokens: int, dtype: torch.dtype, out: torch.dtype,
         by_columns: bool, biased: bool, algorithm: int,
     ) -> None:  # fmt: skip
-        self.handle, self.shape, self.out = handle, (tokens, rows), out
+        self.handle, self.shape, self.out = handle, (rows, tokens), out
+        self.turned = by_columns and not biased
         self.structures: list[tuple[str, Opaque]] = []
         weight, x, z, self.product, self.selection, self.plan = (Opaque() for _ in range(6))
         size, number = ctypes.c_int64, ctypes.c_int
@@ -169,7 +171,8 @@ class _Plan:
         self.structures.append(("MatDescriptorDestroy", x))
         call(
             "DenseDescriptorInit", handle, z,
-            *map(size, (rows, tokens, rows)), alignment, number(TYPES[out]), number(COLUMN_ORDER),
+            *map(size, (rows, tokens, tokens if self.turned else rows)), alignment, number(TYPES[out]),
+            number(ROW_ORDER if self.turned else COLUMN_ORDER),
         )  # fmt: skip
         self.structures.append(("MatDescriptorDestroy", z))
         turned = number(PLAIN if by_columns else TRANSPOSED)
@@ -198,7 +201,8 @@ class _Plan:
         self.workspace = needed.value
 
     def __call__(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        z = torch.empty(self.shape, dtype=self.out, device=x.device)
+        shape = self.shape if self.turned else self.shape[::-1]
+        z = torch.empty(shape, dtype=self.out, device=x.device)
         # of torch's allocator, which knows of streams and of captured graphs
         space = torch.empty(self.workspace, dtype=torch.int8, device=x.device)
         if bias is not None:
@@ -209,7 +213,7 @@ class _Plan:
             "Matmul", self.handle, self.plan, ctypes.byref(ONE), ctypes.c_void_p(packed.data_ptr()), ctypes.c_void_p(x.data_ptr()),
             ctypes.byref(ZERO), to, to, ctypes.c_void_p(space.data_ptr()), ctypes.byref(stream), ctypes.c_int(1),
         )  # fmt: skip
-        return z
+        return z.t() if self.turned else z
 
     def _set_bias(self, address: int) -> None:
         place = ctypes.c_void_p(address)
