@@ -220,6 +220,7 @@ def _findings(command: str) -> list[str]:
     if "best" in found:
         said += [f"**Best mean of the sparse recipes:** {_spoken(found, found.best == 1)}."]
     if "p" in found:
+        found = found[found.difference.notna()]  # without the baseline
         sides = {"Better": _spoken(found, found.ahead), "Worse": _spoken(found, found.behind)}
         shown = [f"{side}: {text}." for side, text in sides.items() if text]
         word = "[Significant](../statistics.md#significant)"
@@ -236,6 +237,7 @@ def _baseline(command: str) -> str:
 def _losses(command: str) -> list[str]:
     """How many recipes dense training is ahead of, by ratio."""
     found = _cells(f"{command} --baseline dense")
+    found = found[found.difference.notna()]
     return [f"- **Worse than dense training (exploratory):** {_counted(found, found.behind)}."]
 
 
