@@ -6,9 +6,10 @@
 # A part that fails does not stop the others; one for which no time is left is not begun. Given again, the script does what is
 # missing: outputs/bench-gpu remembers the parts that this code has done on this GPU. Exits with 1 if any failed or was left out.
 cd "$(dirname "$0")/.." || exit 1
-PYTHON=${PYTHON:-python} LIMIT=${LIMIT:-585} OUT=${1:-benchmarks/results}
+PYTHON=${PYTHON:-$(command -v python3)} LIMIT=${LIMIT:-540} OUT=${1:-benchmarks/results}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-code=$({ nvidia-smi -L; find nmrun conf tests "$0" -type f ! -path '*__pycache__*' -exec sha256sum {} + | sort; } 2>/dev/null | sha256sum | cut -c1-16)
+files() { find nmrun conf tests -type f ! -path '*__pycache__*' -exec sha256sum {} + | sort; }
+code=$({ nvidia-smi --query-gpu=name --format=csv,noheader; files; } 2>/dev/null | sha256sum | cut -c1-16)
 finished=outputs/bench-gpu/$code status=0
 mkdir -p "$finished"
 
@@ -30,29 +31,59 @@ part() { # name, most seconds, command
 }
 
 bench() { # name of the results, most seconds, what, options
-  local name=$1 most=$2 what=$3 folder kind
+  local name=$1 most=$2 what=$3 folder rows before
   shift 3
   folder=$(mktemp -d)
   part "$name" "$most" "$PYTHON" -m nmrun bench "$what" --device cuda --out "$folder" "$@"
-  for kind in md json; do
-    mkdir -p "$OUT" && mv "$folder"/*_gpu.$kind "$OUT/${name}_gpu.$kind" 2>/dev/null
-  done
+  # a try that was cut off does not replace a longer one
+  rows=$(cat "$folder"/*_gpu.json 2>/dev/null | grep -c '"n": ') before=$(cat "$finished/$name.rows" 2>/dev/null || echo 1)
+  if [ "$rows" -ge "$before" ]; then
+    mkdir -p "$OUT" && echo "$rows" >"$finished/$name.rows"
+    mv "$folder"/*_gpu.md "$OUT/${name}_gpu.md" && mv "$folder"/*_gpu.json "$OUT/${name}_gpu.json"
+  fi
   rm -rf "$folder"
 }
 
+# a part is one model, so that it ends within a call; the first ones say most
+train() { # model, most seconds, options
+  local model=$1 most=$2
+  shift 2
+  bench "train_$model" "$most" train --models "$model" "$@" --rounds 8 trainer.deterministic=false
+}
+
+infer() { # model, most seconds, sizes
+  local model=$1 most=$2
+  shift 2
+  bench "infer_$model" "$most" infer --models "$model" --rounds 8 --tokens "$@"
+}
+
 part doctor 60 "$PYTHON" -m nmrun doctor
-part tests 200 "$PYTHON" -m pytest -m gpu tests/lab/bench/test_gpu.py tests/kernels/test_triton.py
-bench infer_prompt 200 infer --models llama_7b_block_prompt gpt2_xl_prompt gpt2_medium_prompt gpt2_prompt --tokens 2x1024 16x1024 --rounds 8
-bench infer_encoder 100 infer --models bert_large --tokens 32x128 32x512 --rounds 8
-bench infer_images 100 infer --models vit_large --tokens 1 32 --rounds 8
-bench infer_token 150 infer --models llama_7b_block gpt2_xl gpt2_medium gpt2 --tokens 1 32 --rounds 8
-bench train 300 train --models gpt_4096 gpt2_medium gpt2_large --rounds 8 trainer.deterministic=false
-bench train_t_sr_ste 150 train --models gpt_4096 gpt2_medium --recipe t_sr_ste --arms accelerated --rounds 8 trainer.deterministic=false
-bench train_s_ste 150 train --models gpt_4096 gpt2_medium --recipe s_ste --arms accelerated --rounds 8 trainer.deterministic=false
-bench train_others 300 train --models gpt2 vit_large gpt_1_3b --rounds 8 trainer.deterministic=false
+part tests_gpu 240 "$PYTHON" -m pytest -m gpu tests/lab/bench/test_gpu.py
+bench layer_wide 100 layer --shapes 4096x16384 --rounds 12
+train gpt_4096 150
+infer llama_7b_block_prompt 150 16x1024
+infer llama_7b_block 100 1 32
+infer bert_large 120 32x512
+train gpt2_medium 300 --arms masked accelerated
+infer gpt2_medium_prompt 120 16x1024
+part tests_triton 240 "$PYTHON" -m pytest -m gpu tests/kernels/test_triton.py
+bench train_t_sr_ste 150 train --models gpt_4096 --recipe t_sr_ste --arms accelerated --rounds 8 trainer.deterministic=false
+bench train_s_ste 150 train --models gpt_4096 --recipe s_ste --arms accelerated --rounds 8 trainer.deterministic=false trainer.mvue=2:4
+infer vit_large 120 32
+infer gpt2_xl_prompt 300 16x1024
+infer gpt2_xl 200 1 32
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # the largest ones need all memory
+bench train_gpt2_large 300 train --models gpt2_large --arms masked accelerated --rounds 8 trainer.deterministic=false trainer.batch_size=8
+train gpt_1_3b 300 --arms accelerated
+train gpt2 200
+train vit_large 250 --arms masked accelerated
+unset PYTORCH_CUDA_ALLOC_CONF
+bench train_t_sr_ste_medium 300 train --models gpt2_medium --recipe t_sr_ste --arms accelerated --rounds 8 trainer.deterministic=false
+infer gpt2_prompt 80 16x1024
+infer gpt2 60 1 32
 bench gemm 100 gemm --tokens 2048 8192 32768
 bench gemm_fp8 40 gemm --fp8 --shapes 1024x4096 4096x16384 --tokens 8192 --rounds 10
 bench masks 60 masks --arms nmrun reference topk nm_mask
 bench update 60 update --weights 85
-bench layer 120 layer --shapes 768x3072 3072x768 1600x6400 6400x1600 4096x16384
+bench layer 120 layer --shapes 768x3072 3072x768 1600x6400 6400x1600
 exit $status

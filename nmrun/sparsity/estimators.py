@@ -92,10 +92,10 @@ def _on_device(x: Tensor, n: int, m: int, dim: int) -> Tensor:
         from nmrun.kernels import triton_mvue
 
         if triton_mvue.applies(x, pattern, dim):
-            out = torch.empty_like(x)
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
             triton_mvue.estimate(x, out, pattern, dim, seed(x.device))
             return out
-    return _reference(x, pattern, dim, None)
+    return _reference(x, pattern, dim, None).contiguous()
 
 
 def seed(device: torch.device) -> Tensor:
@@ -105,4 +105,4 @@ def seed(device: torch.device) -> Tensor:
 
 @_on_device.register_fake
 def _(x: Tensor, n: int, m: int, dim: int) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -199,9 +199,11 @@ def test_on_a_device_it_is_one_operator(monkeypatch):
     device's own generator.
     """
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    torch.library.opcheck(
-        torch.ops.nmrun.mvue.default, (x, 2, 4, 0), test_utils=("test_schema", "test_faketensor")
-    )
+    for operand, dim in ((x, 0), (x.t(), 1)):
+        torch.library.opcheck(
+            *(torch.ops.nmrun.mvue.default, (operand, 2, 4, dim)),
+            test_utils=("test_schema", "test_faketensor"),
+        )
     torch.manual_seed(3)
     estimate = torch.ops.nmrun.mvue(x, 2, 4, 0)
     assert torch.equal(estimate, mvue(x, "2:4", 0, torch.Generator().manual_seed(3)))

@@ -165,7 +165,21 @@ def _product(
     x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
 ) -> Tensor:
     """x S^T + bias, (tokens, rows), with S as it was packed."""
-    return semi_structured.named(path).multiply(x, parts, bias).contiguous()
+    return _multiplied(x, parts, path, bias).contiguous()
+
+
+def _multiplied(x: Tensor, parts: list[Tensor], path: str, bias: Tensor | None) -> Tensor:
+    """``Path.multiply`` by an algorithm, or by the library's default where it refuses these tokens:
+    it was tried with the most that come."""
+    kind, _, algorithm = path.partition(":")
+    try:
+        return semi_structured.named(path).multiply(x, parts, bias)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if not algorithm:
+            raise
+        return semi_structured.named(kind).multiply(x, parts, bias)
 
 
 multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args=())
@@ -176,9 +190,8 @@ def weight_gradient24(x: Tensor, dz: Tensor, mvue: str, path: str) -> Tensor:
     """E^T x, (rows, columns), E the unbiased estimate of dz (tokens, rows) along the tokens, packed
     for this one product."""
     x, dz = (padded(t, 2 * ROUND_UP) for t in (x, dz))
-    chosen = semi_structured.named(path)
-    product = chosen.multiply(x.t(), chosen.pack_estimate(dz, Pattern.parse(mvue)), None)
-    return product.t().contiguous()
+    parts = semi_structured.named(path).pack_estimate(dz, Pattern.parse(mvue))
+    return _multiplied(x.t(), parts, path, None).t().contiguous()
 
 
 @linear24.register_fake

@@ -8,6 +8,7 @@ and the version of this file, in ``probe24.json`` beside the compiled kernels.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from torch.nn import functional
 
 from nmrun.fast import measurement
 from nmrun.fast.gpu import linear, semi_structured
+from nmrun.fast.gpu.kernels import compression, cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.measurement import Times, recall, remember, version
 from nmrun.patterns import Pattern
 from nmrun.products import layer, simulation
 from nmrun.products.layer import Phase
+from nmrun.sparsity import estimators
 from nmrun.sparsity.weight import SparseWeight
 
 FILE = "probe24.json"
@@ -34,7 +37,8 @@ NO_MEMORY = "not enough memory is free to try it"
 class SemiStructuredShape:
     """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch.
     ``both``: the input gradient is sparse too; ``mvue``: so may the weight gradient be; ``fp8``:
-    operands of this dtype are rounded to FP8."""
+    operands of this dtype are rounded to FP8; ``biased``: it has a bias, and the library other
+    algorithms."""
 
     rows: int
     columns: int
@@ -43,9 +47,11 @@ class SemiStructuredShape:
     both: bool = False
     mvue: bool = False
     fp8: bool = False
+    biased: bool = True
 
     def __str__(self) -> str:
         kinds = "".join(f" {name}" for name in ("both", "mvue", "fp8") if getattr(self, name))
+        kinds += "" if self.biased else " without bias"
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}{kinds}"
 
 
@@ -66,12 +72,14 @@ def measured(shape: SemiStructuredShape, device: torch.device) -> dict[str, Time
 
 def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times]:
     """The same, always measured."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     weight = semi_structured.transposable(shape.rows, shape.columns, device).to(shape.dtype)
     sizes = ((shape.tokens, shape.columns), (shape.tokens, shape.rows), (shape.rows,))
+    bias: Tensor | None
     x, dz, bias = (
-        torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes
+        torch.randn(*size, generator=generator, device=device).to(shape.dtype) for size in sizes
     )
+    bias = bias if shape.biased else None
     time = semi_structured.milliseconds
 
     def weight_gradient() -> Tensor:
@@ -96,11 +104,11 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
 
 def _times(
     path: semi_structured.Path, name: str, shape: SemiStructuredShape, dense: Times,
-    weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
+    weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor | None,
 ) -> Times:  # fmt: skip
     other = weight if shape.both else None
     parts, parts_t = path.pack(weight, other)
-    expected = _forward(x.float(), weight.float(), bias.float(), shape)
+    expected = _forward(x.float(), weight.float(), None if bias is None else bias.float(), shape)
     named, forward = semi_structured.fastest(name, x, parts, bias, expected)
     algorithms, input_gradient, weight_gradient = (
         [named] * 3,
@@ -115,8 +123,10 @@ def _times(
             algorithms[2], weight_gradient = _weight_gradient(name, x, dz)
         except torch.OutOfMemoryError:
             raise
-        except measurement.ERRORS:
+        except measurement.ERRORS as error:
             weight_gradient = float("inf")  # then it stays dense
+            why = measurement.first_line(error)
+            logging.getLogger("nmrun").info(f"no 2:4 weight gradient by {name}, {shape}: {why}")
     whole = weight.float()
     packed = SemiStructuredProducts(name, whole, None, shape.dtype, shape.both)
     return Times(
@@ -143,7 +153,7 @@ def _weight_gradient(name: str, x: Tensor, dz: Tensor) -> tuple[str, float]:
     )
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: SemiStructuredShape) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, shape: SemiStructuredShape) -> Tensor:
     return (
         simulation.linear(x, weight, bias, fp8=True)
         if shape.fp8
@@ -152,13 +162,13 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: SemiStructuredShape
 
 
 def _machine(device: torch.device) -> str:
-    from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
-
-    library = loaded_cusparselt()
+    library = cusparselt.loaded_cusparselt()
     number = ".".join(map(str, library[0])) if library else "none"
+    modules = semi_structured, linear, simulation, estimators, compression, cusparselt
+    files = [__file__, *(str(module.__file__) for module in modules)]
     return (
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {number}, "
-        f"probe {version([Path(__file__), Path(semi_structured.__file__)])}"
+        f"probe {version([Path(file) for file in files])}"
     )
 
 
@@ -203,7 +213,8 @@ def eligible(
         return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE[fp8]}", None
     estimated = mvue is not None and mvue.fits_2_4 and not fp8
     return "", SemiStructuredShape(
-        rows, columns, tokens, dtype, _sparse_input_gradient(weight, recipe), estimated, fp8
+        *(rows, columns, tokens, dtype, _sparse_input_gradient(weight, recipe), estimated, fp8),
+        biased=getattr(weight.module, "bias", None) is not None,
     )
 
 

@@ -4,6 +4,7 @@ its own before it is believed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from nmrun.sparsity.masks import hard_threshold
 Parts = list[Tensor]
 # tokens: a dense operand of 16-bit numbers has to have a multiple of 8, and fp8 of 16
 ROUND_UP = 16
+CUTLASS_MAJOR = 8  # the compute capability that torch's own kernels are compiled for
 
 
 def padded(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
@@ -89,7 +91,7 @@ def _cutlass(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
 
 def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
     major = torch.cuda.get_device_capability(weight.device)[0]
-    if major != 8:
+    if major != CUTLASS_MAJOR:
         raise NotImplementedError(
             f"not tried: it writes the layout of compute capability 8.x, and this is {major}.x"
         )
@@ -152,7 +154,8 @@ def _quantized(x: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
 def cusparselt_multiply_fp8(
     x: Tensor, parts: Parts, bias: Tensor | None, algorithm: int = 0
 ) -> Tensor:
-    values, scale = _quantized(padded(x, ROUND_UP), parts)
+    # of FP8 the library multiplies what is stored by rows alone
+    values, scale = _quantized(padded(x, ROUND_UP).contiguous(), parts)
     # the library takes no scales that lie on the device; before them float16 would overflow
     out = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     z = cusparselt.multiply(parts[0], values, out=out, algorithm=algorithm)
@@ -161,7 +164,8 @@ def cusparselt_multiply_fp8(
 
 def cusparselt_algorithms_fp8(x: Tensor, parts: Parts) -> int:
     out = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    return cusparselt.algorithms(parts[0], _quantized(padded(x, ROUND_UP), parts)[0], out)
+    values, _ = _quantized(padded(x, ROUND_UP).contiguous(), parts)
+    return cusparselt.algorithms(parts[0], values, out)
 
 
 def unscaled(
@@ -250,6 +254,8 @@ def fastest(
             except RuntimeError as error:
                 wrong = first_line(error)
         names = sorted(times, key=lambda each: times[each])
+        if graph:  # each has kept memory of its own
+            torch.cuda.empty_cache()
     for each in names:
         wrong = fault(calls[each], expected, fp8=named(each).fp8)
         if not wrong:
@@ -323,8 +329,11 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
         graph.capture_begin()
         try:
             call()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is broken, too
+                graph.capture_end()
+            raise
+        graph.capture_end()
     current.wait_stream(stream)
     return graph.replay
 

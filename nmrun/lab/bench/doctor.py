@@ -24,6 +24,13 @@ TOKENS = 8192
 CPU_SHAPE, CPU_TOKENS = (1024, 4096), (1, 256)
 
 
+def installed_version() -> str:
+    try:
+        return importlib.metadata.version("nmrun")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, read from its folder"
+
+
 def main(argv: Sequence[str]) -> int:
     """Print what there is, test the 2:4 paths and measure a little; returns 1 if something needed
     is missing."""
@@ -56,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     )
     writable = os.access(".", os.W_OK)
     for name, value in [
-        ("nmrun", importlib.metadata.version("nmrun")),
+        ("nmrun", installed_version()),
         ("python", platform.python_version()),
         (
             "torch",

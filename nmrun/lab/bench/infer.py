@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from nmrun.errors import ConfigError
-from nmrun.fast import acceleration
+from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.deploy import deploy
@@ -47,6 +48,7 @@ from nmrun.sparsity.masks import nm_mask
 
 PAST = 128  # tokens that a decoder has in its cache
 PROMPT = "_prompt"  # behind a decoder's name: no cache, a whole prompt
+ATTENTION = "nmrun_causal"  # of a name that transformers makes no masks for
 # layers, width, heads
 ENCODERS = {
     "transformer": (6, 512, 8),
@@ -103,20 +105,39 @@ class OneDNNConvolution(nn.Module):
         return output
 
 
+class Past(nn.Module):
+    """The keys and values of tokens that a decoder has seen, all zero."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(shape), persistent=False)
+        self.register_buffer("values", torch.zeros(shape), persistent=False)
+
+
 class Decoder(nn.Module):
     """A language model of transformers, random weights.
 
     Args:
         name: of ``GPT2`` or ``LLAMA``.
-        past: how many tokens it has in its cache; None for a prompt, without a cache, of which the
-            last token alone goes through the head.
+        sequences: how many it has in its cache, each of PAST tokens; None for a prompt, without a
+            cache, of which the last token alone goes through the head.
     """
 
-    def __init__(self, name: str, past: int | None) -> None:
+    def __init__(self, name: str, sequences: int | None) -> None:
         super().__init__()
-        self.past = past
         try:
-            from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+            from transformers import (
+                AttentionInterface,
+                AutoModelForCausalLM,
+                DynamicCache,
+                GPT2Config,
+                LlamaConfig,
+            )
+            from transformers.cache_utils import DynamicLayer
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
         except ImportError:
             raise ConfigError(
                 f"{name} needs transformers: pip install 'nmrun[transformers]'"
@@ -129,28 +150,33 @@ class Decoder(nn.Module):
             )
         else:
             config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads)
-        self.model = AutoModelForCausalLM.from_config(config)
+        # transformers makes a mask for attention of its own names when it is compiled, and with a
+        # mask there is no flash attention
+        AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        self.cache, self.cache_layer = DynamicCache, DynamicLayer  # no import in a compiled pass
+        self.past: Past | None = None
+        if sequences is not None:
+            self.past = Past((layers, sequences, heads, PAST, width // heads))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.past is None:
             last: Tensor = self.model(x, use_cache=False, logits_to_keep=1).logits
             return last
-        from transformers import DynamicCache
-
-        cache, config = DynamicCache(), self.model.config
-        heads = config.num_attention_heads
-        shape = (len(x), heads, self.past, config.hidden_size // heads)
-        for layer in range(config.num_hidden_layers):
-            past = torch.zeros(shape, dtype=self.model.dtype, device=x.device)
-            cache.update(past, past.clone(), layer)
+        cache: Any = self.cache()
+        for keys, values in zip(self.past.keys, self.past.values, strict=True):
+            layer: Any = self.cache_layer()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            cache.layers.append(layer)
         output: Tensor = self.model(x, past_key_values=cache).logits
         return output
 
 
-def network(name: str) -> nn.Module:
-    """A network of ``options.NETWORKS``, random weights."""
+def network(name: str, size: tuple[int, int]) -> nn.Module:
+    """A network of ``options.INFERRED_NETWORKS`` for inputs of a size, random weights."""
     if (decoder := name.removesuffix(PROMPT)) in GPT2 | LLAMA:
-        return Decoder(decoder, None if name.endswith(PROMPT) else PAST).eval()
+        return Decoder(decoder, None if name.endswith(PROMPT) else size[0] * size[1]).eval()
     if name == "vit_large":
         from torchvision import models
 
@@ -235,8 +261,9 @@ def measure(
         A row for each arm, precision and pattern, and one for each runtime that is missing.
     """
     torch.manual_seed(0)
+    counters.clear()
     with device:
-        model, x = network(name), example(name, size)
+        model, x = network(name, size), example(name, size)
     runtime_calls, missing = peers.arms(
         [n for n in names if n in peers.RUNTIMES], model, x, precisions
     )
@@ -269,14 +296,28 @@ def measure(
                 )
                 weights = [choice for choice in choices if not choice.always_dense]
                 arm = precision, kind, str(pattern)
-                calls[arm] = partial(low, inputs)
+                compiled = kind == "packed_compiled"
+                calls[arm] = (
+                    partial(peers.by_layers, low, inputs) if compiled else partial(low, inputs)
+                )
                 about[arm] = {
                     "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
                     "bytes": model_bytes(low) / model_bytes(model),
                 }
-    calls = {arm: calls[arm] for arm in sorted(calls, key=_order)}
-    errors = {arm: _relative_error(call(), expected[arm[2]]) for arm, call in calls.items()}
-    times = rounds(calls, count, _clock(device))
+    errors: dict[Arm, float] = {}
+    for arm in sorted(calls, key=_order):
+        try:
+            errors[arm] = _relative_error(calls[arm](), expected[arm[2]])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of the compiler, or of a graph
+            missing[" ".join(filter(None, arm))] = measurement.first_line(error)
+    times = rounds({arm: calls[arm] for arm in errors}, count, _clock(device))
+    if device.type == "cuda":
+        skipped, breaks = counters["inductor"]["cudagraph_skips"], len(counters["graph_break"])
+        if skipped or breaks:
+            why = f"{skipped} graphs not captured, {breaks} kinds of breaks: they wait for the host"
+            missing["compiled passes"] = why
     right = [arm for arm in times if not arm[2] and errors[arm] <= TOLERANCES[arm[0]]]
     best = {
         precision: min(dense, key=lambda arm: statistics.median(times[arm]))
@@ -342,8 +383,10 @@ def size_in_words(row: Row) -> str:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """What a model's weights and buffers take."""
-    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    """What a model's weights and buffers take, without what a decoder has seen."""
+    seen = [b for module in model.modules() if isinstance(module, Past) for b in module.buffers()]
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return held - sum(t.nbytes for t in seen)
 
 
 def benchmark(
@@ -385,6 +428,7 @@ def benchmark(
                     yield [{"arm": f"{name}, {size[0]} x {size[1]}", "missing": harness.NO_MEMORY}]
                 torch.compiler.reset()  # the compiler keeps what it compiled
                 gc.collect()
+                torch.cuda.empty_cache()
 
     variant = "" if on_gpu else f"_{torch.get_num_threads()}_threads"
     return Benchmark(cases(), partial(page, count=rounds, device=place), place, variant)

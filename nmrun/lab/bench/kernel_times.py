@@ -12,7 +12,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 # by words in the names of CUDA kernels, the first that fits
 KINDS = {
-    "masks and packing": r"pack_one|pack_estimate|project_one|project_many|estimate_one|find_largest|round_all",
+    "masks and packing": r"pack_(one|many|estimate)|project_(one|many)|estimate_one|find_largest|round_all|foreach.*copy|multi_tensor.*copy",
     "optimizer": r"adam|multi_tensor|foreach",
     "attention": r"flash|fmha|sdpa|attention",
     "2:4 products": r"sparse|spmma",

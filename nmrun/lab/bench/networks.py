@@ -143,3 +143,4 @@ def each(
             raise ConfigError(str(error).splitlines()[0]) from None
         torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
         gc.collect()
+        torch.cuda.empty_cache()

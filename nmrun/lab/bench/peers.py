@@ -85,6 +85,12 @@ def cast(x: Tensor, precision: str) -> Tensor:
     return x.bfloat16() if precision == BF16 and x.is_floating_point() else x
 
 
+def by_layers(model: Call, x: Tensor) -> Tensor:
+    """A forward pass in which torch's encoders call their layers."""
+    with slow_path():
+        return model(x)
+
+
 def compiled(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator[tuple[str, Call]]:
     """``torch.compile``: on a GPU into CUDA graphs, on a CPU with the weights as constants, which lets
     oneDNN lay them out."""
@@ -101,9 +107,7 @@ def compiled(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator
         inner = torch.compile(dense, **how)
 
         def call(x: Tensor, inner: Any = inner, precision: str = precision) -> Tensor:
-            with slow_path():
-                output: Tensor = inner(cast(x, precision))
-            return output
+            return by_layers(inner, cast(x, precision))
 
         call(x)
         yield precision, call

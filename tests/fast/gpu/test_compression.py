@@ -47,3 +47,6 @@ def test_without_our_kernel_the_library_compresses(monkeypatch: pytest.MonkeyPat
     assert again is blob
     assert torch.equal(blob, 2 * weight.bfloat16()[:, ::2])
     assert len(asked) == 2
+    half = torch.where(pairs(32, 64) == 0, 0.0, 1.5).half()
+    blob = compression.compressed(half, torch.bfloat16)
+    assert torch.equal(blob, half.bfloat16()[:, ::2])  # numbers, not their bits

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from played_gpu import COMPRESSED, along_inputs, both_ways, multiply, normal
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nmrun.fast.gpu import linear, semi_structured
@@ -130,6 +131,29 @@ def test_estimated_weight_gradient(path: str | None, tokens: int) -> None:
     (expected,) = torch.autograd.grad(simulation.linear(x, weight, None, None, PAIRS), weight, dz)
     torch.testing.assert_close(dw, expected)
     assert not torch.allclose(dw, dz.t() @ x)
+
+
+def test_where_an_algorithm_refuses_a_number_of_tokens_the_default_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was chosen for the largest batch; the last one of an epoch is smaller."""
+
+    def picky(x: Tensor, parts: list[Tensor], bias: Tensor | None, algorithm: int = 0) -> Tensor:
+        if algorithm and len(x) < 16:
+            raise RuntimeError("cuSPARSELt's MatmulPlanInit: not supported")
+        return multiply(x, parts, bias)
+
+    path = semi_structured.Path(COMPRESSED.pack, picky)
+    monkeypatch.setitem(semi_structured.PATHS, "compressed", path)
+    weight = both_ways(8, 16)
+    packed = SemiStructuredProducts("compressed:3", weight, None, torch.float64, True)
+    for tokens in (16, 5):
+        x = normal(tokens, 16).requires_grad_()
+        z = packed(x, weight, None)
+        torch.testing.assert_close(z, x @ weight.t())
+        torch.testing.assert_close(
+            torch.autograd.grad(z.sum(), x)[0], weight.sum(0).expand(tokens, -1)
+        )
 
 
 def test_rounding_is_that_of_the_layer_it_replaces() -> None:

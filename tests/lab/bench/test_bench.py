@@ -462,7 +462,7 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
     def unable(*_: Any) -> Any:
         raise TypeError("no such\noperator")
 
-    model, x, asked = infer.network("tiny"), infer.example("tiny", (1, 3)), ["float32"]
+    model, x, asked = infer.network("tiny", (1, 3)), infer.example("tiny", (1, 3)), ["float32"]
     for runtime, message in (
         (absent, "far is not installed: pip install 'nmrun[bench]'"),
         (unable, "cannot take this network: TypeError: no such"),
@@ -483,7 +483,7 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
 def test_runtimes_compute_what_torch_does(name: str, module: str) -> None:
     pytest.importorskip(module)
     torch.manual_seed(0)
-    model, x = infer.network("tiny"), infer.example("tiny", (2, 9))
+    model, x = infer.network("tiny", (2, 9)), infer.example("tiny", (2, 9))
     precisions = ["float32"] if name == "compiled" else ["float32", "int8"]
     calls, missing = peers.arms([name], model, x, precisions)
     assert missing == {}
@@ -525,9 +525,14 @@ def test_infer_of_a_small_language_model(
     pytest.importorskip("transformers")
     monkeypatch.setitem(infer.GPT2, "gpt2", (2, 32, 2))
     monkeypatch.setitem(infer.LLAMA, "llama_7b_block", (2, 32, 2))
-    x, model = infer.example(name, (1, 5)), infer.network(name)
+    x, model = infer.example(name, (1, 5)), infer.network(name, (1, 5))
     assert x.shape == inputs
-    assert model(x).shape == (inputs[0], 1, vocabulary)
+    output = model(x)
+    assert output.shape == (inputs[0], 1, vocabulary)
+    whole = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(whole(x), output)
+    model.model.set_attn_implementation("sdpa")  # with a mask
+    torch.testing.assert_close(model(x), output)
     arms = ["torch", "onednn", "packed"]
     rows = infer.measure(name, [Pattern(1, 4)], (1, 5), ["float32"], arms, 2, CPU)
     assert [row["arm"] for row in rows] == arms
@@ -607,7 +612,8 @@ def test_where_a_step_goes() -> None:
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>": 0.5,
         "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": 0.25,
         "adam_many": 0.25,
-        "pack_one": 0.125,
+        "pack_many": 0.0625,
+        "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<BFloat16, float>>": 0.0625,
         "Memcpy DtoD (Device -> Device)": 0.0625,
         "triton_per_fused_native_layer_norm_0": 0.75,
     }

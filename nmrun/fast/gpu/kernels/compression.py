@@ -18,8 +18,8 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8}
-# compared once: kernels differ where 16 divides rows and groups and where it does not
-SHAPES = (128, 256), (64, 192)
+# compared once, in whole tiles; kernels differ where 16 divides the groups of a row and where not
+SHAPES = {16: ((128, 256), (64, 160)), 8: ((128, 256),)}
 
 
 def compressed(weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -29,9 +29,11 @@ def compressed(weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) ->
 
     Returns (rows, some), as ``torch._cslt_compress`` does.
     """
-    if works(weight.device, dtype):
+    rows, columns = weight.shape
+    if weight.dtype != torch.float32:
+        weight = weight.to(dtype)
+    if _applies(rows, columns, dtype) and works(weight.device, dtype):
         if out is None:
-            rows, columns = weight.shape
             out = torch.empty(blob_shape(rows, columns, dtype), dtype=dtype, device=weight.device)
         write(weight, out)
         return out
@@ -87,7 +89,15 @@ def fits(weight: Tensor, out: Tensor) -> bool:
     """Whether a :class:`Batch` can take a weight."""
     stored = weight.is_contiguous() or weight.t().is_contiguous()
     aligned = weight.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-    return stored and aligned and works(weight.device, out.dtype)
+    rows, columns = weight.shape
+    known = weight.dtype in (torch.float32, out.dtype) and _applies(rows, columns, out.dtype)
+    return stored and aligned and known and works(weight.device, out.dtype)
+
+
+def _applies(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel of this kind was compared with the library: one of 8 bits has whole tiles
+    only where 16 divides rows and groups."""
+    return dtype.itemsize == 2 or (rows % 16 == 0 and columns % 64 == 0)
 
 
 class Batch:
@@ -184,7 +194,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and agrees(
         "Our compression of 2:4 weights",
         device,
-        lambda: all(_has_the_librarys_bits(shape, device, dtype) for shape in SHAPES),
+        lambda: all(_has_the_librarys_bits(shape, device, dtype) for shape in SHAPES[BITS[dtype]]),
         "cuSPARSELt's",
     )
 

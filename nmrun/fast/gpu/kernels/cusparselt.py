@@ -183,6 +183,8 @@ class _Plan:
         if biased:
             self._set_bias(PLACE)
         call("MatmulAlgSelectionInit", handle, self.selection, self.product, number(0))
+        if hasattr(library(), "cusparseLtMatmulAlgSelectionDestroy"):  # since 0.8
+            self.structures.append(("MatmulAlgSelectionDestroy", self.selection))
         last, index, four = number(), number(algorithm), ctypes.c_size_t(4)
         call(
             *("MatmulAlgGetAttribute", handle, self.selection, number(LAST_ALGORITHM)),
