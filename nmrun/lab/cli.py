@@ -124,6 +124,10 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     names = all_verbs()
     if word in names:
         return True
+    if following and following[0][:1] == "=":
+        first, *rest = following
+        spelt = word + first + "".join(rest[:1] if first == "=" else [])
+        raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
     meant = word.replace(":", "=", 1) if ":" in word else nearest(word, names)
     if word in GROUPS and following:
         meant = f"{word}={following[0]}"
