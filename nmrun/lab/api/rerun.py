@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.run}: its command is not known")
     place, command = known
     words = _words(command, options.run)
-    changed = {command_line.key(word) for word in options.changes}
+    # these two say how the run was begun, not what it is
+    changed = {"force", "resume", *map(command_line.key, options.changes)}
     original = [word for word in words if command_line.key(word) not in changed]
     words = [*original, *options.changes]
     print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)

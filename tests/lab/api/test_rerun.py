@@ -98,6 +98,14 @@ def test_what_the_user_adds_needs_none(folder, capsys):
     assert "there is no nowhere.py here" in capsys.readouterr().err
 
 
+def test_a_run_once_forced_is_not_forced_again(folder, capsys):
+    seal(folder, "nmrun recipe=ste force=true resume=False dry=true")
+    assert verb("rerun", str(folder), "recipe._target_=nowhere.Mine") == 2
+    assert capsys.readouterr().out == "nmrun recipe=ste dry=true recipe._target_=nowhere.Mine\n"
+    assert verb("rerun", str(folder), "force=true", "recipe._target_=nowhere.Mine") == 2
+    assert "force=true" in capsys.readouterr().out
+
+
 def test_the_folder_that_is_changed_to_is_shown(folder, capsys, monkeypatch):
     command = "nmrun recipe=ste model._target_=brought.build"
     seal(folder, command)
