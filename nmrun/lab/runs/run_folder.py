@@ -171,6 +171,14 @@ class RunFolder:
             _unverified.add(self.path)
             tell([f"{self.path}: {OF_EARLIER}"])
 
+    def say_finished(self) -> None:
+        """Print what the run that has finished here has reached, and where."""
+        final = self.result["metrics"]["final"].items()
+        metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
+        how = "" if self.is_sealed else f"\n  {OF_EARLIER}"
+        line = f"finished already: {metrics}\n  {self.path} (force=true runs it again){how}"
+        print(line, flush=True)
+
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.jsonl`` that are whole; raises as :meth:`checked`."""
         try:

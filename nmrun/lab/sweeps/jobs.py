@@ -32,7 +32,7 @@ from nmrun.lab import verbs
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder, make_folder
+from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import SweepTable
@@ -303,11 +303,7 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     run_dir = RunFolder(folder)
     result = None if config.force or config.dry else run_dir.finished()
     if result is not None:
-        final = result["metrics"]["final"].items()
-        metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
-        how = "" if run_dir.is_sealed else f"\n  {OF_EARLIER}"
-        message = f"finished already: {metrics}\n  {folder} (force=true runs it again){how}"
-        print(message, flush=True)
+        run_dir.say_finished()
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing

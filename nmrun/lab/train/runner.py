@@ -21,7 +21,7 @@ from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder, make_folder
-from nmrun.lab.signals import Signals
+from nmrun.lab.signals import Signals, of_interrupt
 from nmrun.lab.train import checkpoint, console, results, trials
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
@@ -43,12 +43,7 @@ def run(
     it). ConfigError for a mistake that only the built model or the file system shows.
     """
     if config.dry:
-        parts = trials.parts(config, None, config.trainer.accumulate, search=False)
-        if sweep is None:
-            events = [f"  {event}" for event in parts.handle.pop_events()]
-            print("\n".join([*console.plan_lines(config, parts), *events]), flush=True)
-        place = {"id": identity(config), "folder": str(folder)}
-        return {"status": "planned", **place, "plan": console.plan_row(config, parts)}
+        return {**_plan(config, sweep), "folder": str(folder)}
     make_folder(folder, config.output_dir)
     ranks.begin(config.trainer.device)
     try:
@@ -67,6 +62,36 @@ def run(
     return {**outcome, "folder": str(folder)}
 
 
+def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
+    """The outcome of a dry run; ``failed`` where its parts, such as the user's own, cannot be
+    built."""
+    try:
+        parts = trials.parts(config, None, config.trainer.accumulate, search=False)
+        lines, row = console.plan_lines(config, parts), console.plan_row(config, parts)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if of_interrupt(error):
+            raise
+        outcome = _failure(error)
+        tell([f"failed: {outcome['error']} (without dry=true, run.log has the traceback)"])
+        return outcome
+    if sweep is None:
+        events = [f"  {event}" for event in parts.handle.pop_events()]
+        print("\n".join([*lines, *events]), flush=True)
+    return {"status": "planned", "id": identity(config), "plan": row}
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """The outcome of a run that this error ended."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
+    if isinstance(error, OSError) and error.errno in atomic.FULL:
+        message = f"{error.filename}: {error.strerror}"
+    of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
+    return {"status": "failed", "error": message, "of_machine": of_machine}
+
+
 def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any] | None:
     """The outcome of a run that another process has or had, or whose files are wrong; else None."""
     if not ours:
@@ -77,6 +102,7 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         return None
     run_dir = RunFolder(folder)
     if (result := run_dir.finished()) is not None:
+        run_dir.say_finished()
         return {**result, "status": "skipped"}
     wrong = run_dir.broken()
     error = ""
@@ -135,12 +161,7 @@ class _Run:
             time.sleep(0.1)
             if self.signals.caught is not None:
                 return self._interrupted(signal.SIGTERM)
-            line = (str(error).strip().splitlines() or [""])[0]
-            message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
-            if isinstance(error, OSError) and error.errno in atomic.FULL:
-                message = f"{error.filename}: {error.strerror}"
-            of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
-            return {"status": "failed", "error": message, "of_machine": of_machine}
+            return _failure(error)
 
     def _interrupted(self, otherwise: signal.Signals) -> dict[str, Any]:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}

@@ -529,6 +529,24 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     assert not list((tmp_path / "outputs").iterdir())
 
 
+def test_a_dry_sweep_goes_on_after_a_model_that_cannot_be_built(tmp_path, nmrun_cli):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    own = "name: own\n_target_: own.build\ninclude: null\nexclude: null\n"
+    (tmp_path / "mine" / "model" / "own.yaml").write_text(own)
+    (tmp_path / "own.py").write_text("raise RuntimeError('half done')\n")
+    words = ("--config-dir", "mine", "-m", "model=own,mlp", "recipe=ste", "track=local", "dry=true")
+    process = nmrun_cli(*words)
+    assert process.returncode == 1
+    head, mlp, total, failed = process.stdout.splitlines()
+    assert head.split()[:3] == ["recipe", "ratio", "steps"]
+    assert mlp.split()[:2] == ["ste", "2:4"]
+    assert total.startswith("sweep of 2: 1 planned, 1 not done")
+    assert failed.startswith("  failed: model=own ")
+    assert "RuntimeError: half done" in failed
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_sweep_ends_with_the_command_for_its_table(tmp_path):
     jobs = ["recipe=ste seed=0", "recipe=step seed=1"]
     assert ended(tmp_path / "a", jobs) == ["  nmrun table out/digits"]

@@ -117,12 +117,14 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe, tmp_path):
         )
 
 
-def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path):
+def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     folder = run_folder(cfg)
     first = run(cfg)
     before = (folder / "model.safetensors").stat()
+    capsys.readouterr()
     assert run(cfg) == {**first, "status": "skipped"}
+    assert "finished already: eval/loss" in capsys.readouterr().out
     assert (folder / "model.safetensors").stat() == before
     again = run(config(tmp_path, "recipe=ste", "force=true"))
     assert again["metrics"] == first["metrics"]
