@@ -233,7 +233,7 @@ def test_a_run(nmrun_cli, tmp_path):
     )
     process = nmrun_cli(*words, "sparsity=16:2:8")
     assert process.returncode == 0, process.stderr
-    (folder,) = (tmp_path / "outputs").glob("*/mlp/sr_ste/16of2of8/*")
+    (folder,) = (tmp_path / "outputs/.debug").glob("*/mlp/sr_ste/16of2of8/*")
     result = result_of(folder)
     assert result["config"]["sparsity"] == {
         "n": 2,

@@ -159,7 +159,7 @@ def _table(states: list[RunState], path: Path) -> list[str]:
         key
         for key in sorted(columns, key=lambda key: (key in PROGRESS, key not in always))
         if any(row.get(key) for row in rows)
-        and (key in always or len({row.get(key) for row in rows if "recipe" in row}) > 1)
+        and (key in always or len({row[key] for row in rows if key in row}) > 1)
     ]
     heads.append("run")
     cells = [heads, *([row.get(key, "") for key in heads] for row in rows)]

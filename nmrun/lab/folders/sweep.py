@@ -266,7 +266,12 @@ def name(record: Record, line: dict[str, Any]) -> str:
     sweeps = [{_bare(word) for word in sweep} for sweep in record.sweeps]
     common = set.intersection(*sweeps) if sweeps else set()
     words = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
-    return f"[{line['job']}/{record.jobs or '?'}] {' '.join(words) or 'the defaults'}"
+    return f"[{line['job']}/{record.jobs or '?'}] {_plain(words) or 'the defaults'}"
+
+
+def _plain(words: Sequence[str]) -> str:
+    """Overrides as one types them, without the ``++`` that Hydra needs for new keys."""
+    return " ".join(word.lstrip("+") for word in words)
 
 
 def _bare(word: str) -> str:
@@ -303,7 +308,7 @@ def summary(folder: Path) -> tuple[str, int]:
     took = "" if passed is None else f"; {span(passed)}"
     lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in bad:
-        words = " ".join(line["overrides"])
+        words = _plain(line["overrides"])
         error, place = line.get("error") or "", line.get("folder") or ""
         lines.append(f"  {line['status']}: {words}: {error}  {place}".rstrip(" :"))
     return "\n".join(lines), 1 if bad or missing else 0

@@ -127,7 +127,7 @@ def run_with(
     whole = {
         "dataset": {"name": "digits"},
         "model": {"name": "mlp"},
-        "recipe": {"name": "ste"},
+        "recipe": config.get("recipe", {"name": "ste"}),
         "sparsity": {"n": 2, "m": 4},
         "optimizer": {"name": "adam", "lr": config.get("lr", 0.001)},
         "schedule": {"name": "constant"},
@@ -165,6 +165,21 @@ def test_runs_are_listed_with_what_differs_and_how_far_they_are(place, capsys):
     assert "50/100" in cells["3"].split()
     assert "20 s" in cells["3"]
     assert "accuracy 0.9375" in cells["0"]
+
+
+def test_a_setting_that_is_one_recipe_s_alone_does_not_differ(place, capsys):
+    """It does where that recipe's runs do."""
+
+    def head():
+        return output(capsys).splitlines()[1].split()
+
+    step = {"recipe": {"name": "step", "switch": "auto", "decay": 0.0}}
+    run_with(place, "s0-a", "finished", [], recipe={"name": "sr_ste", "decay": 2e-4})
+    run_with(place, "s0-b", "finished", [], **step)
+    assert [key for key in head() if "." in key] == ["recipe.decay"]
+    step["recipe"]["switch"] = 0.2
+    run_with(place, "s0-c", "finished", [], **step)
+    assert {key for key in head() if "." in key} == {"recipe.switch", "recipe.decay"}
 
 
 def test_many_runs_are_a_screenful(place, capsys):

@@ -163,7 +163,7 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(nmrun_cli, 
         "-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed"
     )
     *_, last, table = process.stdout.splitlines()
-    assert table == "  nmrun table outputs/digits"
+    assert table == "  nmrun table outputs/.debug/digits"
     lines = [
         re.sub(r" \(\d+ s left\)$", " (?)", line)
         for line in process.stdout.splitlines()
@@ -567,6 +567,7 @@ def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
     assert sweep.title(tmp_path, 2, job) == "[2/4] recipe=dense seed=1"
     sweep.begin(tmp_path, 1, "nmrun -m ...", "o", [["recipe=dense", "seed=1"]])
     assert sweep.title(tmp_path, 1, ["recipe=dense", "seed=1"]) == "[1/1] recipe=dense seed=1"
+    assert sweep.title(tmp_path, 1, ["++recipe.beta=0.9"]) == "[1/1] recipe.beta=0.9"
 
 
 @pytest.mark.parametrize("message", ["hydra: {job: {env_set: {MINE: here}}}", "seed: 3"])
