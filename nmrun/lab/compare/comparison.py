@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
-from nmrun.lab.compare.notation import Key, label
+from nmrun.lab.compare.notation import Key, label, named
 from nmrun.lab.compare.runs import (
     Lines,
     check_name,
@@ -58,7 +58,9 @@ class Query:
         if not self.overall:
             return
         if not self.baseline:
-            raise ConfigError("--overall compares with a row: name it with --baseline")
+            raise ConfigError(
+                "over all cells each row is compared with one of them: name it with --baseline"
+            )
         if self.test != "t":
             raise ConfigError(
                 f"--overall --test {self.test}: over all cells there is the t-test only"
@@ -135,6 +137,18 @@ def _check(runs: pd.DataFrame, query: Query) -> None:
         raise ConfigError(
             f"--metric {','.join(query.metrics)}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
         )
+
+
+def check_labels(tables: Sequence[Table], labels: Iterable[str]) -> None:
+    """Raise ConfigError for a name of ``labels`` that stands nowhere in the tables."""
+    groups = (*GROUPS, "optimizer")
+    known = {table.shared[key] for table in tables for key in groups if key in table.shared}
+    for table in tables:
+        for keys, places in ((table.row_keys, table.rows), (table.column_keys, table.columns)):
+            pairs = [pair for place in places for pair in zip(keys, place, strict=True)]
+            known |= {text for key, label in pairs for text in (label, named(key, label))}
+    for name in labels:
+        check_name(name, sorted(known - {"-"}), "label")
 
 
 def one_metric(query: Query) -> None:

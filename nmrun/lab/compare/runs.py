@@ -23,7 +23,7 @@ from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
 from nmrun.lab.words.identity import GROUPS, completed
 from nmrun.lab.words.schema import flatten
-from nmrun.patterns import written
+from nmrun.patterns import Pattern, PatternError, written
 from nmrun.registry import did_you_mean
 
 WANDB = "wandb://"
@@ -33,6 +33,7 @@ RATIO = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
+STATUSES = ("finished", "failed", "interrupted")  # likewise
 LOCAL = {"folder", "output_dir", "resume", "force", "dry", "track", "seeds"}  # change no result
 
 
@@ -48,7 +49,8 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
         if Path(path).is_file():
             raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
         if not Path(path).is_dir():
-            raise ConfigError(f"{path}: no such folder")
+            what = "file" if path.endswith(".csv") else "folder"
+            raise ConfigError(f"{path}: no such {what}")
     collected = collect(paths, strict)
     if collected.empty:
         raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
@@ -200,19 +202,43 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     """
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
-            head, *lines = ([documents.neutral(text) for text in line] for line in csv.reader(file))
-    except (OSError, ValueError, csv.Error) as error:
+            table = [[documents.neutral(text) for text in line] for line in csv.reader(file)]
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: no file of runs: it is not UTF-8") from None
+    except (OSError, csv.Error) as error:
         raise ConfigError(f"{path}: no file of runs: {error}") from None
+    head, *lines = table or [[]]
     if missing := sorted(NEEDED - set(head)):
-        raise ConfigError(f"{path}: no file of runs: it has no column {missing[0]}")
-    wrong = [number for number, line in enumerate(lines, 2) if len(line) != len(head)]
-    if wrong:
-        raise ConfigError(f"{path}, line {wrong[0]}: {len(head)} values are needed")
-    return [
-        _complete({name: _value(text) for name, text in zip(head, line, strict=True)})
-        | {"folder": f"{path}:{number}"}
-        for number, line in enumerate(lines, 2)
-    ]
+        raise ConfigError(f"{path}: no file of runs: it has no column {', '.join(missing)}")
+    if not lines:
+        raise ConfigError(f"{path}: no run in it")
+    runs = []
+    for number, line in enumerate(lines, 2):
+        if len(line) != len(head):
+            raise ConfigError(f"{path}, line {number}: {len(head)} values are needed")
+        run = {name: _value(text) for name, text in zip(head, line, strict=True)}
+        if problem := _problem(run):
+            raise ConfigError(f"{path}, line {number}: {problem}")
+        runs.append(_complete(run) | {"folder": f"{path}:{number}"})
+    return runs
+
+
+def _problem(run: dict[str, Any]) -> str:
+    """What is wrong with the values of a line, or nothing."""
+    if run["status"] not in STATUSES:
+        return f"status={run['status']}: it takes {', '.join(STATUSES)}"
+    if type(run["seed"]) is not int:
+        return f"seed={run['seed']} is no whole number"
+    try:
+        if run["sparsity"] != "dense":
+            Pattern.parse(run["sparsity"])
+    except PatternError as error:
+        return f"sparsity: {error}"
+    for name, value in run.items():
+        number = value is None or type(value) in (int, float)
+        if not number and ("/" in name or name == "seconds"):
+            return f"{name}={value} is no number"
+    return ""
 
 
 def _complete(run: dict[str, Any]) -> dict[str, Any]:

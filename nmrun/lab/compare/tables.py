@@ -189,8 +189,7 @@ def build(
     row_labels = sorted({row for row, _ in members}, key=lambda row: _order(rows, row, every))
     if baseline:  # before a complaint of cells that nobody asked for
         named_rows(row_labels, rows, baseline)
-    for (row, column), group in members.items():
-        _check_alike(group, f"{' '.join(row)} at {' '.join(column)}", rows, columns)
+    _check_alike(members, rows)
 
     cells = {place: _cell(group) for place, group in members.items()}
     stands = _stands(members, columns)
@@ -302,7 +301,7 @@ def _cell(group: Sequence[Run]) -> Cell:
     values: dict[object, float] = {}
     without = []
     for run in group:
-        value = run.get(run["metric"])
+        value = run.get(run["metric"], math.nan)
         if run["status"] != "finished":
             without.append(run["status"])
         elif value is None or math.isinf(value):  # null: it was not finite
@@ -314,27 +313,38 @@ def _cell(group: Sequence[Run]) -> Cell:
     return summarise(values, without)
 
 
-def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> None:
-    differing = settings_apart(group)
-    if differing:
-        combinations = Counter(tuple(label(run[key]) for key in differing) for run in group)
-        common = combinations.most_common(1)[0][0]
-        choice = " ".join(
-            shlex.quote(f"{key}={value}")
-            for key, value in zip(differing, common, strict=True)
-            if value != "-"
-        )
+def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
+    names = {place: f"{' '.join(place[0])} at {' '.join(place[1])}" for place in members}
+    apart = {place: keys for place, runs in members.items() if (keys := settings_apart(runs))}
+    if apart:
+        differing = list(dict.fromkeys(key for keys in apart.values() for key in keys))
+        refused = [run for place in apart for run in members[place]]
+        choice = " ".join(map(shlex.quote, _usual(refused, differing)))
+        first, *more = (names[place] for place in apart)
+        others = f" and {len(more)} more cell{'s' * (len(more) > 1)}" if more else ""
         raise ConfigError(
-            f"{place} would average over runs that differ in {', '.join(differing)}; "
+            f"{first}{others} would average over runs that differ in {', '.join(differing)}; "
             f"tell them apart with --rows {','.join([*rows, *differing])}"
             + (f", or choose with --filter {choice}" if choice else "")
         )
-    seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
-    if count > 1:
-        folders = ", ".join(str(run["folder"]) for run in group if run["seed"] == seed)
-        raise ConfigError(
-            f"{place} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only"
-        )
+    for place, runs in members.items():
+        seed, count = Counter(run["seed"] for run in runs).most_common(1)[0]
+        if count > 1:
+            folders = ", ".join(str(run["folder"]) for run in runs if run["seed"] == seed)
+            raise ConfigError(
+                f"{names[place]} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only"
+            )
+
+
+def _usual(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """For each key the condition that most of the runs fit which fit those before it."""
+    conditions = []
+    for key in keys:
+        counts = Counter(text for run in runs if (text := label(run[key])) != "-")
+        for value, _ in counts.most_common(1):
+            conditions.append(f"{key}={value}")
+            runs = [run for run in runs if label(run[key]) in (value, "-")]
+    return conditions
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:

@@ -68,9 +68,7 @@ def table(argv: Sequence[str]) -> int:
         help="show the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are "
         "overrides, as for the sweep. Several as HTML are one page with all figures",
     )
-    parser.add_argument(
-        "--scale", default="small", help="scale of the experiments: smoke, small (default) or paper"
-    )
+    parser.add_argument("--scale", help="scale of the experiments: smoke, small (default) or paper")
     parser.add_argument(
         "--figures", type=Path, metavar="DIR", help="folder for the experiments' figures, as PNG"
     )
@@ -83,6 +81,9 @@ def table(argv: Sequence[str]) -> int:
             raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
         if options.experiment:
             return _experiments(options)
+        for name in ("scale", "figures"):
+            if vars(options)[name] is not None:
+                raise ConfigError(f"--{name} is for --experiment")
         _write(_content(options), options.out)
     return 0
 
@@ -90,12 +91,19 @@ def table(argv: Sequence[str]) -> int:
 def _format(options: argparse.Namespace) -> str:
     suffix = "" if options.out is None else options.out.suffix.lower()
     by_suffix = BY_SUFFIX.get(suffix, suffix.removeprefix("."))
+    if suffix and not options.format and by_suffix not in FORMATS:
+        suffixes = ", ".join([*BY_SUFFIX, *(f".{name}" for name in FORMATS[2:])])
+        raise ConfigError(
+            f"--out {options.out}: the suffix must be one of {suffixes}, or say --format"
+        )
     otherwise = "csv" if options.runs else "markdown"
     style = str(options.format or (by_suffix if by_suffix in FORMATS else otherwise))
     if options.runs and style not in RECORDS:
         raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
     if style == "parquet" and options.out is None:
         raise ConfigError("--format parquet: name a file with --out")
+    if options.labels and style != "latex":
+        raise ConfigError("--labels is for --format latex")
     return style
 
 
@@ -109,11 +117,13 @@ def _content(options: argparse.Namespace) -> str | bytes:
             verify(selection)
         return as_text(as_lines(summary(selection)), style)
     query = _query(options, overall=options.overall)
-    from nmrun.lab.compare.comparison import compare
+    from nmrun.lab.compare.comparison import check_labels, compare
     from nmrun.lab.show.formats import render
 
+    labels = _names(options.labels)
     comparison = compare(read(_paths(options), options.verify), query, options.verify)
-    return render(comparison, style, _names(options.labels), options.method)
+    check_labels(comparison.tables, labels)
+    return render(comparison, style, labels, options.method)
 
 
 def _query(options: argparse.Namespace, **more: Any) -> Query:
@@ -309,12 +319,19 @@ def _experiments(options: argparse.Namespace) -> int:
     from nmrun.lab.words import experiment
 
     every, style = experiment.selection(options.experiment), _format(options)
-    if options.runs or options.overall or style == "parquet":
-        raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
+    if options.runs or options.overall or options.labels or style == "parquet":
+        raise ConfigError(
+            "--experiment: --runs, --overall, --labels and --format parquet are for folders"
+        )
+    for word in options.paths:
+        if "=" not in word:
+            raise ConfigError(
+                f"{word}: beside --experiment stand overrides; runs in a folder are output_dir={word}"
+            )
     if style in RECORDS and len(every) > 1:
         raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
     sections = experiments.sections(
-        every, options.scale, options.paths, _query(options), options.verify
+        every, options.scale or "small", options.paths, _query(options), options.verify
     )
     text = experiments.render(sections, style, options.method)
     files = experiments.draw(sections, options.figures) if options.figures else []

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.comparison import Comparison, Query, compare, one_metric
+from nmrun.lab.compare.comparison import Comparison, Query, check_labels, compare, one_metric
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.runs import check_name, usual_metric
 from nmrun.lab.compare.tables import Table
@@ -106,12 +106,15 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     ConfigError where the runs have nothing of this kind.
     """
     if kind == "overall":
-        return [over_all_cells(compare(runs, query), layout)]
+        comparison = compare(runs, query)
+        check_labels(comparison.tables, layout.labels)
+        return [over_all_cells(comparison, layout)]
     metric = ",".join(query.metrics) if kind == "curves" else ""
     if metric:  # logged while training goes on; the results need not have it
         query = replace(query, metrics=())
     one_metric(query)
     tables = compare(runs, query).tables
+    check_labels(tables, layout.labels)
     if metric:
         check_name(
             metric, sorted({key for table in tables for key in History(table).logged()}), "metric"

@@ -2,19 +2,23 @@
 
 import json
 import math
+import re
 
 import pandas as pd
 import pytest
 from verbs import verb
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare.runs import NEEDED, collect, from_csv, to_csv
+from nmrun.lab.compare.runs import collect, from_csv, to_csv
 
 RUN = {
     "recipe": "=step", "sparsity": "1:8", "seed": 3, "status": "finished", "metric": "accuracy", "dataset": "digits", "model": "mlp",
     "optimizer.lr": 1e-05, "trainer.clip": None, "model.bias": True, "recipe.decay": math.nan, "test/accuracy": 0.1 + 0.2,
     "model.exclude": "['a,b','c']", "folder": "/somewhere", "output_dir": "/somewhere", "track.name": "local",
 }  # fmt: skip
+
+HEAD = b"model,dataset,recipe,sparsity,status,metric,seed,test/accuracy\n"
+GOOD = b"mlp,x,ste,2:4,finished,accuracy,0,0.5\n"
 
 
 def test_what_is_written_is_read_again(tmp_path):
@@ -42,15 +46,44 @@ def test_a_table_may_be_of_folders_and_files(tmp_path, write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "it has no column dataset"),
-        ("", "it has no column|no file of runs"),
-        (",".join(sorted(NEEDED)) + "\n1,2\n", "line 2: 7 values are needed"),
+        (
+            b"a,seed\n1,2\n",
+            ": no file of runs: it has no column dataset, metric, model, recipe, sparsity, status",
+        ),
+        (b"", ": no file of runs: it has no column dataset, metric, model, recipe, seed"),
+        (b"a\xff", ": no file of runs: it is not UTF-8"),
+        (HEAD, ": no run in it"),
+        (HEAD + b"1,2\n", ", line 2: 8 values are needed"),
+        (
+            HEAD + GOOD + b"mlp,x,ste,2:4,finished,accuracy,0,abc\n",
+            ", line 3: test/accuracy=abc is no number",
+        ),
+        (
+            HEAD + b"mlp,x,ste,2:4,finished,accuracy,0,true\n",
+            ", line 2: test/accuracy=True is no number",
+        ),
+        (HEAD + b"mlp,x,ste,2:4,finished,accuracy,x,1\n", ", line 2: seed=x is no whole number"),
+        (
+            HEAD + b"mlp,x,ste,9:4,finished,accuracy,0,1\n",
+            ", line 2: sparsity: 9:4 is not an N:M pattern",
+        ),
+        (
+            HEAD + b"mlp,x,ste,2:4,done,accuracy,0,1\n",
+            ", line 2: status=done: it takes finished, failed, interrupted",
+        ),
     ],
 )
 def test_another_file_gets_a_line(tmp_path, text, message):
-    (tmp_path / "runs.csv").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        from_csv(tmp_path / "runs.csv")
+    file = tmp_path / "runs.csv"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}{message}")):
+        from_csv(file)
+
+
+def test_a_metric_that_a_file_has_not_is_no_failure(tmp_path, capsys):
+    (tmp_path / "runs.csv").write_bytes(HEAD + GOOD.replace(b"accuracy", b"perplexity"))
+    assert verb("table", str(tmp_path / "runs.csv")) == 0
+    assert "1 without a value" in capsys.readouterr().out
 
 
 def test_names_of_a_file_are_no_commands_to_a_terminal(tmp_path, capsys):

@@ -18,6 +18,7 @@ from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.show import cli
+from nmrun.lab.words import composition
 
 
 def cells(markdown: str) -> dict[str, dict[str, str]]:
@@ -295,6 +296,39 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table):
     assert table("--rows", "recipe,trainer.epochs")[1].count("\n| ") == 1 + 3
 
 
+def test_runs_of_debugging_are_averaged_with_no_others(write, table):
+    composition.register()
+    with composition.composing():
+        place = composition.composed(["debug=fast"], {}).output_dir
+    write("ste", "2:4", 0, 0.9)
+    write("ste", "2:4", 1, 0.1, root=place, trainer__limit_batches=3)
+    assert cells(table()[1]) == {"ste": {"2:4": "90.0 (1)"}}
+    assert cells(table(paths=(place,))[1]) == {"ste": {"2:4": "10.0 (1)"}}
+
+
+def test_one_refusal_names_the_settings_of_all_cells(write, table):
+    """And obeyed, it is the last."""
+    for seed in (0, 1):
+        write("ste", "2:4", seed, 0.9)
+        write("step", "2:4", seed, 0.8, recipe__switch="auto")
+    write("ste", "2:4", 2, 0.1, trainer__epochs=1)
+    write("step", "2:4", 2, 0.7, recipe__switch=0.3)
+    write("step", "2:4", 2, 0.1, recipe__switch=0.3, trainer__epochs=1, optimizer__lr=0.1)
+    _, _, err = table()
+    assert err.startswith(
+        "nmrun: ste at 2:4 and 1 more cell would average over runs that differ in "
+    )
+    named = err.split("differ in ")[1].split(";")[0].split(", ")
+    assert sorted(named) == ["optimizer.lr", "recipe.switch", "trainer.epochs"]
+    choice = err.split("--filter ")[1].split()
+    chosen = cells(table("--filter", *choice)[1])
+    assert chosen == {
+        "ste": {"2:4": "**90.0 +- 0.0 (2)**"},
+        "step": {"2:4": "80.0 +- 0.0 (2)"},
+    }
+    assert table("--rows", f"recipe,{','.join(named)}")[0] == 0
+
+
 def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table):
     write("step", "2:4", 0, 0.9, recipe__switch="auto")
     write("step", "2:4", 1, 0.9, recipe__switch=0.3)
@@ -566,7 +600,11 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
             ["--runs --format latex: a line a run is csv, json, parquet"],
         ),
         (["--format", "parquet"], ["name a file with --out"]),
-        (["--labels", "step"], ["--labels step: write NAME=TEXT"]),
+        (["--format", "latex", "--labels", "step"], ["--labels step: write NAME=TEXT"]),
+        (
+            ["--format", "latex", "--labels", "stte=Ours"],
+            ["no label 'stte' in these runs; did you mean ste?"],
+        ),
     ],
 )
 def test_mistakes_get_one_line(write, table, arguments, message):
