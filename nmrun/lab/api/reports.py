@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -36,7 +36,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
         ``attrs["shared"]`` has the settings that do not differ.
     """
     with files_of_the_command():
-        return summary(filtered(read(_texts(path)), _texts(filter)))
+        return summary(filtered(read(_texts("path", path)), _conditions(filter)))
 
 
 def table(
@@ -76,11 +76,11 @@ def table(
     """
     _check("test", test, cli.TESTS)
     query = Query(
-        keys(rows), keys(cols), keys(metric), _texts(filter),
+        keys(rows), keys(cols), keys(metric), _conditions(filter),
         baseline=baseline or "", test=test, overall=overall,
     )  # fmt: skip
     with files_of_the_command():
-        comparison = compare(read(_texts(path), strict=verify), query, intact=verify)
+        comparison = compare(read(_texts("path", path), strict=verify), query, intact=verify)
     head, *cells = lines(comparison)
     frame = pd.DataFrame(cells, columns=head, dtype=object)
     frame = typed(frame.loc[:, ~frame.columns.duplicated()])  # the metric is a label, too
@@ -126,11 +126,13 @@ def plot(
     ConfigError also where runs of several data sets or models would need several figures.
     """
     _check("kind", kind, cli.KINDS)
-    query = Query(keys(rows), keys(cols), keys(metric), _texts(filter), baseline=baseline or "")
+    query = Query(
+        keys(rows), keys(cols), keys(metric), _conditions(filter), baseline=baseline or ""
+    )
     query, over = plots.along(x, kind, query)
     layout = Layout(title, width, height, labels or {}, ylim, over)
     with files_of_the_command():
-        figures = plots.plot(read(_texts(path)), query, kind, layout)
+        figures = plots.plot(read(_texts("path", path)), query, kind, layout)
     if len(figures) > 1:
         raise ConfigError(
             f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "
@@ -139,8 +141,16 @@ def plot(
     return figures[0]
 
 
-def _texts(value: Paths) -> tuple[str, ...]:
-    return (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
+def _conditions(filter: Sequence[str] | str) -> tuple[str, ...]:
+    return _texts("filter", filter, ", as in filter='recipe=step'")
+
+
+def _texts(name: str, value: Paths, such: str = "") -> tuple[str, ...]:
+    if isinstance(value, str | Path):
+        return (str(value),)
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={value!r}: it takes a text or a list of texts{such}")
+    return tuple(map(str, value))
 
 
 def _check(name: str, value: str, names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,8 +219,13 @@ def parse(
     """The overrides that ``overrides`` and ``settings`` (see :func:`words_of`), which win, are; and
     the folder of more configs.
 
-    ConfigError for another option of the command line, and for values that no override can have.
+    ConfigError for another option of the command line, for values that no override can have, and
+    for a sweep where there is no ``multirun``.
     """
+    if isinstance(overrides, Mapping) or not isinstance(overrides, Iterable | None):
+        raise ConfigError(
+            f"{overrides!r}: overrides are a text or a list of texts, as in 'recipe=step seed=3'"
+        )
     try:
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
     except ValueError as error:
@@ -230,6 +235,9 @@ def parse(
     for name in (name for name, value in vars(options).items() if value and name not in allowed):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
+    for override in () if multirun else command_line.parsed(options.overrides)[0]:
+        if override.is_sweep_override() or override.key_or_group in ("experiment", "zip"):
+            raise ConfigError(f"{override.input_line}: nmrun.sweep does several runs")
     return options.overrides, options.config_dir
 
 

@@ -26,7 +26,10 @@ def main(argv: Sequence[str]) -> int:
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)")
     add("--seed", type=int, default=0, help="of the choices (default: 0)")
     verbs.consent_option(parser)
-    options = parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    if rest:
+        hint = "" if rest[0].startswith("-") else " (the text to continue is --prompt TEXT)"
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: a whole number, 1 or more")
     if not 0 <= options.temperature < float("inf"):

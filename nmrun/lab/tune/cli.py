@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
         "best settings, and print the table. Trials vary the learning rate and the recipe's own hyperparameters.",
     )
     parser.add_argument("name", help="of the comparison; its folder is OUTPUT_DIR/.tune/NAME")
-    parser.add_argument("words", nargs="+", help="a sweep, as after nmrun -m, with its seeds")
+    parser.add_argument(
+        "words", nargs="+", metavar="SWEEP", help="a sweep, as after nmrun -m, with its seeds"
+    )
     parser.add_argument(
         "--trials", type=int, default=8, help="of each recipe at each ratio (default 8)"
     )
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     _check_seeds(set().union(*(look.seeds for look in looks)))
-    from nmrun.lab.tune import comparison, plan  # torch
+    from nmrun.lab.tune import comparison, plan, study  # torch
 
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, space, options.config_dir)
@@ -67,13 +69,14 @@ def main(argv: Sequence[str]) -> int:
         )
         print("\n".join([*plan.summary(cells, options.trials), *about, f"  {folder}"]))
         return 0
+    study.import_optuna()  # before anything is written
     with files_of_the_command():
         for cell in cells:
             comparison.check(cell)
     seeds = max(len(cell.seeds) for cell in cells)
-    print(
-        f"{len(cells)} cells, {options.trials} trials and {seeds} seeds each; {folder}", flush=True
-    )
+    counts = {"cell": len(cells), "trial": options.trials, "seed": seeds}
+    of_cells, *of_each = (plan.quantity(count, noun) for noun, count in counts.items())
+    print(f"{of_cells}, {' and '.join(of_each)} each; {folder}", flush=True)
     far = comparison.TuningProgress(cells, options.trials)
 
     def say(message: str) -> None:

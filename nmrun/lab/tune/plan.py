@@ -127,8 +127,8 @@ def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
         lines.append(f"  {cell.name:<{width}}  {searched}")
     seeds = sum(len(cell.seeds) for cell in cells)
     lines.append(
-        f"  {_quantity(len(cells), 'cell')}, in each {_quantity(trials, 'trial')} and {_repeats(trials)} "
-        f"repeats of the best; {_quantity(seeds, 'run')} of seeds: {total(cells, trials)} runs"
+        f"  {quantity(len(cells), 'cell')}, in each {quantity(trials, 'trial')} and {_repeats(trials)} "
+        f"repeats of the best; {quantity(seeds, 'run')} of seeds: {total(cells, trials)} runs"
     )
     return lines
 
@@ -141,7 +141,7 @@ def _repeats(trials: int) -> int:
     return min(trials, FINALISTS) * len(AGAIN)
 
 
-def _quantity(count: int, noun: str) -> str:
+def quantity(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("s" if count != 1 else "")
 
 

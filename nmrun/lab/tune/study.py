@@ -152,10 +152,7 @@ class Study:
     def propose(self, count: int) -> dict[str, Any]:
         """The settings of the next of ``count`` trials: those that are listed, then the defaults,
         then by Optuna's TPE, half of all at random; numbers have three digits."""
-        try:
-            import optuna
-        except ImportError:
-            raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
+        optuna = import_optuna()
         optuna.logging.set_verbosity(logging.WARNING)
         listed, trials = self.settings()[0], self.trials()
         if len(trials) < len(listed):
@@ -189,6 +186,14 @@ class Study:
             else trial.suggest_float(key, search.low, search.high, log=search.log)
             for key, search in self.space.items()
         }
+
+
+def import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
+    return optuna
 
 
 def _value(trial: Trial) -> float:

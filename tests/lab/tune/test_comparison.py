@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -229,6 +230,14 @@ def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
         f"3 cells, in each 3 trials and 4 repeats of the best; 6 runs of seeds: {runs} runs"
     )
     assert folder.strip() == str(PLACE.absolute())
+    assert not list(Path().iterdir())
+
+
+def test_without_optuna_nothing_is_begun(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match="needs Optuna"):
+        tune()
+    assert not capsys.readouterr().out
     assert not list(Path().iterdir())
 
 
