@@ -19,11 +19,22 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.runs.run_folder import RunFolder, weights_in
 from nmrun.patterns import Pattern, PatternError, geometric, stepwise, written
+from nmrun.ranges import value_text
 
 Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
 
-# The package and the extra of nmrun that a logger needs.
-LOGGERS = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
+# the package that an option needs, and the extra of nmrun that it comes with
+PACKAGES = {
+    "track=tensorboard": ("tensorboard", "tensorboard"),
+    "track=mlflow": ("mlflow", "mlflow"),
+    "model=timm": ("timm", "timm"),
+    "dataset=hub_text": ("datasets", "texts"),
+    **dict.fromkeys(
+        ("model=hf_encoder", "model=hf_gpt2", "model=hf_causal"), ("transformers", "transformers")
+    ),
+}
+# the recipes whose masks keep the largest weights, along one dimension alone
+BLOCKS = ("asp", "sr_ste", "ste", "ste_periodic", "step", "sqft")
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
 STRUCTURES = {
     "sdgf_stepwise": "structure",
@@ -216,6 +227,19 @@ RULES = (
         ),
     ),
     ConfigRule(
+        (),
+        lambda facts: (
+            facts.own_rules
+            and facts.pattern is not None
+            and facts.pattern.v > 1
+            and facts.recipe["name"] not in BLOCKS
+        ),
+        lambda facts: (
+            f"recipe={facts.recipe['name']} sparsity={facts.pattern}: V:N:M masks are for recipes that "
+            f"keep the largest weights ({', '.join(BLOCKS)})"
+        ),
+    ),
+    ConfigRule(
         ("optimizer.nesterov", "optimizer.momentum"),
         lambda facts: bool(facts.optimizer.get("nesterov") and not facts.optimizer.get("momentum")),
         lambda facts: "optimizer.nesterov=true needs optimizer.momentum above 0",
@@ -321,7 +345,7 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     custom = {group for group in ("dataset", "model") if "_target_" in plain[group]}
     for group in ("dataset", "model", "recipe"):
         yield from _unknown_package(group, plain[group].get("_target_"))
-    yield from _no_logger(plain["track"])
+    yield from _not_installed(plain)
     yield from _no_teacher(plain, on_this_machine)
     if on_this_machine and plain["init"] is not None and (why := _no_weights(plain["init"])):
         yield f"init={plain['init']}: {why}"
@@ -337,7 +361,9 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
         yield from _no_pretrained(plain["dataset"], plain["model"])
     if "model" not in custom:
         layers = options.kind("model", plain["model"]["name"]).layer_inputs(plain["model"])
-        yield from _no_layer(plain["model"], plain["sparsity"], layers) if layers else ()
+        if layers:
+            wrong = [*_no_layer(plain["model"], plain["sparsity"], layers)]
+            yield from wrong or _all_dense(plain, layers)
     if on_this_machine and no_gpu():
         yield from _needs_gpu(plain["trainer"])
 
@@ -353,10 +379,14 @@ def _unknown_package(group: str, target: Any) -> Iterator[str]:
         )
 
 
-def _no_logger(track: dict[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys([track["name"], *track["also"]]):
-        if name in LOGGERS and importlib.util.find_spec(LOGGERS[name]) is None:
-            yield f"track={name} is not installed: pip install 'nmrun[{name}]'"
+def _not_installed(plain: dict[str, Any]) -> Iterator[str]:
+    chosen = [f"track={name}" for name in (plain["track"]["name"], *plain["track"]["also"])]
+    own = (group for group in ("dataset", "model") if "_target_" not in plain[group])
+    chosen += [f"{group}={plain[group]['name']}" for group in own]
+    for option in dict.fromkeys(chosen):
+        package, extra = PACKAGES.get(option, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            yield f"{option} needs {package}, which is not installed: pip install 'nmrun[{extra}]'"
 
 
 def _no_weights(place: str) -> str:
@@ -411,11 +441,19 @@ def _other_data(dataset: str, model: str) -> Iterator[str]:
 
 
 def _too_few(dataset: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
-    most = dataset.get("train_size") or options.kind("dataset", dataset["name"]).train_images
-    if most is not None and trainer["batch_size"] > most:
+    said, every = dataset.get("train_size"), options.kind("dataset", dataset["name"]).train_images
+    if said is None and every is None:
+        return
+    most = said or every
+    if said is None and "val_size" in dataset:
+        most -= dataset["val_size"] or most // 10
+    elif said is None:  # about: each class is divided by itself
+        shares = dataset.get("val_fraction", 0) + dataset.get("test_fraction", 0)
+        most = min(most, most - int(shares * most) + 10)
+    if trainer["batch_size"] > most:
         yield (
             f"trainer.batch_size={trainer['batch_size']}: dataset={dataset['name']} has "
-            f"{'' if dataset.get('train_size') else 'at most '}{most} training images"
+            f"{'' if said else 'at most '}{most} training images"
         )
 
 
@@ -466,6 +504,27 @@ def _no_layer(
                 )
             elif key == "sparsity.overrides" and not sparsity["pad"]:
                 yield from _unfit(text, str(texts[text]), [layers[layer] for layer in matches])
+
+
+def _all_dense(plain: dict[str, Any], layers: dict[str, int]) -> Iterator[str]:
+    model, sparsity = plain["model"], plain["sparsity"]
+    include, exclude = (
+        [texts] if isinstance(texts, str) else texts
+        for texts in (model["include"], model["exclude"] or [])
+    )
+    dense = sparsity["n"] is None or plain["recipe"].get("name") == "dense"
+    if dense or sparsity["overrides"] or "auto" in exclude:
+        return
+
+    def may_be_sparse(layer: str) -> bool:
+        included = include is None or any(re.fullmatch(text, layer) for text in include)
+        return included and not any(re.fullmatch(text, layer) for text in exclude)
+
+    if not any(map(may_be_sparse, layers)):
+        yield (
+            f"model.include={value_text(include)} and model.exclude={value_text(exclude)} leave no "
+            f"layer of model={model['name']} that may be sparse; there are {', '.join(layers)}"
+        )
 
 
 def _unfit(text: str, ratio: str, inputs: list[int]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 from verbs import python
 
+from nmrun import recipes
 from nmrun.lab import models
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
@@ -22,6 +23,8 @@ from nmrun.papers.flow.keys import FRAMES
 from nmrun.papers.reading.keys import QUESTIONS
 from nmrun.papers.text_to_text.keys import ANSWERED
 from nmrun.papers.translation.keys import PAIRS
+from nmrun.patterns import Pattern
+from nmrun.recipes.base import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +91,36 @@ def test_layers_that_are_known_without_building_are_those_of_the_model(name):
     assert kind.layer_inputs(settings) == built | dict.fromkeys(by_data, 0)
 
 
-def test_a_logger_that_is_not_installed(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["track=local", "track.also=[tensorboard,mlflow]"], "track=tensorboard"),
+        (["model=timm", "track=local"], "model=timm"),
+        (["dataset=hub_text", "dataset.path=x", "model=gpt_tiny", "track=local"], "dataset=hub_text"),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_not_installed(words, option, monkeypatch):
     composition.register()
-    monkeypatch.setattr(rules, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
-    assert precheck.look(["track=local", "track.also=[tensorboard,mlflow]"]).problems == [
-        "track=tensorboard is not installed: pip install 'nmrun[tensorboard]'"
+    there = dict.fromkeys(rules.PACKAGES, ("json", "more"))
+    monkeypatch.setattr(rules, "PACKAGES", {**there, option: ("no_such_package", "some")})
+    assert precheck.look(words).problems == [
+        f"{option} needs no_such_package, which is not installed: pip install 'nmrun[some]'"
     ]
+
+
+@pytest.mark.parametrize("name", [*recipes.RECIPES])
+def test_blocks_of_rows_are_refused_as_the_recipe_itself_would(name):
+    recipe = recipes.build(name, {})
+    recipe.begin(Pattern.parse("4:2:8"), 1000)
+    itself = name != "dense" and not _takes_blocks(recipe)
+    composition.register()
+    problems = precheck.look([f"recipe={name}", "sparsity=4:2:8", "track=local"]).problems
+    assert any("V:N:M" in problem for problem in problems) == itself
+
+
+def _takes_blocks(recipe: Recipe) -> bool:
+    try:
+        recipe.check_blocks(recipe.pattern)
+    except ValueError:
+        return False
+    return True
