@@ -20,6 +20,7 @@ from nmrun.lab.keys import options
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 STAR = "*: p < 0.05"
+POWER = "80 % power to find a true difference"
 NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
 TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
@@ -116,7 +117,7 @@ def comparison(table: Table) -> list[str]:
         return [*notes, "no test: fewer than three seeds", *_line(across(table))]
     star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
     least = smallest(table, ends=False)
-    power = f"these seeds show a difference of {least} four times in five (median)"
+    power = f"{POWER} of {least} (median)"
     count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
     line = [f"{TESTS[table.test]}, Holm's correction for {count}{star}", *few]
     line += [power if least else NOTHING_SHOWN]
@@ -226,7 +227,7 @@ def _least(table: Table, tests: int) -> list[str]:
         else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
     )
     return [
-        f"At that level these seeds show a difference of {difference} four times in five{by}, "
+        f"At that level there is {POWER} of {difference}{by}, "
         f"{'; '.join(['median (and range) over the cells', *more])}"
     ]
 
@@ -264,7 +265,7 @@ def over_all_cells(
         star = f" ({STAR})" if any(each.mean.significant for each in rows) else ""
         notes += [
             f"Welch's t-test, Holm's correction for {count} comparison{'s' * (count != 1)}{star}",
-            f"these seeds show a difference of {size} four times in five (median)",
+            f"{POWER} of {size} (median)",
         ]
     notes += _without(rows)
     beware = ["not all rows have the same cells"] * (len({len(each.means) for each in rows}) > 1)

@@ -305,7 +305,7 @@ def test_a_table_of_differences(write, table):
     assert "paired t-test, Holm's correction for 3 comparisons (*: p < 0.05)" in how
     least = 100 * 0.01 * detectable(4, 0.05 / 3)
     # the middle one, whose spread is the step of 1 %
-    assert f"these seeds show a difference of {least:.1f} four times in five (median)" in how
+    assert f"80 % power to find a true difference of {least:.1f} (median)" in how
     assert "no test" not in how
     message = table("--baseline", "dense", "--method")[1].splitlines()[-1]
     assert "the level 0.05/3" in message
@@ -345,7 +345,7 @@ def test_the_caption_says_what_few_seeds_leave_out(write, table):
     caption = " ".join(out.splitlines()[:2])
     assert "no test: fewer than three seeds" in caption
     assert "Holm" not in caption
-    assert "four times in five" not in caption
+    assert "power" not in caption
     assert "No interval for one seed" in table("--baseline", "dense", "--method")[1]
 
 

@@ -84,7 +84,7 @@ def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table):
     spread = statistics.median([1.3 * statistics.stdev(range(5)), 1.0])
     least = spread * detectable(5, 0.05 / 4)
     above, _, table_text = same.partition(r"\begin{table}")
-    assert f"these seeds show a difference of {least:.1f} four times in five" in above
+    assert f"80 % power to find a true difference of {least:.1f}" in above
     for seed in range(5):
         write("ste", "2:4", seed, 0.7, trainer__epochs=24)
     other = caption(table("--format", "latex", "--baseline", "sr_ste")[1])
