@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nmrun import errors as errors
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
     from nmrun.fast.acceleration import accelerate as accelerate
@@ -52,11 +53,12 @@ _HOMES = {
     "sweep": "nmrun.lab.api.runs",
     "table": "nmrun.lab.api.reports",
 }
-__all__ = ["__version__", "optim", "sparsity", *_HOMES]
+_MODULES = ("errors", "optim", "sparsity")
+__all__ = ["__version__", *_MODULES, *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("optim", "sparsity"):
+    if name in _MODULES:
         return importlib.import_module(f"nmrun.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nmrun.errors import ConfigError
+
 # the patterns that --help and completion list; any other is allowed too
 USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")
 COLUMNS = 4  # of M, that a block of a V:N:M pattern keeps
 
 
-class PatternError(ValueError):
+class PatternError(ConfigError):
     """Text or numbers that are not a pattern; the message says what is allowed."""
 
 

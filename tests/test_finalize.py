@@ -114,6 +114,30 @@ def test_refresh_returns_to_the_optimizer_s_weights():
     assert torch.equal(model[0].weight, expected[0])
 
 
+def test_weights_of_a_sparse_phase_that_were_loaded_stay():
+    """The best ones, kept by the loop; not those of the last step, and none that are not N:M."""
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    best = copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(3, TOTAL))
+    assert not torch.equal(model[0].weight, best["0.weight"])
+    model.load_state_dict(net(5).state_dict())
+    with pytest.raises(RunError, match=r"and is not 2:4: .* load weights of a sparse phase"):
+        handle.finalize()
+    model.load_state_dict(best)
+    handle.finalize()
+    assert bits(model.state_dict()) == bits(best)
+
+
+def test_weights_that_are_no_numbers_are_named_so():
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(2))
+    (model(torch.full((2, 16), torch.nan)).sum()).backward()
+    optimizer.step()
+    with pytest.raises(RunError, match=r"0\.weight has NaN: a loss or gradient was not finite"):
+        handle.finalize()
+
+
 @pytest.mark.parametrize("recipe", SPARSE)
 def test_the_optimizer_forgets_all_but_its_own(recipe):
     model, optimizer, handle = start(recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, train
 
 import nmrun
-from nmrun.recipes import RECIPES
+from nmrun.errors import ConfigError
+from nmrun.recipes import RECIPES, STEP
 
 # test_recipes has the others
 BY_OWN_STATE = [n for n in SPARSE if n not in ("ste", "sr_ste", "step", "s_ste", "asp")]
@@ -234,12 +236,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown recipe": ({"recipe": "sr_set"}, ValueError, "recipe=sr_set: no such recipe; did you mean sr_ste"),
     "no such class": ({"recipe": "collections.Nothing"}, ValueError, "recipe=collections.Nothing cannot be imported"),
     "no recipe class": ({"recipe": "collections.Counter"}, ValueError, "is not a subclass of nmrun.recipes.base.Recipe"),
-    "no pattern": ({"pattern": "4:2"}, ValueError, "4:2 is not an N:M pattern: it takes 1 <= N <= M"),
+    "no pattern": ({"pattern": "4:2"}, ConfigError, "4:2 is not an N:M pattern: it takes 1 <= N <= M"),
     "wrong hyperparameter": ({"recipe": "sr_ste", "decai": 1.0}, TypeError, "no hyperparameter decai; did you mean decay"),
     "one of several": ({"recipe": "step", "total_steps": 9, "swich": 0.5}, TypeError, "did you mean switch.*it has switch, t_min"),
     "none at all": ({"recipe": "ste", "decay": 1.0}, TypeError, r"ste has no hyperparameter decay \(it has none\)"),
     "no such layer": ({"exclude": ["2", "head"]}, ValueError, "exclude: 'head' matches no layer's whole name; there are 0, 2, 4"),
     "a wrong ratio": ({"overrides": {"0": "4:1"}}, ValueError, "4:1 is not an N:M pattern"),
+    "a class": ({"recipe": STEP, "total_steps": 9}, ConfigError, r"recipe=STEP is a class: write STEP\(\)"),
+    "no steps": ({"recipe": "step", "total_steps": 0}, ConfigError, "total_steps=0: it takes a whole number, 1 or more"),
+    "half a step": ({"total_steps": 9.5}, ConfigError, "total_steps=9.5: it takes a whole number"),
+    "text": ({"total_steps": "100"}, ConfigError, "total_steps='100': it takes a whole number"),
+    "steps are needed": ({"recipe": "step"}, ConfigError, "step needs total_steps"),
     "nothing fits": ({"pattern": "1:64"}, ValueError, r"can be 1:64 sparse \(0.weight \[8, 16\]: 16 inputs are not a multiple of 64"),
 }  # fmt: skip
 
@@ -254,6 +261,31 @@ def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake):
         nmrun.sparsify(model, optimizer, **{"recipe": "ste", **options})
     assert bits(model.state_dict()) == before
     nmrun.sparsify(model, optimizer, "ste")
+
+
+def test_a_handle_is_not_copied_with_a_model_that_it_does_not_know():
+    model, optimizer, handle = start("sr_ste")
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither copied nor pickled: save model and optimizer"):
+            make((model, optimizer, handle))
+
+
+def test_one_optimizer_over_two_models_takes_one_handle():
+    first, second = net(), net()
+    both = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(both.parameters(), 0.1)
+    nmrun.sparsify(first, optimizer, "ste")
+    with pytest.raises(ConfigError, match=r"nn\.ModuleList\(\[first, second\]\)"):
+        nmrun.sparsify(second, optimizer, "ste")
+    first, second = net(), net()
+    both = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(both.parameters(), 0.1)
+    handle = nmrun.sparsify(both, optimizer, "ste")
+    for model in both:
+        train(model, optimizer, range(1))
+    handle.finalize()
+    for model in both:
+        nmrun.sparsity.check_nm(model, "2:4")
 
 
 def test_an_optimizer_of_other_weights_and_a_model_without_any():

@@ -86,6 +86,13 @@ def accelerate(
     Raises:
         ConfigError: where no layer can be accelerated and mode is not ``auto``.
     """
+    if not hasattr(handle, "sparse"):
+        raise ConfigError(f"handle is a {type(handle).__name__}: it takes what sparsify returned")
+    if not callable(sample):
+        raise ConfigError(
+            f"sample is a {type(sample).__name__}: it takes a function that passes one micro-batch, "
+            "such as lambda: model(batch)"
+        )
     if mode not in ACCELERATION:
         raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
     for weight in handle.sparse:
@@ -181,8 +188,13 @@ def lines(choices: Sequence[Choice]) -> list[str]:
     elif any(choice.shape for choice in sparse):
         report.append("masks only: no N:M product is faster than dense")
     elif sparse:
-        reasons = "; ".join(dict.fromkeys(choice.reason for choice in sparse))
-        report.append(f"masks only, nothing is accelerated: {reasons}")
+        first, *others = dict.fromkeys(choice.reason for choice in sparse)
+        more = (
+            f" (and {len(others)} reasons more)"
+            if len(others) > 1
+            else "".join(f"; {o}" for o in others)
+        )
+        report.append(f"masks only, nothing is accelerated: {first}{more}")
         rows = [choice for choice in choices if choice.always_dense]
     if any(choice.path == ONEDNN for choice in choices):
         report.append("oneDNN's dense products where they are faster than torch's default")

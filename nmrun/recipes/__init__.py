@@ -79,6 +79,8 @@ def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
     hyperparameter."""
     from nmrun.recipes.base import Recipe, check_hyperparameters
 
+    if isinstance(recipe, type):
+        raise ConfigError(f"recipe={recipe.__name__} is a class: write {recipe.__name__}()")
     if isinstance(recipe, Recipe):
         if hyperparameters:
             names = ", ".join(hyperparameters)

@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels
 from nmrun.permutation.permute import find_channels, permute_inputs
@@ -49,7 +50,7 @@ class ASP(Recipe):
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
         if self.prune_at > 0 and total_steps is None:
-            raise ValueError(
+            raise ConfigError(
                 "asp needs total_steps to know when to prune; prune_at=0 prunes at once"
             )
         self.prune_step = self.dense_steps = round(self.prune_at * (total_steps or 0))
@@ -65,7 +66,7 @@ class ASP(Recipe):
     def check_blocks(self, pattern: Pattern) -> None:
         super().check_blocks(pattern)
         if self.permute:
-            raise ValueError(f"asp: permute=true is for N:M patterns, not for {pattern}")
+            raise ConfigError(f"asp: permute=true is for N:M patterns, not for {pattern}")
 
     def prepare(self, model: nn.Module) -> None:
         if self.permute:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import decoupled
 from nmrun.ranges import FRACTION, between, log, number, whole
@@ -49,7 +50,7 @@ class AdamDecay(PeriodicMask):
         groups = [_group(weight, optimizer) for weight in weights]
         others = any(group.get("amsgrad") or group.get("maximize") for group in groups)
         if others or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            raise ValueError(
+            raise ConfigError(
                 f"{self.name} changes Adam's step: it takes Adam or AdamW, without amsgrad"
             )
 

@@ -68,7 +68,7 @@ class Recipe:
         for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
         if self.needs_total_steps and total_steps is None:
-            raise ValueError(f"{self.name} needs total_steps: {self.needs_total_steps}")
+            raise ConfigError(f"{self.name} needs total_steps: {self.needs_total_steps}")
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         """Why this recipe cannot make a weight of this shape sparse, or an empty string.
@@ -218,15 +218,15 @@ class Recipe:
         """Choose transposable masks from now on. Raises ValueError for a recipe whose masks are not
         simply chosen."""
         if not self.masks_are_largest:
-            raise ValueError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
+            raise ConfigError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
         """Raise ValueError for a recipe whose masks cannot be of a V:N:M pattern."""
         if self.transposable:
-            raise ValueError(f"transposable masks are for N:M patterns, not for {pattern}")
+            raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
         if not self.masks_are_largest:
-            raise ValueError(OWN_MASKS.format(self.name, pattern, ""))
+            raise ConfigError(OWN_MASKS.format(self.name, pattern, ""))
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:

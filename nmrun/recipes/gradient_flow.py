@@ -27,6 +27,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from nmrun import patterns
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, FRACTION, between, number, one_of, whole
 from nmrun.recipes.base import Recipe
@@ -55,7 +56,7 @@ class Progressive(Recipe):
         super().begin(pattern, total_steps)
         assert total_steps is not None
         if self.dense + self.final > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.name}: dense={self.dense} and final={self.final} are fractions of one run: at most 1 together"
             )
         self.ends = min(total_steps - 1, round((1 - self.final) * total_steps))
@@ -94,7 +95,7 @@ class Progressive(Recipe):
             coarsest = max(self.frames_to(weight.pattern), key=lambda p: p.m)
             inputs = weight.shape[weight.dim]
             if inputs % coarsest.m and not weight.pattern.length:
-                raise ValueError(
+                raise ConfigError(
                     f"{self.name}: {weight.name} has {inputs} inputs, not a multiple of the "
                     f"{coarsest.m} of its coarsest pattern {coarsest} (fewer frames, the option "
                     "pad, or leave that layer out)"

@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, number
 from nmrun.recipes.base import keep_mask
@@ -51,7 +52,7 @@ class LBC(MaskScores):
         super().begin(pattern, total_steps)
         assert total_steps is not None
         if self.t_i >= self.t_f:
-            raise ValueError(f"lbc: t_i={self.t_i} must be below t_f={self.t_f}")
+            raise ConfigError(f"lbc: t_i={self.t_i} must be below t_f={self.t_f}")
         self.begins = round(self.t_i * total_steps)
         self.ends = min(total_steps - 1, max(1, round(self.t_f * total_steps)))
         self.dense_steps = self.ends

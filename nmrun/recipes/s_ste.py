@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.ranges import number, one_of, whole
 from nmrun.recipes.base import Recipe
@@ -54,7 +55,7 @@ class SSTE(Recipe):
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
         if self.beta is not None and (self.interval is not None or self.fit != "mse"):
-            raise ValueError(
+            raise ConfigError(
                 "s_ste: fit and interval are of a fitted scale, and beta is a fixed one"
             )
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from nmrun import optim
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, SWITCH, among, number, one_of
 from nmrun.recipes.base import Recipe
@@ -82,12 +83,12 @@ class STEP(Recipe):
         adam = optim.freezable(optimizer, "step")
         groups = adam.groups_of([w.parameter for w in weights])
         if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
-            raise ValueError(
+            raise ConfigError(
                 "step: the parameter groups with sparse weights must share beta2 and eps, the switch pools them"
             )
         beta2, eps = groups[0]["betas"][1], groups[0]["eps"]
         if 1 / (1 - float(beta2)) > WIDEST:
-            raise ValueError(
+            raise ConfigError(
                 f"step: the switch takes the mean of 1 / (1 - beta2) steps, {WIDEST:,} at most; "
                 f"beta2 is {beta2}"
             )

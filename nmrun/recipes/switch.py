@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.optim.adam import Adam, second_moment_change, second_moment_sum
 from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import SparseWeight
@@ -29,7 +30,7 @@ class Switch:
 
     def __init__(self, t_min: float, t_max: float, total_steps: int) -> None:
         if not 0 <= t_min <= t_max <= 1:
-            raise ValueError(
+            raise ConfigError(
                 f"step: t_min={t_min}, t_max={t_max} must be fractions of all steps with 0 <= t_min <= t_max <= 1"
             )
         self.first, self.last = round(t_min * total_steps), round(t_max * total_steps)
@@ -331,7 +332,7 @@ def switch_of(
         geometric, partial = rule == "auto_geometric", window == "partial"
         return AutoSwitch(geometric, partial, threshold, t_min, t_max, total_steps)
     if window != "full" or threshold is not None:
-        raise ValueError(
+        raise ConfigError(
             f"step: window and threshold are of switch=auto and auto_geometric, not of switch={rule}"
         )
     if rule in OTHERS:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.ranges import DECAY, FRACTION, log, whole
 from nmrun.recipes.ste import PeriodicMask
@@ -53,7 +54,7 @@ class TSRSTE(PeriodicMask):
         self.dense_from: int | None = None
         if self.dense_end > 0:
             if total_steps is None:
-                raise ValueError("t_sr_ste needs total_steps to know when its dense phase begins")
+                raise ConfigError("t_sr_ste needs total_steps to know when its dense phase begins")
             self.dense_from = round((1 - self.dense_end) * total_steps)
 
     @property

@@ -165,6 +165,12 @@ class Handle:
         for module in self._fsdp_modules:
             module.reshard()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Handle is neither copied nor pickled: save model and optimizer, or call sparsify on "
+            "their copies"
+        )
+
     def __repr__(self) -> str:
         lines = self._layers()
         widths = [max(len(line[i]) for line in lines) for i in range(3)] if lines else []
@@ -261,7 +267,9 @@ class Handle:
             self.stepper.recover()
             dense = self.recipe.dense_forward
             moved = (
-                w.name for w in self.sparse if not dense and w.moved() and self.stepper.differs(w)
+                w.name
+                for w in self.sparse
+                if not dense and w.moved() and self.stepper.differs(w) and not w.holds()
             )
             check_finished(self.recipe, self.sparse, next(moved, ""))
             self.finished = self.sparse
@@ -325,7 +333,7 @@ Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters
 
 def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
     """Raise RunError with the reason why the weights cannot stay as they are. ``differs``: the name
-    of a weight that is not the projection of its dense weight, if any."""
+    of a weight that was written from outside and is not N:M, if any."""
     replaced = [w for w in weights if _is_replaced(w)]
     if replaced:
         raise RunError(
@@ -346,10 +354,13 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
         )
     if differs:
         raise RunError(
-            f"{differs} was changed, but not by the optimizer that sparsify got: step with that one, "
-            "or call handle.refresh() to return to its weights"
+            f"{differs} was changed, but not by the optimizer that sparsify got, and is not "
+            f"{recipe.pattern}: step with that one, load weights of a sparse phase, or call "
+            "handle.refresh() to return to those before the change"
         )
     for weight in weights:
+        if weight.weight.isnan().any():
+            raise RunError(f"{weight.name} has NaN: a loss or gradient was not finite")
         if not recipe.ends_dense and not weight.holds():
             raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
 

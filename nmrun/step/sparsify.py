@@ -105,7 +105,7 @@ def sparsify(
         raise ConfigError(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
         )
-    recipe.begin(pattern, total_steps)
+    recipe.begin(pattern, _steps(total_steps))
     optimizer = unwrapped(optimizer)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
@@ -228,13 +228,28 @@ def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
+def _steps(total: Any) -> int | None:
+    """The number of steps, checked."""
+    if total is None:
+        return None
+    if isinstance(total, bool) or not hasattr(total, "__index__") or total < 1:
+        raise ConfigError(
+            f"total_steps={total!r}: it takes a whole number, 1 or more, or None for a recipe "
+            "without phases"
+        )
+    return int(total)
+
+
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     hooks = optimizer._optimizer_step_pre_hooks.values()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     live = [n for n, p in model.named_parameters() if LIVE.get(id(p)) is p and id(p) in owned]
     if live or any(hasattr(hook, "nmrun") for hook in hooks):
         subject = f"{live[0]} of this model" if live else "a model of this optimizer"
-        raise ConfigError(f"{subject} is sparse already: call finalize() on its handle first")
+        several = "" if live else ". For several models make one: nn.ModuleList([first, second])"
+        raise ConfigError(
+            f"{subject} is sparse already: call finalize() on its handle first{several}"
+        )
 
 
 def _refuse_masked(model: nn.Module) -> None:

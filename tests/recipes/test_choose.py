@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from training import bits, everything, net, train
 
 import nmrun
+from nmrun.errors import RunError
 from nmrun.recipes import SRSTE, STEP
 from nmrun.recipes.base import Recipe
 
@@ -43,6 +44,13 @@ class FirstTwoDecayed(SRSTE):
         return first_two(weight.dense)
 
 
+class Whole(Recipe):
+    name = "whole"
+
+    def choose(self, weight: Any) -> Tensor:
+        return torch.ones_like(weight.dense, dtype=torch.bool)
+
+
 class Alternates(Recipe):
     """The first two of four, then the last two, and so on."""
 
@@ -51,6 +59,13 @@ class Alternates(Recipe):
     def choose(self, weight: Any) -> Tensor:
         mask = first_two(weight.dense)
         return mask if self.step % 2 == 0 else ~mask
+
+
+def test_a_mask_that_keeps_too_many_is_named_before_training():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(RunError, match=r"^Whole: 0\.weight is not 2:4 after its first projection"):
+        nmrun.sparsify(model, optimizer, Whole())
 
 
 @pytest.mark.usefixtures("kernels_for_small_weights")
