@@ -325,7 +325,9 @@ def span(seconds: float) -> str:
 def planned(folder: Path) -> list[str]:
     """The jobs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
     plans = [line for line in read(folder).ends if line.get("plan")]
-    swept = [key for key in _varying_keys([line["overrides"] for line in plans]) if key not in SAID]
+    jobs = [line["overrides"] for line in plans]
+    of_several = {command_line.key(word) for word in itertools.chain(*jobs)} & {"seeds"}
+    swept = [key for key in _varying_keys(jobs) | dict.fromkeys(of_several) if key not in SAID]
     rows = []
     for line in plans:
         words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}

@@ -258,7 +258,8 @@ def _job_outcome(
     outcomes = []
     for seed in [composed.seed] if seeds is None else seeds:
         composed.seed = seed
-        outcomes.append(_run_outcome(composed, sweep, command, begins))
+        alone = command_line.of_seed(command, seed)
+        outcomes.append(_run_outcome(composed, sweep, alone, begins))
         if outcomes[-1]["status"] == "interrupted":
             break
     return max(outcomes, key=lambda outcome: MATTERS.index(outcome["status"]))

@@ -124,6 +124,9 @@ class _Look:
         }
         for key, override in self.written.items():
             self._read(key, override, multirun)
+        if "seed" in self.written and self.values.get("seeds", [None]) != [None]:
+            one, several = (self.written[key].input_line for key in ("seed", "seeds"))
+            findings.problems.append(f"{one} and {several}: give one of them")
 
     def _read(self, key: str, override: Override, multirun: bool) -> None:
         """Note the values of an override: options of a group, or values of a key."""
@@ -136,9 +139,11 @@ class _Look:
         if override.is_sweep_override() and not multirun:
             problems.append(f"{override.input_line}: several values make a sweep; add -m")
         if not several:
-            problems.append(
-                f"{override.input_line}: matches nothing (there are {', '.join(options or [])})"
-            )
+            there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
+            problems.append(f"{override.input_line}: {there_are or 'there is no value in it'}")
+        texts = [_word(value) for value in several]
+        if twice := [text for text in dict.fromkeys(texts) if texts.count(text) > 1]:
+            problems.append(f"{override.input_line}: {twice[0]} is there twice")
         self.findings.jobs *= len(several)
         if options is None:
             self.values[key] = several

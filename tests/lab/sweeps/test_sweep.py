@@ -529,6 +529,13 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     assert not list((tmp_path / "outputs").iterdir())
 
 
+def test_a_dry_sweep_has_the_seeds_of_a_job(nmrun_cli):
+    process = nmrun_cli("-m", "recipe=ste,asp", "seeds=[0,1]", "track=local", "dry=true")
+    head, *rows, _ = [re.split("  +", line) for line in process.stdout.splitlines()]
+    assert head[:3] == ["recipe", "ratio", "seeds"]
+    assert [row[2] for row in rows] == ["[0,1]", "[0,1]"]
+
+
 def test_a_dry_sweep_goes_on_after_a_model_that_cannot_be_built(tmp_path, nmrun_cli):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     own = "name: own\n_target_: own.build\ninclude: null\nexclude: null\n"

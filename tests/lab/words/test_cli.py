@@ -6,6 +6,7 @@ import getpass
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from verbs import python, verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
 from nmrun.lab.sweeps import jobs
-from nmrun.lab.words import composition
+from nmrun.lab.words import command_line, composition
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -229,8 +230,9 @@ def test_several_seeds_in_one_job(tmp_path):
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
     composition.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        outcome = jobs._job_outcome(compose("nmrun", words), None)
-        again = jobs._job_outcome(compose("nmrun", words), None)
+        typed = command_line.of_job(words)
+        outcome = jobs._job_outcome(compose("nmrun", words), None, typed)
+        again = jobs._job_outcome(compose("nmrun", words), None, typed)
     assert sorted(
         p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
     ) == ["s3", "s5"]
@@ -238,6 +240,9 @@ def test_several_seeds_in_one_job(tmp_path):
     assert (outcome["status"], again["status"]) == ("finished", "skipped")
     assert [result["config"]["seed"] for result in results] == [3, 5]
     assert "seeds" not in results[0]["config"]
+    for result in results:
+        alone = shlex.split(result["environment"]["command"])[1:]
+        assert alone == [*words[:-1], f"seed={result['config']['seed']}"]
 
 
 @pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--config-dir=mine"]])
