@@ -22,8 +22,8 @@ from nmrun.patterns import Pattern, written
 from nmrun.ranges import Check, value_text, wrong_values
 from nmrun.recipes import RECIPES
 
-# What the user's own in the place of a group has to say.
-OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}
+# what a model of the user's own need not say
+ALL_LAYERS: dict[str, Any] = {"include": None, "exclude": None}
 NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
@@ -59,6 +59,9 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             message if not place or place in message else f"{place}: {message}"
         ) from None
     plain.pop("hydra", None)
+    model = plain.get("model")
+    if isinstance(model, dict) and "_target_" in model:
+        plain["model"] = {**ALL_LAYERS, **model}
     return dict(plain)
 
 
@@ -68,12 +71,12 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     """
     groups, keys = (*NAMED, *UNNAMED), options.keys("")
     errors = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
-    errors |= {f"{key}: missing": key for key in keys if key not in plain}
+    errors |= {f"{key}: missing; a run needs it": key for key in keys if key not in plain}
     values = dict(wrong_values(_checks(keys), plain, ""))
     for group in groups:
         content = plain.get(group)
         if not isinstance(content, dict):
-            errors[f"{group}: missing"] = group
+            errors[f"{group}: missing; a run needs it"] = group
             continue
         errors |= _wrong_group(group, content)
         values |= wrong_values(ranges(group, content), content, f"{group}.")
@@ -122,7 +125,9 @@ def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
     if group == "recipe" and name == "custom":
         return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
     if name is None:
-        return {f"{group}.name: missing": group}
+        own = ", or name: and _target_: of your own" if group in ("dataset", "model") else ""
+        how = f"its file needs defaults: [OPTION], what it builds on{own}"
+        return {f"{group}.name: missing; {how}": group}
     names = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
     if name not in names:
         line = no_option(f"{group}.name", group, value_text(name), names)
@@ -144,9 +149,10 @@ def _wrong_custom(group: str, content: dict[str, Any]) -> dict[str, str]:
     target, errors = str(content["_target_"]), {}
     if not re.fullmatch(r"\w+(\.\w+)+", target):
         errors[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
-    errors |= _wrong_name(group, str(content.get("name")))
-    missing = [f"{group}.{key}" for key in OWN[group] if key not in content]
-    return errors | {f"{key}: missing": key for key in missing}
+    if content.get("name") is None:
+        line = f"{group}.name: missing; write name: NAME beside _target_: {target} in its file"
+        return errors | {line: f"{group}.name"}
+    return errors | _wrong_name(group, str(content["name"]))
 
 
 def _wrong_name(group: str, name: str) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from nmrun.lab.keys import options
 from nmrun.oneshot import METHODS
@@ -93,10 +94,13 @@ def owners(group: str, leaf: str) -> list[str]:
     return [name for name in names if leaf in options.keys(group, name)]
 
 
-def wrong_keys(group: str, keys: Iterable[str], content: Iterable[str]) -> dict[str, str]:
+def wrong_keys(group: str, keys: Iterable[str], content: Mapping[str, Any]) -> dict[str, str]:
     """The keys that a group lacks or should not have: each problem with its key."""
     names, present = [f"{group}.{key}" for key in keys], [f"{group}.{key}" for key in content]
-    wrong = {f"{name}: missing": name for name in names if name not in present}
+    lacks = [name for name in names if name not in present]
+    brings = f"defaults: [{content.get('name', 'default')}] in a file of yours brings what it lacks"
+    line = f"{', '.join(lacks)}: missing; a run needs it ({brings})"
+    wrong = {line: group} if lacks else {}
     return wrong | {no_key(name, names): name for name in present if name not in names}
 
 
