@@ -245,6 +245,40 @@ def test_the_estimate_that_is_compressed_goes_through_registers_alone(architectu
     assert built.metadata.shared == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("turned", [False, True])
+def test_many_weights_are_packed_as_one_is(bits, turned):
+    """Addresses and sizes come from a table, and memory is read in the same pieces: the divisibility
+    that a launch of one weight has by its arguments is said of the table's."""
+    import triton.language as tl
+
+    from nmrun.fast.gpu.kernels.triton_compression import pack_many, pack_one
+
+    rounds = bits == 16
+    weight = ("*fp32", tl.float32) if rounds else ("*i8", tl.int8)
+    types = {"weight": weight[0], "values": "*i32" if rounds else "*i16", "meta": "*i16"}
+    types |= {"rows": "i32", "groups": "i32", "table": "*i64", "owner": "*i32"}
+    sizes = {"ROWS": 64, "GROUPS": 8 if rounds else 16, "BITS": bits, "TRANSPOSED": turned}
+    sizes["CAST"] = tl.bfloat16 if rounds else None
+    table = {
+        "EVEN": True,
+        "WEIGHT": weight[1],
+        "PAIR": tl.int32 if rounds else tl.int16,
+        "FIELDS": 6,
+    }
+
+    def pieces(kernel, **more):
+        own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        ptx = compiled(kernel, 90, own, **sizes, **more).asm["ptx"]
+        loads = Counter(re.findall(r"\bld\.global\.(v\d\.b\d+|b8|b16)", ptx))
+        return loads, Counter(re.findall(r"\bst\.global\.([.\w]+)", ptx))
+
+    one, many = pieces(pack_one), pieces(pack_many, **table)
+    assert one == many
+    assert one[1]
+
+
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])
 def test_other_patterns_are_vectors_too(ratio):
     built = project_one(90, ratio)
