@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
     """Check that every sparse layer holds its pattern, then write; returns 0.
 
     A format is a function of run and folder. It returns the lines to print, the first of which
-    begins with a file's name, and raises ValueError for what it cannot do. All files are written
+    begins with a file's name, and raises ConfigError for a run or machine that it is not for,
+    ValueError for weights that it cannot write. All files are written
     beside DIR first: it has all of them or none.
     """
     parser = Parser(
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
 
     try:
         if options.to.resolve() == options.run.resolve():
-            raise ValueError(f"--to {options.to} is the run's own folder; name another")
+            raise ConfigError(f"--to {options.to} is the run's own folder; name another")
         run = finished_run.load(options.run, options.yes)
         write = find("--format", options.format, FORMATS)
         if options.precision:
@@ -94,7 +95,7 @@ def _whole(
     stays, but for files of the same names: a kill may leave fewer files, and never those of two
     exports."""
     if to.exists() and not to.is_dir():
-        raise ValueError(f"--to {to} is a file; name a folder")
+        raise ConfigError(f"--to {to} is a file; name a folder")
     place = to.absolute()
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
@@ -105,7 +106,7 @@ def _whole(
     try:
         part.mkdir()
     except OSError as error:
-        raise ValueError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
+        raise ConfigError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
     try:
         with locks.hold(part):
             (new := part / "new").mkdir()

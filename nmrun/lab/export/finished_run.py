@@ -73,10 +73,10 @@ def write_about(about: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: Path, trusted: bool = False) -> FinishedRun:
-    """:func:`read` a sparse run; ValueError if it is dense."""
+    """:func:`read` a sparse run; ConfigError if it is dense."""
     run = read(folder, trusted)
     if not run.layers:
-        raise ValueError(
+        raise ConfigError(
             f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
         )
     return run
@@ -126,10 +126,10 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
 
 
 def refuse_pruned_activations(run: FinishedRun) -> None:
-    """Raise ValueError for a run whose result has N:M activations: no other program prunes them."""
+    """Raise ConfigError for a run whose result has N:M activations: no other program prunes them."""
     trainer = run.result["config"].get("trainer", {})
     if (pattern := trainer.get("activations")) and not trainer.get("activations_dense_end"):
-        raise ValueError(
+        raise ConfigError(
             f"trainer.activations={pattern}: its activations are pruned, which this format cannot say "
             "(trainer.activations_dense_end trains a network with dense ones)"
         )

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     SparseLayer,
@@ -34,13 +35,13 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     ``AutoModelForCausalLM`` loads a language model. ``AutoModelForSequenceClassification`` loads an
     encoder where its own classifier computes what this one does (the logits are compared, bit for
     bit); else the folder holds the encoder for ``AutoModel``, and ``head.safetensors`` the head.
-    ValueError for other models, and if the config or tokenizer cannot be had again.
+    ConfigError for other models, and if the config or tokenizer cannot be had again.
     """
     options = run.result["config"]["model"]
     name = options["name"]
     ours = name in OURS and not options.get("_target_")
     if not ours and name not in PRETRAINED:
-        raise ValueError(
+        raise ConfigError(
             f"model={name} is no network of Hugging Face; --format hf takes {', '.join((*PRETRAINED, *OURS))}"
         )
     refuse_pruned_activations(run)
@@ -73,7 +74,7 @@ def _config(run: FinishedRun) -> Any:
     try:
         import transformers
     except ImportError:
-        raise ValueError(
+        raise ConfigError(
             "--format hf needs transformers: pip install 'nmrun[transformers]'"
         ) from None
     options = run.result["config"]["model"]
@@ -209,9 +210,8 @@ def _tokenizer(run: FinishedRun, folder: Path) -> list[str]:
     """Save the tokenizer that the data went through; a note where that was none of Hugging Face."""
     source = run.result["config"]["dataset"].get("tokenizer")
     if source is None or source in (*LEVELS, "words"):
-        return [
-            f"  without a tokenizer: the data have {'tokens' if source is None else source} of their own"
-        ]
+        which = "" if source is None else f" ({source})"
+        return [f"  no tokenizer is saved: the data set makes its own tokens{which}"]
     if Path(source).is_file():
         import transformers
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     network,
@@ -41,14 +42,14 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
     Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
     int64 of a GPT. Any batch and any length that the model takes will do. Its output is ``logits``.
-    ValueError for models that take other inputs, and if onnxruntime's logits differ from torch's.
+    ConfigError for models that take other inputs; ValueError if onnxruntime's logits differ from torch's.
     """
     try:
         onnx, runtime, _ = (
             importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript")
         )
     except ImportError as error:
-        raise ValueError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
+        raise ConfigError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
     refuse_pruned_activations(run)
     model, name, example, sizes = _build(run)
     graph = _graph(model, name, example(2), sizes)
@@ -101,7 +102,7 @@ def _build(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], d
         return model, "images", lambda n: torch.randn(n, *shape, generator=_generator(n)), batch
     if not isinstance(model, GPTNetwork):
         name = run.result["config"]["model"]["name"]
-        raise ValueError(
+        raise ConfigError(
             f"--format onnx takes models for images and GPT; model={name} is made from {' and '.join(task.inputs)}"
         )
     tokens, context = model.wte.num_embeddings, model.wpe.num_embeddings

@@ -189,7 +189,7 @@ def test_a_damaged_model_is_one_line(tmp_path, capsys):
 
 def test_a_dense_run_and_a_run_without_a_report(tmp_path, capsys):
     dense = write_run(tmp_path / "dense", {"a": torch.ones(2, 4)}, [])
-    assert "is a dense run" in refused(dense, tmp_path / "to", capsys)
+    assert "is a dense run" in refused(dense, tmp_path / "to", capsys, status=2)
     run = small(tmp_path / "run")
     sparsity = result_of(run)["sparsity"]
     rewrite(run, sparsity={})
@@ -202,9 +202,9 @@ def test_a_dense_run_and_a_run_without_a_report(tmp_path, capsys):
 def test_where_it_cannot_go(tmp_path, capsys):
     run = small(tmp_path / "run")
     (tmp_path / "file").write_text("mine")
-    assert "is a file" in refused(run, tmp_path / "file", capsys)
-    assert "the run's own folder" in refused(run, run, capsys)
-    assert verb("export", str(run), "--to", "/proc/to") == 1
+    assert "is a file" in refused(run, tmp_path / "file", capsys, status=2)
+    assert "the run's own folder" in refused(run, run, capsys, status=2)
+    assert verb("export", str(run), "--to", "/proc/to") == 2
     assert "nmrun: --to /proc/to: /proc cannot be written to (" in capsys.readouterr().err
 
 
@@ -413,7 +413,7 @@ def test_transformers_loads_a_gpt2(tmp_path, capsys):
     )
     to, tokens = tmp_path / "to", torch.randint(31, (3, 16))
     assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
-    assert "without a tokenizer" in capsys.readouterr().out
+    assert "no tokenizer is saved" in capsys.readouterr().out
     # their network, with our masked weights put in by hand
     for block, ours_block in zip(theirs.transformer.h, model.h, strict=True):
         for layer, ours in (
@@ -438,7 +438,7 @@ def test_models_that_are_not_hugging_faces(tmp_path, capsys):
     layers = [{"name": "a", "pattern": "2:4", "dim": 1}]
     run = write_run(tmp_path / "run", state, layers, model={"name": "mlp"})
     assert "model=mlp is no network of Hugging Face" in refused(
-        run, tmp_path / "to", capsys, "--format", "hf"
+        run, tmp_path / "to", capsys, "--format", "hf", status=2
     )
 
 
@@ -480,7 +480,7 @@ def test_pruned_activations_are_refused(form, tmp_path, capsys):
     for package in ("transformers", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     _, run = a_gpt(tmp_path, "model.activation=relu2", "trainer.activations=2:4")
-    line = refused(run, tmp_path / "to", capsys, "--format", form)
+    line = refused(run, tmp_path / "to", capsys, "--format", form, status=2)
     assert "trainer.activations=2:4: its activations are pruned" in line
 
 
@@ -622,10 +622,16 @@ def test_onnx_of_small_networks(name, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=0, atol=1e-5)
 
 
+def test_onnx_needs_its_packages(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    line = refused(small(tmp_path / "run"), tmp_path / "to", capsys, "--format", "onnx", status=2)
+    assert "--format onnx needs onnx: pip install 'nmrun[onnx]'" in line
+
+
 def test_onnx_is_for_images_and_gpt(tmp_path, capsys):
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
     cfg = config(tmp_path, "model=text_encoder", "dataset=generated_text")
     model = models.build(cfg.model.mapping(), tasks.build(cfg, torch.device("cpu")).inputs)
     run = run_of(tmp_path / "run", model, cfg.plain)
-    line = refused(run, tmp_path / "to", capsys, "--format", "onnx")
+    line = refused(run, tmp_path / "to", capsys, "--format", "onnx", status=2)
     assert "--format onnx takes models for images and GPT; model=text_encoder is made from" in line
