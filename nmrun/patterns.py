@@ -71,7 +71,8 @@ class Pattern:
             )
         if match is None:
             raise PatternError(
-                f"{text!r} is not an N:M pattern: write two numbers with a colon, such as 2:4 or 1:16"
+                f"{text!r} is not an N:M pattern: write two numbers of up to six digits with a colon, "
+                "such as 2:4 or 1:16, or three for V:N:M, such as 64:2:8"
             )
         return cls(int(match[2]), int(match[3]), v=int(match[1] or 1))
 

@@ -15,12 +15,13 @@ from nmrun.registry import did_you_mean
 @dataclass(frozen=True)
 class Check:
     """What a key takes, in words and as a test. ``convert`` gives equal values one form (1 and
-    1.0), so that they are one run."""
+    1.0), so that they are one run. ``why`` says what is wrong inside a value, where it can."""
 
     allowed: str
     holds: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value
     options: tuple[str, ...] = ()
+    why: Callable[[Any], str] = lambda value: ""
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ def wrong_values(
         if allowed is not None and key in values and not allowed.holds(values[key]):
             hint = did_you_mean(str(values[key]), allowed.options)
             value = value_text(values[key])
-            yield f"{prefix}{key}={value}: it takes {allowed.allowed}{hint}", f"{prefix}{key}"
+            why = "; ".join(filter(None, [f"it takes {allowed.allowed}", allowed.why(values[key])]))
+            yield f"{prefix}{key}={value}: {why}{hint}", f"{prefix}{key}"
 
 
 def value_text(value: Any) -> str:

@@ -36,6 +36,20 @@ def _is_expressions(value: Any) -> bool:
         return False
 
 
+def no_expression(text: str) -> str:
+    """Why a text is no regular expression; empty where it is one."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        return f"{text!r} is no regular expression: {error}"
+    return ""
+
+
+def _wrong_expression(value: Any) -> str:
+    texts = value if isinstance(value, list) else [value]
+    return next(filter(None, (no_expression(text) for text in texts if isinstance(text, str))), "")
+
+
 def _is_pattern(value: Any, blocks: bool = False) -> bool:
     try:
         return value is None or Pattern.parse(value).v == 1 or blocks
@@ -50,6 +64,17 @@ def _is_ratios(value: Any) -> bool:
         )
     except (re.error, AttributeError, ValueError, TypeError):
         return False
+
+
+def _wrong_ratio(value: Any) -> str:
+    for text, ratio in value.items() if isinstance(value, dict) else ():
+        if why := no_expression(str(text)):
+            return why
+        try:
+            ratio == "dense" or Pattern.parse(ratio)
+        except PatternError as error:
+            return f"{text!r}: {error}"
+    return ""
 
 
 def _is_budget(value: Any) -> bool:
@@ -90,6 +115,7 @@ EXPRESSIONS = Check(
     "a regular expression or a list of them",
     _is_expressions,
     lambda value: [value] if isinstance(value, str) else value,
+    why=_wrong_expression,
 )
 
 
@@ -101,6 +127,7 @@ RATIOS = Check(
         (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()})
         or None
     ),
+    why=_wrong_ratio,
 )
 
 

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as groups
+from nmrun.lab.keys.ranges import no_expression
 from nmrun.lab.words import suggestions
 from nmrun.lab.words.suggestions import RATIOS
 from nmrun.recipes import installed
@@ -203,7 +204,8 @@ def quoting(word: str) -> str:
     with contextlib.suppress(HydraException):
         read: Any = OverridesParser.create().parse_override(meant).value()
         if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
-            return f"; write it as {shlex.quote(meant)}"
+            wrong = [why for why in map(no_expression, names) if why]
+            return f"; {wrong[0] if wrong else f'write it as {shlex.quote(meant)}'}"
     return (
         f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', all of it in quotes. "
         "Names take a backslash before ( ) [ ] { } : = and the comma, and no ^ or quotes"

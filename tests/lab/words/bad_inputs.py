@@ -227,7 +227,7 @@ VALUES = {
 
 RATIOS = {
     **{f"sparsity={ratio}": "1 <= N <= M" for ratio in ("5:4", "0:4", "4:0", "0:0")},
-    **{f"sparsity={ratio}": "two numbers with a colon" for ratio in ("28", "2.8", "2:4:8:2", "2/4", "2-4", "50%", "abc", "2:", ":4", "2:b", "null")},
+    **{f"sparsity={ratio}": "six digits with a colon" for ratio in ("28", "2.8", "2:4:8:2", "2/4", "2-4", "50%", "abc", "2:", ":4", "2:b", "null")},
     "sparsity=64:5:8": "N <= 4 < M",
     "sparsity=2:8 sparsity.v=0": "a whole number, 1 or more",
     "sparsity=2of4": "with a colon",
@@ -241,6 +241,12 @@ RATIOS = {
     "'sparsity.overrides={nosuch: 1:8}'": "nosuch",
     "'sparsity.overrides={inner.1: 3:7}'": "inner.1",
     "model=mlp model.hidden=[64,64,64] 'sparsity.overrides={hidden.1: 3:7}'": "hidden.1",
+    "sparsity=99999999:99999999999": "two numbers of up to six digits",
+    "sparsity=64:2:8:1": "or three for V:N:M",
+    "'sparsity.overrides={inner.1: 1:8, inner.0: 9:8}'": "'inner.0': 9:8 is not an N:M pattern: it takes 1 <= N <= M",
+    "'sparsity.overrides={inner.\\(: 1:8}'": "'inner.(' is no regular expression: missing )",
+    "\"sparsity.overrides={'inner.(': 1:8}\"": "'inner.(' is no regular expression: missing )",
+    "'model.exclude=[\"a(\"]'": "'a(' is no regular expression: missing )",
     "model.exclude=[nosuch]": "nosuch",
     "model.include=[nosuch]": "nosuch",
     "model=mlp model.exclude=[nosuch]": "nosuch",
