@@ -223,7 +223,7 @@ class SwinB(SwinT):
 
 @dataclass(frozen=True)
 class Timm(Model):
-    """Any network of timm (pip install nmrun[timm])."""
+    """Any network of timm (needs nmrun[timm])."""
 
     decays: ClassVar[str] = "matrices"  # timm's own training, for all networks
     trained: ClassVar[bool] = True
@@ -442,7 +442,7 @@ class HFCausal(Model):
 
 @dataclass(frozen=True)
 class HFGPT2(HFCausal):
-    """A pretrained GPT-2 from Hugging Face, for fine-tuning (pip install nmrun[transformers])."""
+    """A pretrained GPT-2 from Hugging Face, for fine-tuning (needs nmrun[transformers])."""
 
     dropout: Annotated[
         float, FRACTION, "dropout of embeddings, attention and both outputs of a layer"

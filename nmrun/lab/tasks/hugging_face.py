@@ -25,7 +25,7 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            f"{key}={source} needs Hugging Face's transformers: pip install nmrun[transformers]"
+            f"{key}={source} needs Hugging Face's transformers: pip install 'nmrun[transformers]'"
         ) from None
     place = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not place.is_dir():

@@ -195,7 +195,7 @@ def api(dataset: str) -> Any:
         import pycocotools.mask
     except ImportError:
         raise ConfigError(
-            f"dataset={dataset} needs pycocotools: pip install nmrun[detection]"
+            f"dataset={dataset} needs pycocotools: pip install 'nmrun[detection]'"
         ) from None
     return pycocotools
 

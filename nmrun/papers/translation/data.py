@@ -97,7 +97,7 @@ def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]]
         from sacremoses import MosesDetokenizer
     except ImportError:
         raise ConfigError(
-            "dataset.moses=true needs sacremoses: pip install nmrun[translation]"
+            "dataset.moses=true needs sacremoses: pip install 'nmrun[translation]'"
         ) from None
     detokenizer = MosesDetokenizer(lang=moses)
     return lambda symbols: str(detokenizer.detokenize(joined[subwords](symbols).split()))

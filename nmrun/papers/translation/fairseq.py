@@ -27,7 +27,7 @@ def fairseq(module: str) -> Any:
     """
     if importlib.util.find_spec("fairseq") is None:
         raise ConfigError(
-            "this needs fairseq, which is not installed: pip install nmrun[translation]"
+            "this needs fairseq, which is not installed: pip install 'nmrun[translation]'"
         )
     with undisturbed():
         return importlib.import_module(

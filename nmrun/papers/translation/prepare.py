@@ -70,7 +70,7 @@ def prepare(
     try:
         import sentencepiece
     except ImportError:
-        raise ConfigError("BPE needs sentencepiece: pip install nmrun[translation]") from None
+        raise ConfigError("BPE needs sentencepiece: pip install 'nmrun[translation]'") from None
     lines = {split: [read(file) for file in files] for split, files in texts.items()}
     for split, (left, right) in lines.items():
         if len(left) != len(right):

@@ -169,6 +169,12 @@ def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
     (place / "train" / "empty").mkdir()
     assert "train: Found no valid file for the classes empty" in complaint()
     (place / "train" / "empty").rmdir()
+    many = [place / "train" / f"{number:03} without a picture" for number in range(60)]
+    for folder in many:
+        folder.mkdir()
+    assert "059 without" not in complaint()
+    for folder in many:
+        folder.rmdir()
     shutil.move(place / "val" / "bee", tmp_path / "bee")
     assert "train and val have not the same classes, for instance bee" in complaint()
     shutil.move(tmp_path / "bee", place / "val" / "bee")

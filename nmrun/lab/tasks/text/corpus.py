@@ -149,7 +149,7 @@ def _tokenizer(name: str) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise ConfigError(
-            f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: pip install nmrun[transformers]"
+            f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: pip install 'nmrun[transformers]'"
         ) from None
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:

@@ -12,6 +12,7 @@ import platform
 import socket
 import tarfile
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -318,9 +319,9 @@ def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[
         try:
             source = ImageFolder(str(folder))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ConfigError(
-                f"dataset={dataset}: {folder}: {str(error).split(' Supported')[0].rstrip('.')}"
-            ) from None
+            why = str(error).split(" Supported")[0].rstrip(".")
+            why = textwrap.shorten(why, 120, placeholder=" ...")  # it lists the classes
+            raise ConfigError(f"dataset={dataset}: {folder}: {why}") from None
         classes = classes or source.classes
         if source.classes != classes:
             odd = sorted({*source.classes} ^ {*classes})[0]
