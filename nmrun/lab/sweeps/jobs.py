@@ -258,7 +258,7 @@ def _job_outcome(
     outcomes = []
     for seed in [composed.seed] if seeds is None else seeds:
         composed.seed = seed
-        alone = command_line.of_seed(command, seed)
+        alone = command if seeds is None else command_line.of_seed(command, seed)
         outcomes.append(_run_outcome(composed, sweep, alone, begins))
         if outcomes[-1]["status"] == "interrupted":
             break

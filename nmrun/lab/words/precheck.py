@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,9 +142,10 @@ class _Look:
         if not several:
             there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
             problems.append(f"{override.input_line}: {there_are or 'there is no value in it'}")
-        texts = [_word(value) for value in several]
-        if twice := [text for text in dict.fromkeys(texts) if texts.count(text) > 1]:
-            problems.append(f"{override.input_line}: {twice[0]} is there twice")
+        counts = Counter(map(_word, several))
+        problems += [
+            f"{override.input_line}: {text} is there twice" for text, n in counts.items() if n > 1
+        ]
         self.findings.jobs *= len(several)
         if options is None:
             self.values[key] = several
