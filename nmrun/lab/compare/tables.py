@@ -337,7 +337,8 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
 
 
 def _usual(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """For each key the condition that most of the runs fit which fit those before it."""
+    """A condition for each key: its commonest value among the runs that meet the conditions
+    before."""
     conditions = []
     for key in keys:
         counts = Counter(text for run in runs if (text := label(run[key])) != "-")
