@@ -74,7 +74,7 @@ class Stepper:
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
         self._batch, self._packers = WeightBatch(), layer.Packers()
         self._compared = False  # whether the ranks' dense weights were compared
-        self._held = False  # whether the first sparse weights were N:M
+        self._checked = False  # whether the recipe's own masks were
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -216,18 +216,18 @@ class Stepper:
                 for follow in weight.dependents:
                     follow(weight)
             self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
-            if self.recipe.is_sparse and not self._held:
-                self._check_first()
+            if self.recipe.is_sparse and self.recipe.chooses and not self._checked:
+                self._check_masks()
         self._in_one_pass = {}
         for weight in self.sparse:
             weight.version = weight.parameter._version
 
-    def _check_first(self) -> None:
-        """Raise RunError where a recipe's first sparse weights are not N:M, and not because of a
-        NaN: its own mask is wrong."""
-        self._held = True
-        for weight in self.sparse:
+    def _check_masks(self) -> None:
+        """Raise RunError where the first masks that a recipe chooses itself are not N:M."""
+        self._checked = True
+        for weight in self.sparse if self.recipe.is_rule_alone else ():
             values = weight.weight
+            # a NaN is kept beside the N largest
             if not values.is_meta and not weight.holds() and not values.isnan().any():
                 raise RunError(
                     f"{type(self.recipe).__name__}: {weight.name} is not {weight.pattern} after its "
