@@ -245,7 +245,7 @@ def test_a_run(nmrun_cli, tmp_path):
     assert result["sparsity"]["pattern"] == "16:2:8"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     for verb, text in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
-        process = nmrun_cli(verb, "outputs")
+        process = nmrun_cli(verb, "outputs/.debug")
         assert process.returncode == 0, process.stderr
         assert text in process.stdout
     run = Result("finished", result["config"], result["metrics"]["final"], folder)
@@ -256,7 +256,7 @@ def test_a_run(nmrun_cli, tmp_path):
         process.stdout + process.stderr
     )
     for wrong, message in (
-        (("sparsity=16:2:8", "recipe=s_ste"), "s_ste has masks of its own: 16:2:8 ones"),
+        (("sparsity=16:2:8", "recipe=s_ste"), "recipe=s_ste sparsity=16:2:8: V:N:M masks are for"),
         (("sparsity=7:2:8",), "32 outputs are not a multiple of 7"),
     ):
         process = nmrun_cli(*words, *wrong)
