@@ -135,7 +135,7 @@ def test_weights_of_many_kinds_are_compressed_together(dtype):
             whole.append(weight.clone())
             weights.append(as_stored(weight.to(kind), i % 2 == 1))
     blobs = [torch.zeros(compression.blob_shape(*w.shape, low), dtype=low) for w in weights]
-    batch = compression.Batch(weights, blobs)
+    batch = compression.CompressionBatch(weights, blobs)
     batch.write()
     for weight, blob in zip(whole, blobs, strict=True):
         assert torch.equal(unpacked(blob, *weight.shape), weight)

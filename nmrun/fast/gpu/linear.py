@@ -38,7 +38,7 @@ class BatchPacker:
 
     def __init__(self) -> None:
         self._addresses: list[tuple[int, int]] = []
-        self._batch: compression.Batch | None = None
+        self._batch: compression.CompressionBatch | None = None
 
     @torch.no_grad()
     def write(self, members: Sequence[tuple[SemiStructuredProducts, ToWrite]]) -> None:
@@ -61,7 +61,7 @@ class BatchPacker:
             torch._foreach_copy_(copies, dense)
         addresses = [(w.data_ptr(), out.data_ptr()) for w, out in zip(weights, outs, strict=True)]
         if addresses != self._addresses:
-            self._addresses, self._batch = addresses, compression.Batch(weights, outs)
+            self._addresses, self._batch = addresses, compression.CompressionBatch(weights, outs)
         if self._batch is not None:
             self._batch.write()
 

@@ -86,7 +86,7 @@ def write(weight: Tensor, out: Tensor) -> None:
 
 
 def fits(weight: Tensor, out: Tensor) -> bool:
-    """Whether a :class:`Batch` can take a weight."""
+    """Whether a :class:`CompressionBatch` can take a weight."""
     stored = weight.is_contiguous() or weight.t().is_contiguous()
     aligned = weight.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     rows, columns = weight.shape
@@ -97,10 +97,15 @@ def fits(weight: Tensor, out: Tensor) -> bool:
 def _applies(rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether a kernel of this kind was compared with the library: one of 8 bits has whole tiles
     only where 16 divides rows and groups."""
-    return dtype.itemsize == 2 or (rows % 16 == 0 and columns % 64 == 0)
+    return dtype.itemsize == 2 or _is_even(rows, columns)
 
 
-class Batch:
+def _is_even(rows: int, columns: int) -> bool:
+    """Whether 16 divides rows and groups."""
+    return rows % 16 == 0 and columns % 64 == 0
+
+
+class CompressionBatch:
     """Weights that our kernel compresses in as few launches as there are kinds of them, of dtype and
     order in memory. Arguments as of :func:`write`, one of each for each weight."""
 
@@ -112,23 +117,22 @@ class Batch:
         self.weights, self.outs = weights, outs
         self._launches: list[Launch] = []
         sizes: list[tuple[int, int, int]] = []
-        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kinds: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
             rows, columns = weight.shape
             constants = _constants(weight, out)
             tiles = -(-rows // constants["ROWS"]) * -(-columns // 4 // constants["GROUPS"])
             sizes.append((tiles, rows, columns // 4))
-            even = rows % 16 == 0 and columns % 64 == 0
-            kinds.setdefault((weight.device, even, *constants.values()), []).append(i)
-        for (device, even, *_), members in kinds.items():
-            constants = _constants(weights[members[0]], outs[members[0]])
             short = constants["BITS"] == 8
             whole = tl.int8 if short else tl.int16
             constants |= {
-                "EVEN": even,
+                "EVEN": _is_even(rows, columns),
                 "WEIGHT": whole if constants["CAST"] is None else tl.float32,
                 "PAIR": tl.int16 if short else tl.int32,
             }
+            key = weight.device, *constants.values()
+            kinds.setdefault(key, (constants, []))[1].append(i)
+        for (device, *_), (constants, members) in kinds.items():
             table = LaunchTable([sizes[i] for i in members], 1, device)
             self._launches.append(Launch(members, table, constants))
 
@@ -218,5 +222,5 @@ def _has_the_librarys_bits(
     alone, together = ([torch.zeros_like(expected) for _ in sources] for _ in range(2))
     for source, got in zip(sources, alone, strict=True):
         write(source, got)
-    Batch(sources, together).write()
+    CompressionBatch(sources, together).write()
     return all(torch.equal(got.view(whole), expected.view(whole)) for got in alone + together)
