@@ -14,6 +14,7 @@ from nmrun.fast.cpu.kernels import products
 pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
 
 
+@pytest.mark.slow
 def test_shards_train_the_bits_of_replicas_by_packed_weights(tmp_path: Path) -> None:
     process = preloaded.torchrun(accelerated_ranks.__file__, tmp_path)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]

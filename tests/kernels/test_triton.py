@@ -280,6 +280,7 @@ def test_many_weights_are_packed_as_one_is(bits, turned):
 
 
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])
+@pytest.mark.slow
 def test_other_patterns_are_vectors_too(ratio):
     built = project_one(90, ratio)
     assert built.loads == built.stores == {"v4.b32": 4}

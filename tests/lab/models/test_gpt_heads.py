@@ -114,6 +114,7 @@ def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained, tmp_path):
         assert (weight.weight == 0).double().mean() >= 0.5
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_keeps_its_head(pretrained, tmp_path, monkeypatch):
     monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
     cfg = runs.config(tmp_path, *TEXTS, "recipe=dense", f"init={pretrained}")

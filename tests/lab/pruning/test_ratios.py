@@ -283,6 +283,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(
     "options", [("--budget", "0.2"), ("--budget", "0.5", "--m", "8", "--cost", "flops")]
 )
+@pytest.mark.slow
 def test_the_printed_command_trains_with_the_proposed_ratios(
     trained, options, nmrun_cli, tmp_path, capsys
 ):

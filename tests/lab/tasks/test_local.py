@@ -107,6 +107,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 def test_other_arrays_than_were_made_are_made_again(tmp_path):
     places = {kind: tmp_path / kind for kind in DAMAGES}
 

@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_it_trains_and_is_sparse(folder, nmrun_cli):
     (command,) = blocks("bash")
     process = nmrun_cli(*shlex.split(command)[1:], "track=local")

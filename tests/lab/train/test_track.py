@@ -302,6 +302,7 @@ def test_tensorboard_has_every_number_at_its_step(tmp_path):
     assert messages == []
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_that_goes_on(tmp_path, monkeypatch, capsys):
     tracking = pytest.importorskip("mlflow.tracking")
     place = f"sqlite:///{tmp_path / 'some.db'}"

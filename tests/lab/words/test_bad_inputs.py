@@ -37,6 +37,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(process.stdout)
 
 
+@pytest.mark.slow
 def test_a_mistake_gets_one_line(answers):
     assert list(answers) == list(bad_inputs.EVERY)
     wrong = [

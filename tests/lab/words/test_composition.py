@@ -111,6 +111,7 @@ def test_a_schema_of_somebody_elses(monkeypatch):
     assert store.repo is stored
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path, nmrun_cli):
     """The second job is composed after the first has imported it."""
     recipe = "from nmrun.recipes.ste import STE\n\n\nclass Mine(STE):\n    pass\n"
