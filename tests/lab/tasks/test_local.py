@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from nmrun.lab.tasks import storage
 
@@ -17,6 +18,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 import numpy as np
+import pytest
 from nmrun.lab.tasks import storage
 place, hold = Path(sys.argv[1]), storage.locks.hold
 
@@ -63,6 +65,7 @@ def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(tmp_path, 
 READ = """
 import os, sys
 import numpy as np
+import pytest
 from nmrun.lab.tasks import storage
 def make():
     print(os.environ["NMRUN_CACHE"])
