@@ -106,6 +106,10 @@ class Pattern:
         return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
 
 
+# the keys of a config that ``written`` has as one text
+RATIO_KEYS = ("sparsity.n", "sparsity.m", "sparsity.v")
+
+
 def written(ratio: Mapping[str, Any]) -> str:
     """The text of a config's ``n``, ``m`` and ``v``, as :meth:`Pattern.parse` reads it, or
     ``dense``."""

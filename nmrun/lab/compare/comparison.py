@@ -158,7 +158,7 @@ def one_metric(query: Query) -> None:
 
 
 def _groups(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
-    return [part for _, part in runs.groupby(keys)] if keys else [runs]
+    return [part for _, part in runs.groupby(keys, dropna=False)] if keys else [runs]
 
 
 # --- for programs ---------------------------------------------------------------------------------

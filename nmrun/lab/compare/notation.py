@@ -221,8 +221,8 @@ def label(value: Any) -> str:
 
 def labels_of(values: Iterable[Any]) -> set[str]:
     """The labels of many values, of which few differ."""
-    # of equal values such as 1, 1.0 and true each type has its own label
-    return {label(value) for _, value in {(type(value), value) for value in values}}
+    # by their text: a dictionary has no hash, and 1, 1.0 and true are equal
+    return {label(value) for value in {repr(value): value for value in values}.values()}
 
 
 def short(label: str) -> str:

@@ -26,8 +26,8 @@ from nmrun.lab.compare.statistics import (
     FEWEST,
     LEVEL,
     Tested,
+    corrected,
     detectable_mean,
-    step_down,
     t_quantile,
     t_two_sided,
 )
@@ -112,11 +112,11 @@ def against(tables: Sequence[Table], baseline: str) -> list[Overall]:
     rows = []
     for row in dict.fromkeys(row for table in tables for row in table.rows if row in gathered):
         parts = {data: _part(cells) for data, cells in gathered[row].items()}
-        cells = [cell for table in tables for place, cell in table.cells.items() if place[0] == row]
+        cells = [cell for table in tables for cell in table.cells_of(row)]
         failed = sum(cell.without.get("failed", 0) for cell in cells)
         runs = failed + sum(cell.n for cell in cells)
         rows.append(Overall(row, parts, mean(list(parts.values())), failed, runs))
-    return _correct(rows)
+    return _corrected(rows)
 
 
 def better(means: Sequence[float]) -> int:
@@ -211,17 +211,18 @@ def _part(cells: Sequence[_Cell]) -> DataSetPart:
     return DataSetPart(means, gaps, least, all(cell.apart for cell in cells))
 
 
-def _correct(rows: list[Overall]) -> list[Overall]:
-    tested = [number for number, each in enumerate(rows) if each.mean.p is not None]
-    if not tested:
-        return rows
-    level = (1 - LEVEL) / len(tested)
-    corrected = step_down(np.array([rows[number].mean.p for number in tested]))
-    rows = list(rows)
-    for number, p in zip(tested, corrected.tolist(), strict=True):
-        average = rows[number].mean
-        assert average.error is not None  # there is a p-value
-        assert average.freedom is not None
-        least = average.error * detectable_mean(average.freedom, level)
-        rows[number] = replace(rows[number], mean=replace(average, p=p, least=least))
-    return rows
+def _corrected(rows: Sequence[Overall]) -> list[Overall]:
+    p_values, level = corrected([row.mean.p for row in rows])
+    return [
+        replace(row, mean=_judged(row.mean, p, level))
+        for row, p in zip(rows, p_values, strict=True)
+    ]
+
+
+def _judged(average: Mean, p: float | None, level: float) -> Mean:
+    if p is None:
+        return average
+    assert average.error is not None  # there is a p-value
+    assert average.freedom is not None
+    least = average.error * detectable_mean(average.freedom, level)
+    return replace(average, p=p, least=least)

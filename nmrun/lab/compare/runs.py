@@ -21,20 +21,20 @@ from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
-from nmrun.lab.words.identity import GROUPS, completed
+from nmrun.lab.words.identity import GROUPS, OF_COMMAND, completed
 from nmrun.lab.words.schema import flatten
-from nmrun.patterns import Pattern, PatternError, written
+from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
 from nmrun.registry import did_you_mean
 
 WANDB = "wandb://"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for one
 Lines = list[list[Any]]  # the head, then a line for each cell or run
-RATIO = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
 STATUSES = ("finished", "failed", "interrupted")  # likewise
-LOCAL = {"folder", "output_dir", "resume", "force", "dry", "track", "seeds"}  # change no result
+TEXTS = {"id", "commit", "dataset.sha256"}  # likewise: their digits are no number
+LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
 
 def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
@@ -216,10 +216,11 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 2):
         if len(line) != len(head):
             raise ConfigError(f"{path}, line {number}: {len(head)} values are needed")
-        run = {name: _value(text) for name, text in zip(head, line, strict=True)}
+        run = {name: _value(name, text) for name, text in zip(head, line, strict=True)}
         if problem := _problem(run):
             raise ConfigError(f"{path}, line {number}: {problem}")
-        runs.append(_complete(run) | {"folder": f"{path}:{number}"})
+        without = dict.fromkeys(LAST, math.nan)
+        runs.append({**without, **_complete(run), "folder": f"{path}:{number}"})
     return runs
 
 
@@ -251,10 +252,10 @@ def _complete(run: dict[str, Any]) -> dict[str, Any]:
     return {**run, **flatten(completed(config)), **values}
 
 
-def _value(text: str) -> Any:
+def _value(name: str, text: str) -> Any:
     if text in ("", "null", "true", "false"):
         return {"": math.nan, "null": None, "true": True, "false": False}[text]
-    for kind in (int, float):
+    for kind in () if name in TEXTS else (int, float):
         try:
             return kind(text)
         except ValueError:
@@ -327,7 +328,9 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
                 listing = ", ".join(sorted(set(labels) - {"-"}))
                 raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {listing}")
             fitting |= same
-        without = labels == "-" if key not in ("sparsity", *RATIO) else runs["sparsity"] == "dense"
+        without = (
+            labels == "-" if key not in ("sparsity", *RATIO_KEYS) else runs["sparsity"] == "dense"
+        )
         runs = runs[labels.isin(fitting) | without]
     return runs
 
@@ -366,15 +369,15 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         if key.partition(".")[0] in GROUPS
         and "." in key
         and not key.endswith(".name")
-        and key not in RATIO
+        and key not in RATIO_KEYS
     ]
     values = {key: runs[key][runs[key].map(label) != "-"] for key in keys}
-    differing = [key for key in keys if values[key].map(label).nunique() > 1]
+    counts = {key: values[key].map(label).nunique() for key in keys}
+    differing = [key for key in keys if counts[key] > 1]
     metrics = [key for key in runs.columns if "/" in key]
-    # a CSV file may lack some
-    first, last = ([key for key in columns if key in runs] for columns in (FIRST, LAST))
-    short = typed(runs[[*first, *differing, *metrics, *last]])
-    short.attrs["shared"] = {key: values[key].iloc[0] for key in keys if key not in differing}
+    first = [key for key in FIRST if key in runs]  # a CSV file may lack some
+    short = typed(runs[[*first, *differing, *metrics, *LAST]])
+    short.attrs["shared"] = {key: values[key].iloc[0] for key in keys if counts[key] == 1}
     return short
 
 
@@ -384,7 +387,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def as_text(lines: Lines, style: str) -> str | bytes:
     """Lines as ``csv``, ``json`` (a list of objects) or ``parquet``. In CSV a list is its items
     with spaces between, and texts that a spreadsheet would take for formulas begin with an
-    apostrophe.
+    apostrophe. In Parquet a column of several kinds is one of texts.
     """
     if style == "csv":
         out = io.StringIO()
@@ -396,15 +399,23 @@ def as_text(lines: Lines, style: str) -> str | bytes:
         records = [dict(zip(head, line, strict=True)) for line in rest]
         return json.dumps(records, indent=1, default=str) + "\n"
     frame = pd.DataFrame(rest, columns=head, dtype=object)
+    of_one_kind = typed(frame.loc[:, ~frame.columns.duplicated()]).apply(_of_one_kind)
     packed = io.BytesIO()
     try:
-        typed(frame.loc[:, ~frame.columns.duplicated()]).to_parquet(packed, index=False)
+        of_one_kind.to_parquet(packed, index=False)
     except ImportError:
         raise ConfigError("--format parquet needs pyarrow: pip install 'nmrun[parquet]'") from None
     return packed.getvalue()
 
 
+def _of_one_kind(column: pd.Series) -> pd.Series:
+    several = len({type(value) for value in column.dropna()}) > 1
+    return column.map(label, na_action="ignore") if several else column
+
+
 def _join(value: Any) -> Any:
+    if isinstance(value, dict):
+        return label(value)
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 

@@ -192,19 +192,23 @@ def step_down(p: Floats) -> Floats:
     return corrected
 
 
-def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place, Difference]:
-    """The differences with p-values corrected for their number by Holm's method (1979).
-
-    ``least`` is at the level that the correction asks of the smallest p-value: 0.05 over their
-    number.
+def corrected(p_values: Sequence[float | None]) -> tuple[list[float | None], float]:
+    """p-values corrected for their number by Holm's method, None where there is no test; and the
+    level that it asks of the smallest: 0.05 over their number.
     """
-    tested = {place: d for place, d in differences.items() if d.p is not None}
-    if not tested:
-        return dict(differences)
-    corrected = step_down(np.array([d.p for d in tested.values()]))
-    level = (1 - LEVEL) / len(tested)
+    tested = [p for p in p_values if p is not None]
+    by_test = iter(step_down(np.array(tested)).tolist())
+    level = (1 - LEVEL) / max(1, len(tested))
+    return [None if p is None else next(by_test) for p in p_values], level
+
+
+def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place, Difference]:
+    """The differences with p-values as of :func:`corrected`, and ``least`` at its level."""
+    p_values, level = corrected([d.p for d in differences.values()])
     judged = dict(differences)
-    for (place, d), p in zip(tested.items(), corrected.tolist(), strict=True):
+    for (place, d), p in zip(differences.items(), p_values, strict=True):
+        if p is None:
+            continue
         least = None
         if d.spread is not None:
             never = test == "wilcoxon" and 2.0 ** (1 - d.n) >= level

@@ -123,6 +123,11 @@ class Table:
             return [(column, column) for column in self.columns]
         return [(column, columns[0]) for (r, column), columns in self.stands.items() if r == row]
 
+    def cells_of(self, row: Key) -> list[Cell]:
+        """The cells of a row; one that stands in several columns is one."""
+        shown = ((row, column) for _, column in self.columns_of(row))
+        return [self.cells[place] for place in shown if place in self.cells]
+
     def metric_of(self, row: Key, column: Key) -> str:
         """The metric of a cell: where rows or columns are metrics, its own."""
         labels = dict(zip(self.row_keys + self.column_keys, row + column, strict=True))
@@ -218,7 +223,8 @@ def build(
         for key in settings_apart(everything)
         if key not in named and key.partition(".")[0] not in named and len(labels(key)) > 1
     ]
-    commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
+    # a run of a CSV file or outside of git has none
+    commits = sorted({c[:7] for run in everything if isinstance(c := run.get("commit"), str)})
     table = Table(
         metric,
         statistic,

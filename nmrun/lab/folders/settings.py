@@ -12,9 +12,9 @@ from typing import Any
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.runs.run_folder import RESULT, RunFolder, metrics_of
 from nmrun.lab.verbs import Parser, aligned
-from nmrun.lab.words.identity import completed
+from nmrun.lab.words.identity import OF_COMMAND, completed
 from nmrun.lab.words.schema import flatten
-from nmrun.patterns import written
+from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
 
 OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
@@ -33,11 +33,7 @@ def read(folder: Path) -> dict[str, str]:
         "sparsity": written(config["sparsity"]),
         **{key: value for key, value in flatten(completed(config)).items() if key[-5:] != ".name"},
     }
-    return {
-        key: value_text(value)
-        for key, value in flat.items()
-        if key not in ("sparsity.n", "sparsity.m", "sparsity.v")
-    }
+    return {key: value_text(value) for key, value in flat.items() if key not in RATIO_KEYS}
 
 
 def alternatives(condition: str) -> tuple[str, list[str]]:
@@ -55,8 +51,6 @@ def same(a: str, b: str) -> bool:
 
 
 # --- nmrun compare --------------------------------------------------------------------------------
-
-HERE = ("output_dir", "resume", "force", "dry", "seeds")  # of the command, not of the training
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,7 +80,7 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
     rows = [["", *(f"[{number}]" for number in range(1, len(folders) + 1))]]
     for key in keys:
         values = [config.get(key, "-") for config in configs]
-        if key not in HERE and (every or len(set(values)) > 1):
+        if key not in OF_COMMAND and (every or len(set(values)) > 1):
             rows.append([key, *values])
     if len(rows) == 1:
         rows.append(["the same settings", *["" for _ in folders]])

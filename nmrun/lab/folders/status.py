@@ -21,12 +21,12 @@ from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words import command_line
+from nmrun.lab.words.identity import OF_COMMAND
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
 MOST = 20  # runs that are listed, without --all
 PROGRESS = ("epoch", "step", "validation", "left")  # columns
-UNTOLD = {"output_dir", "resume", "force", "dry"}  # settings that say nothing about a run
 DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
 FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
 
@@ -173,7 +173,7 @@ def _row(run: RunState, path: Path) -> dict[str, str]:
     with contextlib.suppress(ConfigError, AttributeError, KeyError, TypeError, ValueError):
         named = settings.read(folder)
     ratio = named.pop("sparsity", "")
-    named = {key: value for key, value in named.items() if key not in UNTOLD}
+    named = {key: value for key, value in named.items() if key not in OF_COMMAND}
     first = {"recipe": named.pop("recipe", ""), "ratio": ratio, "seed": named.pop("seed", "")}
     last = _progress(folder, run.state == "running")
     place = os.path.relpath(folder, path)

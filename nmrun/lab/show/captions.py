@@ -38,7 +38,9 @@ def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
         groups = (key for key in ("model", "dataset", "optimizer") if key in has)
         has |= {key: notation.written(has[key], aliases) for key in groups}
     where = " on ".join(
-        has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
+        has[key] + _other_than(key, table.shared)
+        for key in ("model", "dataset")
+        if has.get(key, "-") != "-"
     )
     rate = f"learning rate {has['optimizer.lr']}" if "optimizer.lr" in has else ""
     by_steps = has.get("trainer.steps", "null") != "null"

@@ -213,7 +213,7 @@ def plot(argv: Sequence[str]) -> int:
         options = parser.parse_args(argv)
         paths = _paths(options)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
-        out = options.out or Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
+        out = options.out or _beside(paths, name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
         from nmrun.lab.compare.runs import read
@@ -256,7 +256,7 @@ def report(argv: Sequence[str]) -> int:
         from nmrun.lab.compare.runs import read
         from nmrun.lab.show import report
 
-        target = options.to or Path(paths[0], "report.html")
+        target = options.to or _beside(paths, "report.html")
         query = _query(options)
         parts = divide(read(paths), replace(query, baseline=""))
         report.write(paths, parts, target, query.baseline, query.test)
@@ -293,6 +293,11 @@ def _parser(verb: str, description: str) -> Parser:
 
 def _paths(options: argparse.Namespace) -> list[str]:
     return options.paths or [OUTPUTS]
+
+
+def _beside(paths: Sequence[str], name: str) -> Path:
+    """Where a file about runs lies by default: in their folder, or here where they are in none."""
+    return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
 
 
 def _comparison(parser: Parser, which: str) -> None:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError, tell
 from nmrun.lab.compare.comparison import Comparison, Query, compare, keys
-from nmrun.lab.compare.runs import row, verify
+from nmrun.lab.compare.runs import check_name, metrics_and_keys, row, verify
 from nmrun.lab.compare.tables import Table, against
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.show import curves, formats, plots, style
@@ -53,9 +53,9 @@ def sections(
     that is said.
 
     The keys, metrics and baseline of ``query`` win over an experiment's own. Raises ConfigError
-    where there is nothing to show of any.
+    where there is nothing to show of any, and for a key that no run has.
     """
-    parts = []
+    shown: list[tuple[Experiment, Query, pd.DataFrame]] = []
     for experiment in every:
         theirs = replace(
             query,
@@ -72,13 +72,20 @@ def sections(
             continue
         if intact:
             verify(collected)
-        parts.append(_section(experiment, scale, theirs, collected))
-    if not parts:
+        shown.append((experiment, theirs, collected))
+    if not shown:
         raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
-    return parts
+    known = list(
+        dict.fromkeys(column for *_, frame in shown for column in metrics_and_keys(frame)[1])
+    )
+    for key in (*query.rows, *query.cols):
+        check_name(key, known, "key")
+    return [_section(experiment, scale, theirs, frame) for experiment, theirs, frame in shown]
 
 
 def _section(experiment: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
+    # published figures are by the experiment's own rows and columns
+    own = (query.rows, query.cols) == (keys(experiment.rows), keys(experiment.cols))
     rows, cols = (
         tuple(key for key in each if key in collected.columns) for each in (query.rows, query.cols)
     )
@@ -86,10 +93,11 @@ def _section(experiment: Experiment, scale: str, query: Query, collected: pd.Dat
     tables = compare(collected, query).tables
     if experiment.baseline and not query.baseline:
         tables = [compared(table, experiment.baseline, query.test) for table in tables]
-    tables = [
-        replace(table, paper=experiment.paper, paper_source=experiment.paper_source)
-        for table in tables
-    ]
+    if own:
+        tables = [
+            replace(table, paper=experiment.paper, paper_source=experiment.paper_source)
+            for table in tables
+        ]
     of_pictures = replace(query, statistic="mean", digits=None, baseline="")
     if "metric" in cols:  # pictures are of one metric, and tell ratios apart
         of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])

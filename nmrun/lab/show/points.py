@@ -83,7 +83,8 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
 
 def alone(table: Table) -> bool:
     """Whether a table has a single value, of which a picture shows a dot."""
-    return len({id(cell) for cell in table.cells.values() if cell.mean is not None}) < 2
+    cells = [cell for row in table.rows for cell in table.cells_of(row)]
+    return sum(cell.mean is not None for cell in cells) < 2
 
 
 def _numbers(columns: list[Key]) -> list[float] | None:

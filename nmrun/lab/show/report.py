@@ -28,10 +28,10 @@ from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.show import captions, formats, plots, points, style
 from nmrun.lab.show.formats import Grid, Line
+from nmrun.patterns import RATIO_KEYS
 
 MOST = 200  # lines of a list; what is more is counted
 # keys without a dot that are part of a config
-NUMBERS = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
@@ -119,7 +119,7 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
                     "value": "-" if pd.isna(value) else notation.printed(value, part.table.metric),
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder.as_posix()}/"),
-                    "name": run["id"],
+                    "name": label(run["id"]),
                     "command": status.typed(status.command(RunFolder(run["folder"]))),
                 }
             )
@@ -131,7 +131,7 @@ def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
     dotted = [
         key
         for key in runs.columns
-        if "." in key and "/" not in key and not key.endswith(".name") and key not in NUMBERS
+        if "." in key and "/" not in key and not key.endswith(".name") and key not in RATIO_KEYS
     ]
     labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
     keys = [str(key) for key in labels]

@@ -106,10 +106,7 @@ def of_number(i: int) -> dict[str, Any]:
 
 def label(table: Table, row: Key, layout: Layout) -> str:
     """Name a row, and how many of its runs the picture does not show."""
-    cells = {
-        id(cell): cell for (r, _), cell in table.cells.items() if r == row
-    }.values()  # a reference is one cell in all columns
-    missing = sum((Counter(cell.without) for cell in cells), Counter[str]())
+    missing = sum((Counter(cell.without) for cell in table.cells_of(row)), Counter[str]())
     name = " ".join(notation.column(table.row_keys, row, layout.labels))
     reasons = ", ".join(f"{count} {reason}" for reason, count in missing.items())
     return name + (f" ({reasons})" if missing else "")

@@ -154,3 +154,74 @@ def test_a_line_a_run_says_what_happened(tmp_path, write, capsys):
     assert verb("table", str(tmp_path / "outputs"), "--runs", "--format", "json") == 0
     runs = {run["recipe"]: run["events"] for run in json.loads(capsys.readouterr().out)}
     assert runs == {"asp": "; ".join(happened), "dense": ""}
+
+
+def test_digits_of_an_id_are_no_number(tmp_path, capsys):
+    texts = {"id": "0873122205", "commit": "12e4567", "dataset.sha256": "0012"}
+    file = tmp_path / "runs.csv"
+    file.write_text(to_csv(pd.DataFrame([{**RUN, **texts}], dtype=object)))
+    (read,) = from_csv(file)
+    assert {key: read[key] for key in texts} == texts
+    assert verb("table", str(file), "--runs", "--format", "json") == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["id"], run["commit"]) == ("0873122205", "12e4567")
+
+
+def test_a_run_without_a_commit_is_of_no_version(tmp_path, capsys):
+    file = tmp_path / "runs.csv"
+    for commits, versions in ((("abc", ""), 1), (("abc", "abd"), 2)):
+        runs = [{**RUN, "seed": seed, "commit": commit} for seed, commit in enumerate(commits)]
+        file.write_text(to_csv(pd.DataFrame(runs, dtype=object)))
+        assert verb("table", str(file)) == 0
+        out = capsys.readouterr().out
+        assert ("made by 2 versions of the code" in out) == (versions == 2)
+
+
+@pytest.mark.parametrize(("without", "counts"), [(2, ["(1)", "(2)"]), (3, ["(3)"])])
+def test_runs_without_a_model_are_a_table_of_their_own(tmp_path, capsys, without, counts):
+    models = ["mlp"] * (3 - without) + [""] * without
+    lines = [
+        GOOD.replace(b"mlp", model.encode()).replace(b",0,", b",%d," % seed)
+        for seed, model in enumerate(models)
+    ]
+    (tmp_path / "runs.csv").write_bytes(HEAD + b"".join(lines))
+    assert verb("table", str(tmp_path / "runs.csv")) == 0
+    assert re.findall(r"\(\d\)", capsys.readouterr().out) == counts
+
+
+def test_a_report_of_the_columns_that_a_file_needs(tmp_path, capsys, monkeypatch):
+    (tmp_path / "runs.csv").write_bytes(HEAD + GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert verb("report", "runs.csv") == 0
+    assert capsys.readouterr().out == "report.html\n"
+    assert "50.0" in (tmp_path / "report.html").read_text()
+
+
+def test_ratios_of_single_layers_have_a_table_a_report_and_a_csv(tmp_path, write, capsys):
+    for seed in (0, 1):
+        write("ste", "1:8", seed, 0.8, sparsity__overrides={"inner.1": "1:4"})
+        write("ste", "2:4", seed, 0.9, sparsity__overrides={"inner.1": "1:2", "head": "dense"})
+    folder, file = str(tmp_path / "outputs"), tmp_path / "runs.csv"
+
+    def printed(*words):
+        assert verb(*words) == 0
+        return capsys.readouterr().out
+
+    asked = ("--rows", "recipe,sparsity.overrides", "--format", "csv")
+    of_folders = printed("table", folder, *asked)
+    assert "{'inner.1':'1:4'}" in of_folders
+    file.write_text(printed("table", folder, "--runs"))
+    assert printed("table", str(file), *asked) == of_folders
+    printed("report", folder, "--to", str(tmp_path / "report.html"))
+
+
+def test_in_parquet_a_column_of_several_kinds_is_one_of_texts(tmp_path, write, capsys):
+    pytest.importorskip("pyarrow", reason="needs nmrun[parquet]")
+    for seed, switch in enumerate(["auto", 0.1]):
+        write("step", "2:4", seed, 0.9, recipe__switch=switch)
+    write("ste", "2:4", 0, 0.9)
+    file = tmp_path / "runs.parquet"
+    assert verb("table", str(tmp_path / "outputs"), "--runs", "--out", str(file)) == 0
+    read = pd.read_parquet(file).set_index(["recipe", "seed"])
+    assert read.loc["step", "recipe.switch"].to_dict() == {0: "auto", 1: "0.1"}
+    assert pd.isna(read.loc[("ste", 0), "recipe.switch"])

@@ -116,6 +116,20 @@ def test_two_data_sets_are_welchs_test():
         assert list(rows[recipe].parts) == ["shakespeare", "digits"]
 
 
+def test_a_dense_run_that_failed_is_one_failed_run():
+    """Though it stands in the columns of all ratios."""
+    line = {"dataset": "x", "model": "mlp", "metric": "accuracy", "status": "finished"}
+    runs = [
+        {**line, "recipe": recipe, "sparsity": ratio, "seed": seed, "folder": f"{recipe}{ratio}{seed}", "test/accuracy": 0.9 + seed / 100}
+        for recipe, ratio in (("dense", "dense"), ("ste", "2:4"), ("ste", "1:8"), ("step", "2:4"), ("step", "1:8"))
+        for seed in range(5)
+    ]  # fmt: skip
+    runs[0]["status"] = "failed"
+    table = build(pd.DataFrame(runs), "test/accuracy", ["recipe"], ["sparsity"])
+    rows = {row.row[0]: (row.failed, row.runs) for row in overall.against([table], "ste")}
+    assert rows == {"dense": (1, 5), "step": (0, 10)}
+
+
 def test_every_cell_counts_alike():
     small = {"2:4": IMAGES["2:4"]}
     rows = of(words(), images(small))

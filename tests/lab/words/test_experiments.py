@@ -477,6 +477,23 @@ def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
     assert "Difference to dense" in out
 
 
+@pytest.mark.parametrize("style", ["markdown", "latex", "html"])
+def test_published_figures_are_of_the_experiments_own_rows(swept, monkeypatch, capsys, style):
+    words = ("--rows", "recipe,seed", "--format", style)
+    status, out, _ = show(swept, monkeypatch, capsys, *words)
+    assert status == 0
+    assert "77.1" not in out
+    assert "page 3 of a book" not in out
+
+
+@pytest.mark.parametrize(("option", "key"), [("--rows", "recpie"), ("--cols", "sparsityy")])
+def test_a_mistyped_key_of_a_user_is_one_line(swept, monkeypatch, capsys, option, key):
+    monkeypatch.chdir(swept)
+    words = ("--experiment", "own.yaml", "--scale", "smoke", "trainer.threads=1", option, key)
+    assert verb("table", *words) == 2
+    assert capsys.readouterr().err.startswith(f"nmrun: no key '{key}' in these runs; did you mean")
+
+
 def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
     out = show(swept, monkeypatch, capsys, "seed=0,1")[1]
     assert out.count("(1, 1 missing)") == 3
