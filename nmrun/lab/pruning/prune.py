@@ -22,7 +22,7 @@ from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder, make_folder
-from nmrun.lab.words.identity import run_folder, title
+from nmrun.lab.words.identity import identity, run_folder, title
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,7 +97,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     from nmrun.lab.train import build, results, weights
     from nmrun.oneshot.prune import prune
 
-    began = time.perf_counter()
+    began, run_id = time.perf_counter(), identity(config)
     device = build.prepare(config)
     precision = build.precision_of(config.trainer.precision, device)
     task = tasks.build(config, device)
@@ -118,7 +118,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     results.save_weights(folder / FINAL, state)
     outcome = results.finished(task, after | before, {}, pruned.report())
     outcome["seconds"] = round(time.perf_counter() - began, 3)
-    result = results.write(outcome, config, command, None, folder)
+    result = results.write(outcome, config, run_id, command, None, folder)
     if result["status"] != "finished":
         raise RunError(result["error"])
     return result

@@ -35,7 +35,6 @@ from nmrun.lab.train.steps import (
 )
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
-from nmrun.lab.words.identity import identity
 from nmrun.sparsity.metrics import layer_metrics
 
 # what a checkpoint keeps of a loop's attributes
@@ -184,12 +183,11 @@ class Loop:
             which warms up.
     """
 
-    def __init__(self, config: Config, parts: Parts, console: Console) -> None:
+    def __init__(self, config: Config, parts: Parts, console: Console, run_id: str) -> None:
         self.steps = steps = TrainingSteps(config, parts)
         self.trainer, self.task, self.model = steps.trainer, steps.task, steps.model
         self.handle, self.strategy = steps.handle, steps.strategy
-        self.console = console
-        self.id = identity(config)
+        self.console, self.id = console, run_id
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
         self.log_every = log_interval(self.trainer.log_every, self.steps.total_steps)
         self.epochs = -(-self.steps.total_steps // self.task.batches_per_epoch)

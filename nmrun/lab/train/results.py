@@ -30,11 +30,15 @@ from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import identity
 
 
 def write(
-    outcome: dict[str, Any], config: Config, command: str, loop: Loop | None, folder: Path
+    outcome: dict[str, Any],
+    config: Config,
+    run_id: str,
+    command: str,
+    loop: Loop | None,
+    folder: Path,
 ) -> dict[str, Any]:
     """Complete what is known of a run's end, and write ``result.json``, on the leader alone, that of
     a finished run bound to the folder's files.
@@ -48,7 +52,7 @@ def write(
     result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],
-            "id": identity(config),
+            "id": run_id,
             "config": config.plain,
             "metrics": {"final": {}, "best": loop.evaluation.best if loop else {}},
             "sparsity": {},

@@ -121,6 +121,8 @@ class _Run:
 
     def __init__(self, config: Config, folder: Path, sweep: str | None, command: str) -> None:
         self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
+        # once: the folder that init names may be moved while the run trains
+        self.id = identity(config)
         log = folder / "run.log" if ranks.leads() else None
         self.console = Console(log, brief=sweep is not None)
         self.signals = Signals()
@@ -156,7 +158,7 @@ class _Run:
         except Exception as error:
             self.signals.then = "wait"
             self.console.note(traceback.format_exc())
-            self.alone = not isinstance(error, RunError)
+            self.alone |= not isinstance(error, RunError)
             # the signal that ended a process which this one needs may reach this one later
             time.sleep(0.1)
             if self.signals.caught is not None:
@@ -167,7 +169,8 @@ class _Run:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        ended = results.write(outcome, self.config, self.command, self.loop, self.folder)
+        about = (self.config, self.id, self.command)
+        ended = results.write(outcome, *about, self.loop, self.folder)
         if self.tracker is not None:
             code = 0 if ended["status"] == "finished" else 1
             self.tracker.finish(results.summary(ended), code)
@@ -184,19 +187,21 @@ class _Run:
             try:
                 outcome = self._sitting(accumulate, fresh)
             except Exception as error:
-                several = ranks.world() > 1  # the others wait for a gradient that never comes
+                several = ranks.world() > 1
                 if not _out_of_memory(error) or (self.loop is None and several):
                     raise
+                self.alone = several  # the others wait for a gradient that never comes
                 if self.loop is None:  # a pass that looks at the sizes of layers, or a trial
                     accumulate, where = 2 * accumulate, "before training"
                 else:
                     accumulate, fresh = 2 * self.loop.steps.accumulate, False
                     where = f"step {self.loop.steps.step + 1}"
                 message = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
-                if trainer.on_oom != "halve" or accumulate > trainer.batch_size or several:
-                    raise RunError(
-                        f"{message}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
-                    ) from error
+                halves, possible = trainer.on_oom == "halve", accumulate <= trainer.batch_size
+                if not (halves and possible) or several:
+                    tries = f". Try trainer.accumulate={accumulate}" if possible else ""
+                    tries += " or trainer.on_oom=halve" if possible and not several else ""
+                    raise RunError(f"{message}{tries}") from error
             # out of the handler, so that nothing holds on to the tensors of the failed step
             if outcome is None:
                 self._free()
@@ -234,7 +239,7 @@ class _Run:
             self.console.say(f"  {'; '.join(complaints)}", style="yellow")
         for line in console.plan_lines(config, parts):
             self.console.detail(line)
-        loop = self.loop = Loop(config, parts, self.console)
+        loop = self.loop = Loop(config, parts, self.console, self.id)
         if state is None:
             for event in loop.events:
                 self.console.say(f"  {event}")
@@ -245,9 +250,7 @@ class _Run:
         loop.steps.accumulate = accumulate
         if ranks.leads():
             step, say = loop.steps.step, self.console.say
-            self.tracker = Tracker(
-                folder, config.plain, identity(config), self.sweep, step, say, rows
-            )
+            self.tracker = Tracker(folder, config.plain, self.id, self.sweep, step, say, rows)
             for event in self.tracker.events:
                 loop.events.append(event)
                 self.console.say(f"  {event}")
@@ -261,11 +264,10 @@ class _Run:
             return results.finish(folder, loop)
 
     def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
-        run_id = identity(self.config)
-        saved = (state or {}).get("id", run_id)  # checkpoints of earlier versions have none
-        if saved != run_id:
+        saved = (state or {}).get("id", self.id)  # checkpoints of earlier versions have none
+        if saved != self.id:
             raise RunError(
-                f"checkpoint.pt is of run {saved}, this is run {run_id}: put this run's own checkpoint back, "
+                f"checkpoint.pt is of run {saved}, this is run {self.id}: put this run's own checkpoint back, "
                 "or start over with force=true"
             )
 
@@ -287,7 +289,8 @@ def _forced_before(folder: Path) -> bool:
     """Whether ``force=true`` has begun the run in this folder and was cut off: it goes on then."""
     run_dir = RunFolder(folder)
     forced = run_dir.begun.get("force") is True
-    return forced and run_dir.result.get("status") in (None, "interrupted")
+    cut_off = not run_dir.problem and run_dir.result.get("status") in (None, "interrupted")
+    return forced and cut_off
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -92,7 +92,7 @@ class TrainingSteps:
         self.losses.append(ranks.total(total))
         # elsewhere it would wait for the device: there losses are read when a row is logged
         if self.device.type == "cpu":
-            self.check_losses()
+            self._check(self.step, [self.losses[-1].item()])
 
         self.scaler.unscale_(self.optimizer)
         if self.trainer.clip is not None:
@@ -177,14 +177,18 @@ class TrainingSteps:
         """Read the losses since the last training row. RunError if one is not finite, or the loss
         scale is too small."""
         losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
-        for step, loss in enumerate(losses, self.logged_step + 1):
+        self._check(self.logged_step + 1, losses)
+        return losses
+
+    def _check(self, first: int, losses: list[float]) -> None:
+        """``losses`` are of steps one after the other, from the ``first`` on."""
+        for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
                 raise RunError(self._diagnosis(step, f"the loss is {loss}"))
         if self.scaler.is_enabled() and self.scaler.get_scale() < SMALLEST_SCALE:
             raise RunError(
                 self._diagnosis(self.step, "no gradient is finite, however small the loss scale")
             )
-        return losses
 
     def _diagnosis(self, step: int, what: str) -> str:
         epoch, index = divmod(step - 1, self.task.batches_per_epoch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs.run_folder import FINAL, RunFolder, weights_in
+from nmrun.lab.runs.run_folder import FINAL, weights_in
 from nmrun.oneshot import METHODS
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
@@ -82,9 +82,9 @@ def identity(config: Config) -> str:
             }
         relevant[group] = value
     if (teacher := relevant["trainer"].get("distill", "start")) != "start":
-        relevant["trainer"]["distill"] = _run_of(teacher)
+        relevant["trainer"]["distill"] = _weights_of(teacher)
     if config.recipe.name == "maskllm" and config.recipe.options["masks"] is not None:
-        relevant["recipe"]["masks"] = _run_of(relevant["recipe"]["masks"])
+        relevant["recipe"]["masks"] = _weights_of(Path(relevant["recipe"]["masks"]).expanduser())
     if config.init is not None:
         relevant["init"] = _weights_of(config.init)
     overrides = config.sparsity.overrides
@@ -93,16 +93,12 @@ def identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _run_of(place: str) -> str:
-    """The id of the run in a folder, wherever that lies; without a run the text as it is."""
-    return str(RunFolder(place).result.get("id", place))
-
-
-def _weights_of(place: str) -> str:
-    """The id of the run whose weights ``init`` names, and the file where it is not the last one's."""
+def _weights_of(place: Path | str) -> str:
+    """The id of the run whose weights ``place`` names, wherever that lies, and the file where it is
+    not the last one's; without a run the text as it is."""
     folder, name = weights_in(place)
     run = folder.result.get("id")
-    return place if run is None else run if name == FINAL else f"{run}/{name}"
+    return str(place) if run is None else run if name == FINAL else f"{run}/{name}"
 
 
 def title(config: Config) -> str:

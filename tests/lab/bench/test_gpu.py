@@ -267,7 +267,7 @@ def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
         )
         extra = ("recipe.switch=0.02",) if recipe == "step" else ()  # of 300 steps: sparse after 6
         settings = config(tmp_path, *GPT, *words, *extra)
-        loop = Loop(settings, parts := build(settings), Console(None))
+        loop = Loop(settings, parts := build(settings), Console(None), "0123456789")
         loop.model.train()
         for _ in range(30):
             loop.steps.train_step(

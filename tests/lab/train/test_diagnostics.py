@@ -215,7 +215,7 @@ def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path, noisy):
     cfg = config(
         tmp_path, "recipe=sr_ste", "model.exclude=[stem,head.*]", "trainer.diagnose_every=1"
     )
-    loop = Loop(cfg, build.build(cfg), Console(None))
+    loop = Loop(cfg, build.build(cfg), Console(None), "0123456789")
     diagnostics = loop.diagnostics
     loop.steps.train_step(0, 0, measure_flips=False)
     diagnostics.before()

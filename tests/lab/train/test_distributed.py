@@ -130,23 +130,34 @@ def test_a_sweep_in_two_processes(tmp_path):
     assert len(list((tmp_path / ".sweeps").iterdir())) == 1
 
 
-def test_a_rank_that_fails_alone_ends_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("ValueError('a broken disk')", "ValueError: a broken disk"),
+        (
+            "torch.OutOfMemoryError('no space')",
+            "step 6: out of memory (no space). Try trainer.accumulate=2\n",
+        ),
+    ],
+)
+def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys\n"
+        "import torch\n"
         "from nmrun.lab import cli, ranks\n"
         "from nmrun.lab.train.steps import TrainingSteps\n"
         "step = TrainingSteps.train_step\n"
         "def broken(loop, *args, **kwargs):\n"
         "    if ranks.rank() == 1 and loop.step == 5:\n"
-        "        raise ValueError('a broken disk')\n"
+        f"        raise {error}\n"
         "    step(loop, *args, **kwargs)\n"
         "TrainingSteps.train_step = broken\n"
         "sys.exit(cli.main())\n"
     )
-    words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]
+    words = ["-m", *TINY, "recipe=ste", "seed=0,1", f"output_dir={tmp_path}"]
     process = preloaded.torchrun(script, *words)
     assert process.returncode == 1
-    assert "ValueError: a broken disk" in process.stderr
+    assert told in process.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))
     assert not list(folder.glob("*.partial"))

@@ -28,7 +28,7 @@ LONG = ("recipe=sr_ste", "recipe.decay=0.1", "optimizer.lr=0.02", "trainer.evalu
 def test_metrics_are_of_the_weights_that_were_asked_for(mode, tmp_path):
     asked = config(tmp_path, *LONG[:3], f"trainer.evaluate={mode}")
     parts = build(asked)
-    loop = Loop(asked, parts, Console(None))
+    loop = Loop(asked, parts, Console(None), "0123456789")
     assert loop.train(tmp_path, None, Signals())
     twin = copy.deepcopy(parts.model).eval()
     with torch.no_grad():
@@ -112,17 +112,21 @@ def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path):
         assert torch.equal(weight, dense[name])
 
 
-def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path):
+def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path, monkeypatch):
+    def id_of(key: str, place: str) -> str:
+        return identity(config(tmp_path, "recipe=maskllm", f"{key}={place}"))
+
     run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
-    ids = [
-        identity(config(tmp_path, "recipe=dense", f"init={tmp_path}/ste{file}"))
-        for file in ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors")
-    ]
-    assert ids[0] == ids[1]
-    assert len(set(ids)) == 3
+    files, keys = ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors"), {}
+    for key in ("init", "recipe.masks"):
+        ids = keys[key] = [id_of(key, f"{tmp_path}/ste{file}") for file in files]
+        assert ids[0] == ids[1], key
+        assert len(set(ids)) == 3, key
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert id_of("recipe.masks", "'~/ste'") == keys["recipe.masks"][0]
     (tmp_path / "ste").rename(tmp_path / "moved")
-    moved = f"init={tmp_path}/moved/dense.safetensors"
-    assert identity(config(tmp_path, "recipe=dense", moved)) == ids[3]
+    for key, ids in keys.items():
+        assert id_of(key, f"{tmp_path}/moved/dense.safetensors") == ids[3], key
 
 
 @pytest.mark.parametrize(

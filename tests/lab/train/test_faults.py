@@ -242,4 +242,5 @@ def test_a_batch_of_one_image_cannot_be_halved(tmp_path, monkeypatch, capsys):
     cfg = config(tmp_path, "trainer.on_oom=halve")
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
+    assert result["error"] == "step 1: out of memory (no memory)"
     assert "accumulate=32" in capsys.readouterr().out

@@ -41,7 +41,7 @@ class Rows:
 
 def trained(cfg: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list[dict[str, Any]]]:
     """A loop that has gone through its run; ``prepare(loop)`` may change it beforehand."""
-    loop, tracker = Loop(cfg, build.build(cfg), Console(None, brief=True)), Rows()
+    loop, tracker = Loop(cfg, build.build(cfg), Console(None, brief=True), "0123456789"), Rows()
     if prepare is not None:
         prepare(loop)
     loop.train(folder, tracker, Signals())
@@ -184,7 +184,7 @@ def test_the_result_does_not_depend_on_the_loss_scale(optimizer, tmp_path):
     options += [f"optimizer={optimizer}"]
     options += ["optimizer.eps=1e-3"] if optimizer == "adam" else []
     cfg = config(tmp_path, *options)
-    start = weights(Loop(cfg, build.build(cfg), Console(None)))
+    start = weights(Loop(cfg, build.build(cfg), Console(None), "0123456789"))
     one, two = (weights(trained(cfg, tmp_path, with_scale(s))[0]) for s in (2.0**6, 2.0**10))
     apart = math.sqrt(sum(float((one[name] - two[name]).square().sum()) for name in start))
     moved = math.sqrt(sum(float((one[name] - start[name]).square().sum()) for name in start))
@@ -203,7 +203,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path):
         "trainer.log_every=1",
     ]
     cfg = config(tmp_path, *options)
-    start = weights(Loop(cfg, build.build(cfg), Console(None)))
+    start = weights(Loop(cfg, build.build(cfg), Console(None), "0123456789"))
     seen: list[tuple[int, int, bool]] = []
 
     def prepare(loop):
@@ -263,6 +263,7 @@ def test_the_mode_of_compilation(tmp_path, monkeypatch):
             config(tmp_path, f"trainer.compile={flag}"),
             build.build(config(tmp_path)),
             Console(None, brief=True),
+            "0123456789",
         )
     assert asked == [
         {"fullgraph": True, "mode": mode} for mode in (None, "reduce-overhead", "max-autotune")
@@ -474,11 +475,24 @@ def test_a_gradient_that_no_loss_scale_helps(tmp_path, monkeypatch):
 def test_losses_read_late_still_tell_the_step(tmp_path):
     """On a GPU losses are looked at only when a row is due."""
     cfg = config(tmp_path)
-    loop = Loop(cfg, build.build(cfg), Console(None))
+    loop = Loop(cfg, build.build(cfg), Console(None), "0123456789")
     loop.steps.logged_step, loop.steps.step = 4, 8
     loop.steps.losses = [torch.tensor(x) for x in (1.0, 0.9, math.nan, math.nan)]
     with pytest.raises(RunError, match=r"^step 7: the loss is nan"):
         loop.steps.check_losses()
+
+
+def test_on_a_cpu_a_step_reads_its_own_loss_alone(tmp_path):
+    class Loss(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(f"an earlier loss is read: {function}")
+
+    cfg = config(tmp_path, "trainer.log_every=100")
+    steps = Loop(cfg, build.build(cfg), Console(None), "0123456789").steps
+    steps.losses, steps.step = [torch.tensor(1.0).as_subclass(Loss)], 1
+    steps.train_step(0, 1, measure_flips=False)
+    assert len(steps.losses) == 2
 
 
 # --- memory layout --------------------------------------------------------------------------------
@@ -535,7 +549,7 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer, tmp_path):
             "recipe=sr_ste",
             "trainer.limit_batches=1",
         )
-        loop = Loop(cfg, build.build(cfg), Console(None))
+        loop = Loop(cfg, build.build(cfg), Console(None), "0123456789")
         before = weights(loop)
         loop.steps.train_step(0, 0, measure_flips=False)
         moved.append({name: weight - before[name] for name, weight in weights(loop).items()})

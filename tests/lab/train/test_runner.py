@@ -21,7 +21,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
-from nmrun.lab.runs.run_folder import sealed
+from nmrun.lab.runs.run_folder import RunFolder, sealed
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.tasks.vision.images import _read_digits, load_digits
 from nmrun.lab.train import build, console, results, runner
@@ -310,6 +310,30 @@ def test_a_forced_run_that_was_cut_off_goes_on(tmp_path, capsys):
     assert went_on(forced)
 
 
+def test_force_starts_over_where_the_result_is_damaged(tmp_path, capsys):
+    cfg = config(tmp_path, "recipe=ste", "force=true")
+    run(cfg)
+    (run_folder(cfg) / "result.json").write_text("{")
+    capsys.readouterr()
+    assert run(cfg)["status"] == "finished"
+    assert "goes on at step" not in capsys.readouterr().out
+
+
+def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkeypatch):
+    first = run_folder(config(tmp_path, "recipe=dense"))
+    run(config(tmp_path, "recipe=dense"))
+    cfg = config(tmp_path, "recipe=ste", f"init={first}")
+    folder, train = run_folder(cfg), Loop.train
+
+    def moved(*args):
+        first.rename(tmp_path / "moved")
+        return train(*args)
+
+    monkeypatch.setattr(Loop, "train", moved)
+    assert run(cfg)["status"] == "finished"
+    assert RunFolder(folder).finished() is not None
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -508,7 +532,7 @@ def test_what_a_recipe_does_before_the_first_step_counts(tmp_path, monkeypatch):
     parts = build.build(config(tmp_path, "recipe=asp", "recipe.prune_at=0"))
     monkeypatch.undo()
     assert parts.seconds == 100.0
-    assert Loop(config(tmp_path, "recipe=asp"), parts, Console(None)).seconds == 100.0
+    assert Loop(config(tmp_path, "recipe=asp"), parts, Console(None), "0123456789").seconds == 100.0
 
 
 @pytest.mark.parametrize("recipe", ["dense", "ste", "step"])

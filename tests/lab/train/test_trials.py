@@ -273,7 +273,7 @@ def test_schedule_and_phases_end_with_the_budget(clock, tmp_path):
     spent = result["training_seconds"]
     assert spent == pytest.approx(2.0, rel=0.05)
     assert result["seconds"] > spent + EVALUATION + FIRST
-    loop = Loop(cfg, build(cfg, steps), Console(None))
+    loop = Loop(cfg, build(cfg, steps), Console(None), "0123456789")
     assert loop.handle.recipe.dense_steps == round(steps / 2)
     assert sum(result["flops"].values()) > 0
 
