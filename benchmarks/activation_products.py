@@ -44,8 +44,8 @@ class Layer:
         self.v = torch.randn(FEATURES, WIDTH) / WIDTH**0.5
         self.w = torch.randn(WIDTH, FEATURES) / FEATURES**0.5
         self.bias = -torch.quantile(functional.linear(self.x, self.v).flatten()[::64], zeros)
-        self.rows = PackedMatrix.empty(TOKENS, FEATURES, TOKENS * FEATURES)
-        self.turned = PackedMatrix.empty(FEATURES, TOKENS, TOKENS * FEATURES)
+        self.rows = PackedMatrix.empty(TOKENS, FEATURES)
+        self.turned = PackedMatrix.empty(FEATURES, TOKENS)
         self.w_turned = self.w.t().contiguous()
         self.a = self.activations()[1]
 
@@ -77,10 +77,7 @@ class Layer:
         products.pack(z, self.rows, self.turned)
         products.multiply(self.w_turned, self.rows, turned=True)
         products.multiply(self.dy, self.turned, turned=True)
-        kept = PackedMatrix(
-            self.rows.values[: self.rows.count], self.rows.index, self.rows.start, TOKENS, FEATURES
-        )
-        da = products.sampled(self.w, self.dy.t().contiguous(), kept)
+        da = products.sampled(self.w, self.dy.t().contiguous(), self.rows)
         db = da.mul_(relu).mul_(2)
         products.pack(db, self.rows, self.turned)
         products.multiply(self.v, self.rows, turned=True)

@@ -24,7 +24,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
-from nmrun.fast.cpu.kernels.products import PackedMatrix, blocks_of
+from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.probe import side_by_side
 from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, watched
 from nmrun.patterns import Pattern
@@ -72,22 +72,10 @@ def install(module: nn.Module, role: str, by_onednn: bool, activations: Activati
 def packed(matrix: Tensor, turned: bool = False) -> list[PackedMatrix]:
     """What is not 0 of a matrix (rows, columns), and of its transpose if asked for."""
     shape = matrix.shape
-    matrices = [_room(*shape), _room(*reversed(shape))][: 1 + turned]
+    sides = (shape, shape[::-1]) if turned else (shape,)
+    matrices = [PackedMatrix.empty(*size) for size in sides]
     products.pack(matrix.contiguous(), *matrices)
-    count = matrices[0].count
-    return [
-        PackedMatrix(p.values[:count], p.index[:count], p.start, p.rows, p.columns)
-        for p in matrices
-    ]
-
-
-def _room(rows: int, columns: int) -> PackedMatrix:
-    """Memory for any matrix of this shape, of which only what is filled is ever touched."""
-    size = rows * columns
-    start = torch.zeros(blocks_of(columns) * rows + 1, dtype=torch.int32)
-    return PackedMatrix(
-        torch.empty(size), torch.empty(size, dtype=torch.uint8), start, rows, columns
-    )
+    return matrices
 
 
 @torch.library.custom_op("nmrun::reads_cpu", mutates_args=())

@@ -13,8 +13,7 @@ from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.linear import KINDS, PARTS, Bf16Products
-from nmrun.patterns import Pattern
+from nmrun.fast.cpu.linear import KINDS, PARTS, Bf16Products, matrix_of
 from nmrun.products.layer import LayerPacker
 
 
@@ -42,20 +41,16 @@ class ConvolutionProducts(nn.Module):
     PARTS: ClassVar[tuple[str, ...]] = PARTS
     packer = LayerPacker
 
-    def __init__(self, shape: Pair, window: Window, pattern: Pattern) -> None:
+    def __init__(self, shape: Pair, window: Window) -> None:
         super().__init__()
-        self.shape, self.window, self.pattern = shape, window, pattern
+        self.shape, self.window = shape, window
         for kind, sides in zip(KINDS, (shape, shape[::-1]), strict=True):
             empty = self._empty(*sides)
             for part in self.PARTS:
                 self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
 
     def _empty(self, rows: int, columns: int) -> Any:
-        # the weight of the input gradient may be N:M along the outputs instead
-        (outputs, channels), (n, m) = self.shape, (self.pattern.n, self.pattern.m)
-        taps = self.window.positions
-        room = taps * n * max(outputs * -(-channels // m), channels * -(-outputs // m))
-        return PackedMatrix.empty(rows, columns, room, taps)
+        return PackedMatrix.empty(rows, columns, self.window.positions)
 
     def parts(self, kind: str) -> list[Tensor]:
         """What a product of ``KINDS`` reads."""
@@ -77,7 +72,7 @@ class ConvolutionProducts(nn.Module):
 
     def _matrix(self, kind: str) -> Any:
         sides = self.shape if kind == KINDS[0] else self.shape[::-1]
-        return matrix_of(self.parts(kind), *sides, self.window)
+        return matrix_of(self.parts(kind), *sides, self.window.positions)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (images, channels, height, width) to (images, out channels, height, width), channels
@@ -100,16 +95,6 @@ class Bf16ConvolutionProducts(ConvolutionProducts):
         bf16.pack(by_taps(weight if other is None else other), self._matrix("backward"), True)
 
 
-def matrix_of(
-    parts: Sequence[Tensor], rows: int, columns: int, window: Window
-) -> PackedMatrix | Bf16Matrix:
-    """What buffers of either class of products hold."""
-    if len(parts) == len(Bf16ConvolutionProducts.PARTS):
-        values, index, counts, start = parts
-        return Bf16Matrix(values, index, counts, start, rows, columns, window.positions)
-    return PackedMatrix.of(parts, rows, columns, window.positions)
-
-
 def by_taps(weight: Tensor) -> Tensor:
     """A weight as (out channels, taps * channels), contiguous: no copy of a weight with channels last."""
     return weight.detach().permute(0, 2, 3, 1).contiguous().flatten(1)
@@ -126,7 +111,7 @@ def convolution(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
     window = _window(weight, (stride, padding, dilation))
-    matrix = matrix_of(forward, weight.shape[0], weight.shape[1], window)
+    matrix = matrix_of(forward, weight.shape[0], weight.shape[1], window.positions)
     return convolve(x, matrix, bias, window)
 
 
@@ -143,7 +128,7 @@ def convolution_back(
 ) -> Tensor:  # fmt: skip
     """The gradient of an input of height and width ``size``."""
     window = _window(weight, (stride, padding, dilation))
-    matrix = matrix_of(parts, weight.shape[1], weight.shape[0], window)
+    matrix = matrix_of(parts, weight.shape[1], weight.shape[0], window.positions)
     return convolve_back(dz, matrix, window, (size[0], size[1]))
 
 

@@ -17,6 +17,8 @@ forward product alone: where many weights are kept, the transpose fills its slot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +56,7 @@ class LinearProducts(nn.Module):
         dense: str = "dense",
     ) -> None:
         super().__init__()
-        self.shape, self.dtype, self.pattern = shape, dtype, pattern
+        self.shape, self.dtype = shape, dtype
         self.gradient_is_faster, self.dense, self.gradient = gradient_is_faster, dense, dense
         rows, columns = shape
         whole, rest = divmod(columns, pattern.m)
@@ -76,9 +78,7 @@ class LinearProducts(nn.Module):
         return {part: getattr(empty, part) for part in self.PARTS}
 
     def _empty(self, rows: int, columns: int) -> Any:
-        # the weight of the input gradient may be N:M along the outputs instead
-        (outputs, inputs), (n, m) = self.shape, (self.pattern.n, self.pattern.m)
-        return PackedMatrix.empty(rows, columns, max(self.full, inputs * -(-outputs // m) * n))
+        return PackedMatrix.empty(rows, columns)
 
     def parts(self, kind: str) -> list[Tensor]:
         """What a product of ``KINDS`` reads."""
@@ -107,7 +107,7 @@ class LinearProducts(nn.Module):
         return count
 
     def _matrix(self, kind: str) -> Any:
-        return _packed(self.parts(kind), *self._sides(kind))[1]
+        return matrix_of(self.parts(kind), *self._sides(kind))
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -160,12 +160,19 @@ class Bf16Forward(Bf16Products):
         self.backward_weight.copy_(other)
 
 
-def _packed(parts: list[Tensor], rows: int, columns: int) -> tuple[Any, Any]:
-    """The kernels for a packed matrix, and the matrix."""
+def matrix_of(
+    parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1
+) -> PackedMatrix | Bf16Matrix:
+    """What buffers of either class of products hold."""
     if len(parts) == len(Bf16Products.PARTS):
         values, index, counts, start = parts
-        return bf16, Bf16Matrix(values, index, counts, start, rows, columns)
-    return products, PackedMatrix.of(parts, rows, columns)
+        return Bf16Matrix(values, index, counts, start, rows, columns, taps)
+    values, index, start = parts
+    return PackedMatrix(values, index, start, rows, columns, taps)
+
+
+def _kernels(matrix: PackedMatrix | Bf16Matrix) -> ModuleType:
+    return bf16 if isinstance(matrix, Bf16Matrix) else products
 
 
 @torch.library.custom_op("nmrun::linear_cpu", mutates_args=())
@@ -175,8 +182,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
     ``onednn``, ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
-    kernels, matrix = _packed(forward, *weight.shape)
-    product: Tensor = kernels.multiply(x, matrix, bias)
+    matrix = matrix_of(forward, weight.shape[0], weight.shape[1])
+    product: Tensor = _kernels(matrix).multiply(x, matrix, bias)
     return product
 
 
@@ -190,8 +197,8 @@ def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     """x S^T, (tokens, rows); of one part, the dense matrix (columns, rows), x S."""
     if len(parts) == 1:
         return x @ parts[0]
-    kernels, matrix = _packed(parts, rows, x.shape[1])
-    product: Tensor = kernels.multiply(x, matrix)
+    matrix = matrix_of(parts, rows, x.shape[1])
+    product: Tensor = _kernels(matrix).multiply(x, matrix)
     return product
 
 
@@ -203,8 +210,8 @@ def _(x, parts, rows):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("nmrun::sampled_cpu", mutates_args=())
 def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
-    kernels, matrix = _packed(parts, dz.shape[1], x.shape[1])
-    gradient: Tensor = kernels.sampled(x, dz, matrix)
+    matrix = matrix_of(parts, dz.shape[1], x.shape[1])
+    gradient: Tensor = _kernels(matrix).sampled(x, dz, matrix)
     return gradient
 
 
@@ -214,17 +221,16 @@ def _(dz, x, parts):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("nmrun::estimated_cpu", mutates_args=())
-def estimated_product(estimated: Tensor, x: Tensor, groups: int) -> Tensor:
-    """``E^T x`` with an estimate E (tokens, outputs) that has at most ``groups`` non-zeros in a
-    column; float32."""
+def estimated_product(estimated: Tensor, x: Tensor) -> Tensor:
+    """``E^T x`` with an estimate E (tokens, outputs) that is mostly 0; float32."""
     rows = estimated.float().t().contiguous()
-    packed = PackedMatrix.empty(len(rows), rows.shape[1], len(rows) * groups)
+    packed = PackedMatrix.empty(*rows.shape)
     products.pack(rows, packed)
     return products.multiply(x.float(), packed, turned=True)
 
 
 @estimated_product.register_fake
-def _(estimated, x, groups):  # type: ignore[no-untyped-def]
+def _(estimated, x):  # type: ignore[no-untyped-def]
     return x.new_empty(estimated.shape[1], x.shape[1], dtype=torch.float32)
 
 
@@ -239,7 +245,7 @@ def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str)
         mvue = Pattern.parse(pattern)
         dz = estimate(dz, mvue, None)
         if how == "sparse":
-            return estimated_product(dz, x, -(-len(x) // mvue.m) * mvue.n)
+            return estimated_product(dz, x)
     return dz.t() @ x
 
 

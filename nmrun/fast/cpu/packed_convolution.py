@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from nmrun.fast.cpu.convolution import by_taps, matrix_of
+from nmrun.fast.cpu.convolution import by_taps
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.linear import PARTS
+from nmrun.fast.cpu.linear import PARTS, matrix_of
 
 
 class PackedConvolution(nn.Module):
@@ -51,10 +51,9 @@ class PackedConvolution(nn.Module):
 
     def _matrix(self, parts: Sequence[Tensor]) -> Any:
         """Raises ValueError for tensors that hold no matrix of this layer."""
+        values, index, start = parts
         shape = (self.out_channels, self.in_channels, self.window.positions)
-        matrix = PackedMatrix.of(parts, *shape)
-        matrix.check()
-        return matrix
+        return PackedMatrix.of(values, index, start, *shape)
 
     def _parts(self) -> list[Tensor]:
         return [getattr(self, part) for part in (*self.STORED, *self.DERIVED)]
@@ -121,12 +120,13 @@ class Bf16Convolution(PackedConvolution):
 
 
 def packed(weight: Tensor) -> PackedMatrix:
-    """A weight (out_channels, in_channels, rows, columns) with zeros, float32, packed."""
+    """A weight (out_channels, in_channels, rows, columns) with zeros, float32, packed, without room
+    behind it."""
     out, channels, height, width = weight.shape
-    count = int(torch.count_nonzero(weight))
-    matrix = PackedMatrix.empty(out, channels, count, height * width)
-    products.pack(by_taps(weight), matrix)
-    return matrix
+    full = PackedMatrix.empty(out, channels, height * width)
+    products.pack(by_taps(weight), full)
+    values, index = (t[: full.count].clone() for t in (full.values, full.index))
+    return PackedMatrix(values, index, full.start, out, channels, height * width)
 
 
 def _moves(window: Window) -> tuple[list[int], ...]:
@@ -147,7 +147,7 @@ def _convolved(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
     window, values = _window(taps, stride, padding, dilation), parts[0]
-    matrix = matrix_of(parts, shape[0], shape[1], window)
+    matrix = matrix_of(parts, shape[0], shape[1], window.positions)
     low = isinstance(matrix, Bf16Matrix)
     if x.device.type != "cpu" or values.device.type != "cpu":
         raise RuntimeError(
@@ -180,7 +180,7 @@ def _(x, parts, bias, shape, *moves):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("nmrun::unpacked_convolution", mutates_args=())
 def unpacked_convolution(parts: list[Tensor], shape: Sequence[int], taps: Sequence[int]) -> Tensor:
     """A packed weight with its zeros, channels last."""
-    matrix = matrix_of(parts, shape[0], shape[1], Window((taps[0], taps[1])))
+    matrix = matrix_of(parts, shape[0], shape[1], taps[0] * taps[1])
     return matrix.dense().view(shape[0], *taps, shape[1]).permute(0, 3, 1, 2)
 
 

@@ -200,7 +200,7 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
     )  # fmt: skip
     weight = hard_threshold(weight, shape.pattern, 1).contiguous(memory_format=order)
     kind = CONVOLUTION[shape.packed]
-    packed = kind((shape.rows, shape.columns), window, shape.pattern)
+    packed = kind((shape.rows, shape.columns), window)
     packed.write(weight, None)
     moves, backward = (window.stride, window.padding, window.dilation), packed.parts("backward")
     x, dz, low = (t.to(shape.dtype) for t in (x, dz, weight))
@@ -320,8 +320,7 @@ def _packed(
 
     def dw() -> Tensor:
         if shape.mvue is not None:
-            groups = -(-shape.tokens // shape.mvue.m) * shape.mvue.n
-            return linear.estimated_product(estimated, x, groups)
+            return linear.estimated_product(estimated, x)
         return linear.sampled(dz, x, forward)
 
     return (
@@ -476,7 +475,7 @@ def packed(
     """What the products of a layer read by a path."""
     sides = (shape.rows, shape.columns)
     if isinstance(shape, ConvolutionShape):
-        return CONVOLUTION[path](sides, shape.window, shape.pattern)
+        return CONVOLUTION[path](sides, shape.window)
     dense = onednn.best_gradient(times)
     faster = bool(times[path].weight_gradient < times[dense].weight_gradient)
     assert shape.pattern is not None  # of a sparse layer

@@ -22,7 +22,6 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Window, convolve, convolve_back
 from nmrun.fast.measurement import BF16
 from nmrun.kernels import compiler
-from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
 pytestmark = pytest.mark.usefixtures("every_bf16", "small_layers")
@@ -115,9 +114,8 @@ def test_subnormal_numbers_are_zero() -> None:
 
 
 def test_all_gradients_are_those_of_float64() -> None:
-    p = Pattern(2, 4)
-    weight = hard_threshold(normal_bf16(6, 8, 3, 2).float(), p, 1)
-    layer = Bf16ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)), p)
+    weight = hard_threshold(normal_bf16(6, 8, 3, 2).float(), "2:4", 1)
+    layer = Bf16ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)))
     layer.write(weight, None)
     x, bias = normal_bf16(3, 8, 5, 4, seed=1).float(), normal_bf16(6, seed=2).float()
     own = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -133,9 +131,10 @@ def test_all_gradients_are_those_of_float64() -> None:
 
 
 def test_another_weight_for_the_input_gradient() -> None:
-    p = Pattern(2, 4)
-    weight, other = (hard_threshold(normal_bf16(8, 8, 3, 3, seed=s).float(), p, 1) for s in (0, 1))
-    layer = Bf16ConvolutionProducts((8, 8), Window((3, 3)), p)
+    weight, other = (
+        hard_threshold(normal_bf16(8, 8, 3, 3, seed=s).float(), "2:4", 1) for s in (0, 1)
+    )
+    layer = Bf16ConvolutionProducts((8, 8), Window((3, 3)))
     layer.write(weight, other)
     x, dz = normal_bf16(2, 8, 5, 5).requires_grad_(), normal_bf16(2, 8, 3, 3)
     layer(x, weight, None).backward(dz)
@@ -145,9 +144,8 @@ def test_another_weight_for_the_input_gradient() -> None:
 
 @pytest.mark.slow
 def test_operators_are_as_torch_wants_them() -> None:
-    p = Pattern(2, 4)
-    weight = hard_threshold(normal_bf16(6, 8, 3, 3).float(), p, 1)
-    layer = Bf16ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)), p)
+    weight = hard_threshold(normal_bf16(6, 8, 3, 3).float(), "2:4", 1)
+    layer = Bf16ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)))
     layer.write(weight, None)
     parts = [layer.parts(kind) for kind in ("forward", "backward")]
     for values, index, _, start in parts:  # what lies behind the slots is nobody's

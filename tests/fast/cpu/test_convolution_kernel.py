@@ -28,9 +28,9 @@ CASES = [  # and those of more images than a panel has
 def packed(weight: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
     rows, columns, height, width = weight.shape
     matrix = weight.permute(0, 2, 3, 1).contiguous().flatten(1)
-    count, taps = int((matrix != 0).sum()), height * width
-    forward = PackedMatrix.empty(rows, columns, count, taps)
-    backward = PackedMatrix.empty(columns, rows, count, taps)
+    taps = height * width
+    forward = PackedMatrix.empty(rows, columns, taps)
+    backward = PackedMatrix.empty(columns, rows, taps)
     pack(matrix, forward, backward)
     assert torch.equal(forward.dense(), matrix)
     turned = weight.permute(1, 2, 3, 0).flatten(1)

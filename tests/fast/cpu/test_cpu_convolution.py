@@ -14,7 +14,6 @@ from nmrun.fast.cpu import convolution
 from nmrun.fast.cpu.convolution import ConvolutionProducts
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
 pytestmark = [
@@ -43,10 +42,18 @@ def test_trains_as_with_masks_alone(recipe: str, pattern: str, options: dict[str
     assert all(int(w.layer.packed.forward_start[-1]) for w in handle.sparse)
 
 
+def test_a_weight_that_is_not_a_number_stays_beside_the_n_largest() -> None:
+    weight = hard_threshold(torch.randn(8, 8, 3, 3), "2:4", 1)
+    weight[:, :, 1, 1] = torch.nan
+    packed = ConvolutionProducts((8, 8), Window((3, 3)))
+    packed.write(weight, None)
+    x = torch.randn(2, 8, 5, 5)
+    assert torch.equal(packed(x, weight, None).isnan(), F.conv2d(x, weight).isnan())
+
+
 def test_all_gradients_are_those_of_finite_differences() -> None:
-    p = Pattern(2, 4)
-    weight = hard_threshold(torch.randn(6, 8, 3, 2), p, 1).requires_grad_()
-    packed = ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)), p)
+    weight = hard_threshold(torch.randn(6, 8, 3, 2), "2:4", 1).requires_grad_()
+    packed = ConvolutionProducts((6, 8), Window((3, 2), (2, 1), (1, 1)))
     packed.write(weight, None)
     x, bias = torch.randn(3, 8, 5, 4, requires_grad=True), torch.randn(6, requires_grad=True)
     dz = torch.randn(packed(x, weight, bias).shape)
@@ -58,12 +65,13 @@ def test_all_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_operators_are_as_torch_wants_them() -> None:
-    p = Pattern(2, 4)
-    weight = hard_threshold(torch.randn(6, 8, 3, 3), p, 1)
-    packed = ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)), p)
+    weight = hard_threshold(torch.randn(6, 8, 3, 3), "2:4", 1)
+    packed = ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)))
     packed.write(weight, None)
     parts = [[getattr(packed, f"{kind}_{part}") for part in ("values", "index", "start")]
              for kind in ("forward", "backward")]  # fmt: skip
+    for values, index, start in parts:  # what lies behind the non-zeros is nobody's
+        values[int(start[-1]) :], index[int(start[-1]) :] = 0, 0
     moves = ([1, 1], [1, 1], [1, 1])
     x = torch.randn(3, 8, 5, 4, requires_grad=True)
     operands = (x, weight.clone().requires_grad_(), None, *parts, *moves)

@@ -42,8 +42,7 @@ def matrix(rows: int, columns: int, n: int, m: int, seed: int = 0) -> Tensor:
 
 def packed(dense: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
     rows, columns = dense.shape
-    count = int((dense != 0).sum())
-    both = PackedMatrix.empty(rows, columns, count), PackedMatrix.empty(columns, rows, count)
+    both = PackedMatrix.empty(rows, columns), PackedMatrix.empty(columns, rows)
     pack(dense, *both)
     return both
 
@@ -91,8 +90,8 @@ def test_transposes_however_they_are_packed(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     w = torch.randn(rows, taps * columns, generator=torch.Generator().manual_seed(0))
     w[:, ::3], w[:: max(2, rows // 5)] = 0, 0
-    own = PackedMatrix.empty(rows, columns, w.numel(), taps)
-    turned = PackedMatrix.empty(columns, rows, w.numel(), taps)
+    own = PackedMatrix.empty(rows, columns, taps)
+    turned = PackedMatrix.empty(columns, rows, taps)
     pack(w, own, turned)
     by_tap = w.view(rows, taps, columns).transpose(0, 2).reshape(columns, taps * rows)
     assert torch.equal(own.dense(), w)
@@ -124,7 +123,7 @@ def test_the_bits_do_not_depend_on_threads_or_on_other_tokens(
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         again = packed(w)[1]
-        assert torch.equal(again.values, turned.values)
+        assert torch.equal(again.values[: again.count], turned.values[: turned.count])
         assert torch.equal(again.start, turned.start)
         results.append((multiply(x, rows), multiply(x[:3], rows), sampled(x, dz, rows)))
     for z, few, gradient in results:
@@ -154,12 +153,6 @@ def test_infinities_and_nan_spread_as_in_a_dense_product() -> None:
     z = multiply(torch.randn(9, 32), rows)
     assert z[:, 3].isnan().all()
     assert not z[:, :3].isnan().any()
-
-
-def test_a_matrix_with_more_than_there_is_room_for_is_refused() -> None:
-    w = torch.randn(8, 32)
-    with pytest.raises(ValueError, match="256 non-zeros in a matrix that should have 128"):
-        pack(w, PackedMatrix.empty(8, 32, 128))
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def _by_images(
     turned = _workspace(pixels * columns * PANEL)
     parts = [t.data_ptr() for t in (weight.values, weight.index, weight.start)]
     bias_at = 0 if bias is None else bias.data_ptr()
-    work = min(images, PANEL) * len(weight.values) * height * out.shape[3] // WORTH
+    work = min(images, PANEL) * weight.count * height * out.shape[3] // WORTH
     for first in range(0, images, PANEL):
         panel = (first, min(first + PANEL, images))
         turn = (x.data_ptr(), about, *panel, BEGIN, END, turned.data_ptr())

@@ -70,11 +70,13 @@ class PackedMatrix:
     taps: int = 1
 
     @classmethod
-    def empty(cls, rows: int, columns: int, room: int, taps: int = 1) -> PackedMatrix:
-        """Memory for matrices of at most ``room`` non-zeros in all; they hold none yet."""
+    def empty(cls, rows: int, columns: int, taps: int = 1) -> PackedMatrix:
+        """Memory for any matrix of this shape, of which only what is filled is ever touched; it
+        holds none yet."""
+        room = taps * rows * columns
         return cls(
-            torch.zeros(room),
-            torch.zeros(room, dtype=torch.uint8),
+            torch.empty(room),
+            torch.empty(room, dtype=torch.uint8),
             torch.zeros(taps * blocks_of(columns) * rows + 1, dtype=torch.int32),
             rows,
             columns,
@@ -82,33 +84,31 @@ class PackedMatrix:
         )
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> PackedMatrix:
-        """From values, index and start."""
-        values, index, start = parts
-        return cls(values, index, start, rows, columns, taps)
+    def of(
+        cls, values: Tensor, index: Tensor, start: Tensor, rows: int, columns: int, taps: int = 1
+    ) -> PackedMatrix:
+        """Raises ValueError for tensors that hold no matrix of this shape, so that nothing outside of
+        them is read."""
+        blocks = taps * blocks_of(columns)
+        fits = start.shape == (blocks * rows + 1,) and start.dtype == torch.int32
+        counts = start.diff() if fits else start
+        if not fits or int(start[0]) or bool((counts < 0).any()):
+            raise ValueError(f"start is not that of {rows} x {taps * columns}")
+        matrix = cls(values, index, start, rows, columns, taps)
+        if values.shape != (matrix.count,) or index.shape != (matrix.count,):
+            raise ValueError(f"{len(values)} values where start says {matrix.count}")
+        if index.dtype != torch.uint8:
+            raise ValueError(f"index of {index.dtype}, not uint8")
+        last = torch.arange(blocks) % blocks_of(columns) * BLOCK
+        wide = (columns - last).clamp(max=BLOCK).repeat_interleave(rows)
+        if bool((index >= wide.repeat_interleave(counts)).any()):
+            raise ValueError("a column that is not of its block")
+        return matrix
 
     @property
     def count(self) -> int:
         """How many non-zeros it holds."""
         return int(self.start[-1])
-
-    def check(self) -> None:
-        """Raise ValueError unless these tensors hold a matrix of this shape, so that nothing outside
-        of them is read.
-        """
-        blocks = self.taps * blocks_of(self.columns)
-        fits = self.start.shape == (blocks * self.rows + 1,) and self.start.dtype == torch.int32
-        counts = self.start.diff() if fits else self.start
-        if not fits or int(self.start[0]) or bool((counts < 0).any()):
-            raise ValueError(f"start is not that of {self.rows} x {self.taps * self.columns}")
-        if self.values.shape != (self.count,) or self.index.shape != (self.count,):
-            raise ValueError(f"{len(self.values)} values where start says {self.count}")
-        if self.index.dtype != torch.uint8:
-            raise ValueError(f"index of {self.index.dtype}, not uint8")
-        last = torch.arange(blocks) % blocks_of(self.columns) * BLOCK
-        wide = (self.columns - last).clamp(max=BLOCK).repeat_interleave(self.rows)
-        if bool((self.index >= wide.repeat_interleave(counts)).any()):
-            raise ValueError("a column that is not of its block")
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, (rows, taps * columns), float32."""
@@ -127,18 +127,12 @@ def blocks_of(columns: int) -> int:
 
 def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None) -> None:
     """Pack a matrix (rows, taps * columns), float32, contiguous, into memory of
-    :meth:`PackedMatrix.empty`, and the transpose of every tap, (columns, rows) each, into ``turned``.
-
-    Raises ValueError where there are more non-zeros than room; then ``rows`` holds none.
-    """
+    :meth:`PackedMatrix.empty`, and the transpose of every tap, (columns, rows) each, into ``turned``."""
     library, size = KERNELS.load(), matrix.numel()
     r, c, taps = rows.rows, rows.columns, rows.taps
     source, start = (matrix.data_ptr(), taps, r, c), rows.start.data_ptr()
     in_parts(library.nm_count, (*source, BEGIN, END, start), r, size)
     count = library.nm_starts(start, len(rows.start) - 1)
-    if count > len(rows.values):
-        rows.start.zero_()
-        raise ValueError(f"{count} non-zeros in a matrix that should have {len(rows.values)}")
     to = (rows.values.data_ptr(), rows.index.data_ptr())
     in_parts(library.nm_fill, (*source, BEGIN, END, start, *to), r, size)
     if turned is None:
@@ -167,7 +161,7 @@ def multiply(
     flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
     operands = [_address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
     operands += [matrix.rows, matrix.columns, tokens]
-    in_panels(library.nm_product, operands, flags, tokens, matrix.rows, len(matrix.values))
+    in_panels(library.nm_product, operands, flags, tokens, matrix.rows, matrix.count)
     return out
 
 
@@ -187,7 +181,7 @@ def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
     """``y^T x`` where ``mask`` (rows, columns) has non-zeros, whatever they are, zero elsewhere; x (tokens,
     columns) and y (tokens, rows) in float32 or bfloat16, the result in float32."""
     library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
-    sums = torch.zeros_like(mask.values)
+    sums = torch.zeros(mask.count)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
     fixed = [_address(t) for t in (x, y, mask.index, mask.start)]
     shape = (mask.rows, mask.columns, len(x), BEGIN, END, flags, sums.data_ptr())
