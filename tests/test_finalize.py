@@ -378,3 +378,64 @@ def test_callbacks_around_a_trainer_that_saves_its_average_alone():
     for saved in trainer.saved:
         nmrun.sparsity.check_nm(saved, "2:4", exclude="4")
     assert torch.equal(trainer.average[0].weight, dense[0])
+
+
+@pytest.mark.filterwarnings("ignore:nmrun. step 6")
+@pytest.mark.parametrize("look", ["dense_weights", "evaluation_weights"])
+@pytest.mark.parametrize("recipe", ["sr_ste", "cast"])
+def test_a_look_between_loading_and_a_step_loses_nothing(recipe, look):
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(6))
+    model.load_state_dict({name: value + 5.0 for name, value in net(3).state_dict().items()})
+    loaded = [weight.weight.clone() for weight in handle.sparse]
+    with getattr(handle, look)():
+        pass
+    train(model, optimizer, [6])
+    for weight, expected in zip(handle.sparse, loaded, strict=True):
+        assert (weight.dense - expected).abs().max() < 1
+
+
+def test_an_average_keeps_casts_scales_after_the_end():
+    """The average of dense weights that are 1 is the mask times the scales."""
+    model, optimizer, handle = start("cast", interval=1, decay=0.1)
+    train(model, optimizer, range(TOTAL - 1))
+    average = copy.deepcopy(net())
+    with torch.no_grad():
+        for p in average.parameters():
+            p.fill_(1.0)
+    train(model, optimizer, [TOTAL - 1])
+    scale = handle.recipe.scale(handle.sparse[0])
+    assert not torch.equal(scale, torch.ones_like(scale))
+    handle.finalize(average)
+    kept = average[0].weight[average[0].weight != 0]
+    expected = scale.expand(8, 16)[average[0].weight != 0]
+    assert torch.equal(kept, expected)
+    dense = handle.sparse[0].dense
+    handle.finalize()
+    torch.testing.assert_close(
+        model[0].weight, dense * scale * (model[0].weight != 0), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("eps_mode", ["inside", "outside", "floor"])
+@pytest.mark.parametrize("end", ["finalize", "abandon"])
+def test_after_step_adam_is_adam_again(eps_mode, end):
+    """Its second moment goes on from where it was frozen, in torch's own Adam too."""
+    model, optimizer, handle = start("step", switch=0.5, eps_mode=eps_mode)
+    train(model, optimizer, range(5))
+    state = optimizer.state[model[0].weight]
+    assert "exp_avg_sq" not in state
+    frozen = state["frozen_denominator"].double()
+    train(model, optimizer, range(5, TOTAL))
+    getattr(handle, end)()
+    assert "frozen_denominator" not in state
+    shift = {"outside": 1e-8, "floor": 1e-6}.get(eps_mode, 0.0)
+    v = frozen**2 - 1e-8 if eps_mode == "inside" else (frozen - shift) ** 2
+    torch.testing.assert_close(
+        state["exp_avg_sq"].double(), v * (1 - 0.999**TOTAL), rtol=1e-3, atol=1e-12
+    )
+    stock = torch.optim.AdamW(model.parameters())
+    stock.load_state_dict(optimizer.state_dict())
+    before = model[0].weight.detach().clone()
+    train(model, stock, [0])
+    assert not torch.equal(model[0].weight, before)

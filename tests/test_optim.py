@@ -284,7 +284,7 @@ def test_change_of_v_is_what_the_next_step_does(kind, options):
             optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)).double().clone()
             for p in params[:2]
         ]
-        total, logs, nonzero, count = second_moment_change(optimizer, params[:2])
+        total, logs, nonzero = second_moment_change(optimizer, params[:2])
         optimizer.step()
         change = torch.cat(
             [
@@ -293,11 +293,11 @@ def test_change_of_v_is_what_the_next_step_does(kind, options):
             ]
         )
         moved = change[change > 0]
-        assert (int(nonzero), count) == (len(moved), 29)
+        assert int(nonzero) == len(moved)
         assert float(total) == pytest.approx(float(change.sum()), rel=1e-4)
         assert float(logs) == pytest.approx(float(moved.log().sum()), rel=1e-3)
     optimizer.zero_grad()
-    assert [float(x) for x in second_moment_change(optimizer, params)] == [0, 0, 0, 0]
+    assert [float(x) for x in second_moment_change(optimizer, params)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"maximize": True}], ids=str)
@@ -306,7 +306,7 @@ def test_change_of_v_with_the_others_in_a_group_of_their_own(options):
     optimizer = optim.Adam([{"params": params[:1]}, {"params": params[1:]}], **options)
     for p, grad in zip(params, next(gradients(1)), strict=True):
         p.grad = grad
-    assert second_moment_change(optimizer, params[:1])[3] == 24
+    assert int(second_moment_change(optimizer, params[:1])[2]) == 24
     optimizer.freeze_second_moment(params[:1])
     optimizer.step()
 

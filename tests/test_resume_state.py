@@ -315,3 +315,28 @@ def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert handle.phase == ("sparse" if stepped else "dense")
+
+
+@pytest.mark.parametrize("loads", ["optimizer", "handle"])
+@pytest.mark.parametrize("compiled", ["saved", "loaded"])
+def test_a_wrapper_around_the_model_changes_no_name(compiled, loads):
+    def begin(wrapped: bool) -> Start:
+        model = net()
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+        whole = torch.compile(model, backend="eager") if wrapped else model
+        return model, optimizer, attach(whole, optimizer, "sr_ste", exclude=r"(_orig_mod\.)?4")
+
+    first, second = begin(compiled == "saved"), begin(compiled == "loaded")
+    train(*first[:2], range(4))
+    states = stored(*first)
+    second[0].load_state_dict(states[0])
+    if loads == "handle":
+        for entry in (*states[1]["param_groups"], *states[1]["state"].values()):
+            for key in [key for key in entry if key.startswith("nmrun")]:
+                del entry[key]
+    second[1].load_state_dict(states[1])
+    if loads == "handle":
+        second[2].load_state_dict(states[2])
+    for model, optimizer, _ in (first, second):
+        train(model, optimizer, range(4, 6))
+    assert bits(second[0].state_dict()) == bits(first[0].state_dict())

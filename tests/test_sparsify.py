@@ -8,10 +8,11 @@ import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
-from training import SPARSE, TOTAL, attach, bits, net, start, stored, train
+from training import SPARSE, TOTAL, attach, batch, bits, net, start, stored, train
 
 import nmrun
 from nmrun.errors import ConfigError
+from nmrun.recipes import ASP
 from nmrun.recipes.lbc import LBC
 
 
@@ -88,6 +89,24 @@ def test_a_failure_leaves_all_as_it_was(message, trained):
     step()
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_failure_after_channels_were_reordered_puts_them_back(trained):
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU()
+    )
+    model.append(nn.Linear(16, 6))
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    if trained:
+        model(batch(0)[:, :8]).square().mean().backward()
+        optimizer.step()
+    before = all_of(model, optimizer)
+    recipe = ASP(prune_at=0.0, permute=True)
+    options: dict[str, Any] = {"input_gradient": "double_prune", "include": "5"}
+    with one_line(ValueError, "input_gradient=double_prune needs a layer"):
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
+    assert all_of(model, optimizer) == before
 
 
 def test_a_failure_after_a_loaded_state_leaves_that_too():

@@ -34,7 +34,8 @@ class NMTrainerCallback(TrainerCallback):
 
     Args:
         total_steps: optimizer steps of the whole run; by default as the Trainer plans.
-        options: other arguments of :func:`nmrun.sparsify`, which raises its errors here already.
+        options: other arguments of :func:`nmrun.sparsify`. Recipe, pattern and hyperparameters are
+            checked here, the rest when the training begins.
     """
 
     def __init__(

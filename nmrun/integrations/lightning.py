@@ -36,7 +36,8 @@ class NMCallback(Callback):
             with automatic optimization, and ``max_steps`` with manual.
         optimizer: which of the module's optimizers has the sparse weights, from 0; a module with
             several must say so.
-        options: other arguments of :func:`nmrun.sparsify`, which raises its errors here already.
+        options: other arguments of :func:`nmrun.sparsify`. Recipe, pattern and hyperparameters are
+            checked here, the rest when the training begins.
     """
 
     def __init__(

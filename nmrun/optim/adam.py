@@ -95,6 +95,37 @@ class Adam(EagerOptimizer, torch.optim.Adam):
                         eps if eps_mode == "outside" else eps**0.75
                     )
 
+    @torch.no_grad()
+    def unfreeze_second_moments(
+        self, eps_mode: str = "inside", bias_correction: bool = True
+    ) -> None:
+        """Let all frozen second moments go on as Adam's own, from the values at which they were frozen.
+        Both arguments: those of :meth:`freeze_second_moment`."""
+        for group in self.param_groups:
+            eps, beta2 = group["eps"], group["betas"][1]
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                if "frozen_denominator" not in state:
+                    continue
+                v = state.pop("frozen_denominator")
+                if eps_mode == "inside":
+                    v = (v.square() - eps).clamp_min_(0.0)
+                else:
+                    v = (
+                        (v - (eps if eps_mode == "outside" else eps**0.75))
+                        .clamp_min_(0.0)
+                        .square_()
+                    )
+                if bias_correction:
+                    v = v * (1 - beta2 ** float(state["step"]))
+                state["exp_avg_sq"] = v
+                if group["amsgrad"]:
+                    state["max_exp_avg_sq"] = v.clone()
+                if group["fused"]:  # torch counts there
+                    state["step"] = state["step"].to(p.device)
+        if self._one_pass is not None:
+            self._one_pass.forget()
+
     def _adam_state(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """The state of a parameter, made as torch makes it if there is none."""
         state = self.state[p]
@@ -211,18 +242,17 @@ def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def second_moment_change(
     adam: Adam, params: Iterable[Tensor], logs: bool = True
-) -> tuple[Tensor, Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """AutoSwitch's sample: how far the next step would move the second moment, over all
     coordinates. For step t, ``v_t = beta2 v_(t-1) + (1 - beta2) g^2`` (Kingma and Ba 2015). So
     ``dv = (1 - beta2) (g^2 - v)`` is known from the gradients, without a copy of v. Returns
     ``sum |dv|``; ``sum log |dv|`` and the number of coordinates, both where dv is
-    not 0; the number of all with a gradient. With ``logs=False``, which saves most of the time, the
-    second and third are 0. The first three are 0-dimensional float64 tensors on the device."""
+    not 0. With ``logs=False``, which saves most of the time, the second and third are 0. All are
+    0-dimensional float64 tensors on the device."""
     ids = {id(p) for p in params}
     sizes: list[Tensor] = []
     log_sum: list[Tensor] = []
     nonzero: list[Tensor] = []
-    count = 0
     for group in adam.param_groups:
         parameters = [p for p in group["params"] if id(p) in ids and p.grad is not None]
         if not parameters:
@@ -238,10 +268,9 @@ def second_moment_change(
                 nonzero.append(moved.sum().double())
                 logs_of_moved = torch.where(moved, far, 1.0).log().sum(dtype=torch.float64)
                 log_sum.append(logs_of_moved + nonzero[-1] * math.log(rest))
-            count += grad.numel()
     zero = torch.zeros((), dtype=torch.float64, device=sizes[0].device if sizes else None)
     sums = [torch.stack(parts).sum() if parts else zero for parts in (sizes, log_sum, nonzero)]
-    return sums[0], sums[1], sums[2], count
+    return sums[0], sums[1], sums[2]
 
 
 def second_moment_sum(adam: Adam, params: Iterable[Tensor]) -> Tensor:

@@ -126,10 +126,29 @@ def reorder(
     """Reorder channels in one of the tensors that have them, in place, with its gradient and
     optimizer state in a training. Returns name, dimension and index: the tensor is
     ``tensor.index_select(dim, index)`` now."""
-    tensor = site.tensor.detach()
-    index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten().to(tensor.device)
-    state = {} if optimizer is None else optimizer.state.get(site.tensor, {})
-    for each in (tensor, site.tensor.grad, *state.values()):
-        if isinstance(each, Tensor) and each.shape == tensor.shape:
-            each.copy_(each.index_select(site.dim, index.to(each.device)))
+    index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten()
+    index = index.to(site.tensor.device)
+    _reorder(site.tensor, site.dim, index, optimizer)
     return site.name, site.dim, index
+
+
+@torch.no_grad()
+def put_back(
+    model: nn.Module,
+    reordered: Sequence[tuple[str, int, Tensor]],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Undo what :func:`permute_inputs` has noted in ``reordered``."""
+    for name, dim, index in reversed(reordered):
+        module, _, attribute = name.rpartition(".")
+        tensor = getattr(model.get_submodule(module), attribute)
+        _reorder(tensor, dim, index.argsort(), optimizer)
+
+
+def _reorder(
+    tensor: Tensor, dim: int, index: Tensor, optimizer: torch.optim.Optimizer | None
+) -> None:
+    state = {} if optimizer is None else optimizer.state.get(tensor, {})
+    for each in (tensor.detach(), tensor.grad, *state.values()):
+        if isinstance(each, Tensor) and each.shape == tensor.shape:
+            each.copy_(each.index_select(dim, index.to(each.device)))

@@ -66,11 +66,12 @@ class AdamDecay(PeriodicMask):
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state[moment] = torch.zeros_like(weight.parameter)
             state["step"] += 1
-            self._step(weight, group, local(state["exp_avg"]), local(state["exp_avg_sq"]))
+            self._step(weight, group, state)
             weight.parameter.grad = None  # stepped: the optimizer passes over it
 
-    def _step(self, weight: SparseWeight, group: dict[str, Any], m1: Tensor, v: Tensor) -> None:
+    def _step(self, weight: SparseWeight, group: dict[str, Any], state: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], float(group["lr"])
+        m1, v, t = local(state["exp_avg"]), local(state["exp_avg_sq"]), float(state["step"])
         w, gradient = weight.dense, weight.grad
         assert gradient is not None
         if decoupled(group):
@@ -80,7 +81,6 @@ class AdamDecay(PeriodicMask):
         m1.lerp_(gradient, 1 - beta1)
         update = self.update(weight, m1)
         v.mul_(beta2).addcmul_(update, update, value=1 - beta2)
-        t = self.step + 1
         root = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
         w.addcdiv_(update, root, value=-lr / (1 - beta1**t))
 

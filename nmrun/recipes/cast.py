@@ -7,7 +7,7 @@ moment m1, a = t / T and the step of :class:`nmrun.recipes.ast.AdamDecay`::
 
     u = (1 - a) * m1 + a * decay * sign(w)   for pruned weights,   m1 for kept ones
 
-In the end pruned weights become 0 and scales are merged. The paper's teacher is
+In the end pruned weights become 0 and ``w * s`` is the weight. The paper's teacher is
 ``trainer.distill``.
 
 Cost: a mask byte a weight; some fifteen passes over the sparse weights.
@@ -51,11 +51,6 @@ class PartScales(AddedParameters):
         scales = self.parameter(weight, "scales").detach()[:, self._part(weight)]
         others = (1,) * (weight.dense.dim() - 2)
         return scales.reshape(*scales.shape, *others).movedim((0, 1), (weight.outputs, weight.dim))
-
-    def merge_scales(self, weight: SparseWeight) -> None:
-        """Multiply the dense weight by its scales, which become ones."""
-        weight.dense.mul_(self.scale(weight))
-        self.parameter(weight, "scales").data.fill_(1)
 
     def chain(self, weight: SparseWeight, gradient: Tensor) -> None:
         """From ``gradient`` at ``scale * w`` make that of the scales, and in place that of w."""
@@ -118,20 +113,15 @@ class CAST(PartScales, AdamDecay):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
-        PartScales.before_step(self, weights, optimizer)
         for weight in weights:
             if weight.grad is not None:
                 self.chain(weight, weight.grad)
-        AdamDecay.before_step(self, weights, optimizer)
+        super().before_step(weights, optimizer)
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step % self.interval == 0 or self.step == self.dense_steps:
             self.renew(weights)
-        if self.step == self.dense_steps:
-            for weight in weights:
-                weight.dense.mul_(weight["mask"])
-                self.merge_scales(weight)
 
     def project(self, weight: SparseWeight, out: Tensor) -> None:
         torch.mul(weight.dense, self.scale(weight), out=out)

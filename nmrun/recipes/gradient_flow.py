@@ -61,7 +61,9 @@ class Progressive(Recipe):
             )
         self.ends = min(total_steps - 1, round((1 - self.final) * total_steps))
         self.begins = min(self.ends, round(self.dense * total_steps))
-        self.length = self.ends - self.begins  # steps of the middle phase
+        self.length = max(
+            1, self.ends - self.begins
+        )  # steps of the middle phase, which may have none
         self.dense_forward = self.begins > 0
         self.patterns = [pattern]
 
@@ -136,7 +138,7 @@ class MdGfLinear(Progressive):
 
     def curve(self, j: int) -> float:
         """D after j steps of the middle phase; by default 0 at its end."""
-        tau = 1.0 / max(1, self.length) if self.tau is None else self.tau
+        tau = 1.0 / self.length if self.tau is None else self.tau
         return max(0.0, 1.0 - j * tau)
 
     def rule(self, weight: SparseWeight) -> Rule:
@@ -162,7 +164,7 @@ class MdGfExponential(MdGfLinear):
 
     def curve(self, j: int) -> float:
         # by default D falls to a thousandth before the final phase sets it to 0
-        tau = math.log(1000.0) / max(1, self.length) if self.tau is None else self.tau
+        tau = math.log(1000.0) / self.length if self.tau is None else self.tau
         return math.exp(-j * tau)
 
 

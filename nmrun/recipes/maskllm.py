@@ -27,7 +27,7 @@ from nmrun.recipes.base import drawn_seed
 from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.reference import by_group
-from nmrun.sparsity.weight import SparseWeight
+from nmrun.sparsity.weight import SparseWeight, plain_name
 
 Span = Sequence[float]
 
@@ -118,13 +118,14 @@ class MaskLLM(MaskScores, FrozenWeights):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
-        super().before_step(weights, optimizer)
         if self.dense_forward:
             return
         gradients = [weight.grad for weight in weights]
         for scores in self.parameters.values():
             scores.grad = None
         self.freeze(optimizer, but=self.parameters.values())
+        if self.is_sparse:
+            return
         scale = self._value(self.kappa) / self._value(self.temperature)
         bonus = self.reg * (self.ends - self.step) / (self.ends - self.begins)
         for weight, gradient in zip(weights, gradients, strict=True):
@@ -166,8 +167,9 @@ def masks_in(path: Path, weight: SparseWeight) -> Tensor:
     ConfigError where it cannot be read, or has no such parameter that is N:M."""
     try:
         with safe_open(path, "pt") as opened:
-            names = set(opened.keys())
-            saved = opened.get_tensor(weight.name) if weight.name in names else None
+            keys = opened.keys()
+            name = {plain_name(key): key for key in keys}.get(plain_name(weight.name))
+            saved = None if name is None else opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"masks={path}: it cannot be read ({error})") from None
     if saved is None or saved.shape != weight.dense.shape:

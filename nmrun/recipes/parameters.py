@@ -81,13 +81,6 @@ class AddedParameters(Recipe):
             weight[key] = parameter.detach()
         return parameter
 
-    def before_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
-        named = {weight.name: weight for weight in weights}
-        for name, key in self.parameters:
-            self.parameter(named[name], key)
-
 
 def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
     """Raise ConfigError for an optimizer that may move parameters without a gradient, as torch's do

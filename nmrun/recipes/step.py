@@ -94,6 +94,11 @@ class STEP(Recipe):
             )
         self.events += self.switching.prepare(beta2, eps, weights[0].dense.device)
 
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        optim.freezable(optimizer, "step").unfreeze_second_moments(
+            self.eps_mode, self.bias_correction
+        )
+
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)
 

@@ -118,7 +118,8 @@ class Switch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = int(state["samples"])
-        self.window.copy_(state["window"])
+        # as long as the loaded beta2 says
+        self.window = state["window"].to(self.window, copy=True)
         self.pending = None if self.waits or not self.ready else (self.measure().cpu(), None)
 
 
@@ -195,10 +196,12 @@ class AutoSwitch(Switch):
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         parameters = [weight.parameter for weight in weights]
+        group = adam.groups_of(parameters)[0]  # a loaded one may have another eps
+        self.eps, self.rest = float(group["eps"]), 1 - float(group["betas"][1])
         count = sum(weight.shape.numel() for weight in weights if weight.grad is not None)
         if not count:
             return
-        *sums, _ = second_moment_change(adam, parameters, logs=self.geometric)
+        sums = second_moment_change(adam, parameters, logs=self.geometric)
         total, logs, nonzero = global_sum(weights, torch.stack(sums)).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:

@@ -50,6 +50,8 @@ class TSRSTE(PeriodicMask):
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
+        if isinstance(self.decay, str):
+            raise ConfigError("t_sr_ste: decay=auto is for the command line: give a number here")
         self.make_transposable()
         self.dense_from: int | None = None
         if self.dense_end > 0:

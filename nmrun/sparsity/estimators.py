@@ -19,16 +19,12 @@ def inclusion_probabilities(x: Tensor, pattern: str | Pattern, dim: int) -> Tens
     groups, pattern, d = grouped(x, pattern, dim)
     size = groups.abs().double()
     capped = torch.zeros_like(size, dtype=torch.bool)
-    for _ in range(pattern.n):
+    for _ in range(pattern.n + 1):
         rest = size.masked_fill(capped, 0.0)
         room = pattern.n - capped.sum(d, keepdim=True)
         total = rest.sum(d, keepdim=True)
         share = torch.where(total > 0, room * rest / total, 0.0)
         capped |= share >= 1.0
-    rest = size.masked_fill(capped, 0.0)
-    room = pattern.n - capped.sum(d, keepdim=True)
-    total = rest.sum(d, keepdim=True)
-    share = torch.where(total > 0, room * rest / total, 0.0).clamp_max(1.0)
     return torch.where(capped, 1.0, share).flatten(d - 1, d)
 
 

@@ -23,6 +23,7 @@ from nmrun.patterns import Pattern
 
 ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 STEPS, SHARPNESS = 50, 50.0  # of Dykstra's projections; they decide on time alone
+UNBOUNDED = 1e300  # for NaN and infinity, which are kept first
 ELEMENTS = 1 << 22  # of the largest temporary tensor
 TOLERANCE = 1e-12  # of gains, where a block's largest is 1: the optimum up to rounding
 
@@ -94,7 +95,8 @@ def _assignment(block: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment
 
     mask = torch.zeros_like(block)
-    mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
+    finite = block.nan_to_num(UNBOUNDED, UNBOUNDED)
+    mask[linear_sum_assignment(finite.numpy(), maximize=True)] = 1.0
     return mask
 
 

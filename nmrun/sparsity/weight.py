@@ -11,6 +11,7 @@ state where it finds none.
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,9 +24,16 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity.reference import grouped, holds
 
 PREFIX = "nmrun_"
+# the parts of a parameter's name that wrappers add
+WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
 # the parameters that are sparse now, by id, of all handles
 LIVE: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 FIRST_MASK = "first_mask"  # packed bits, see nmrun.sparsity.metrics
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what DDP, FSDP and ``torch.compile`` add to it."""
+    return re.sub(WRAPPED, "", name)
 
 
 class SparseWeight:

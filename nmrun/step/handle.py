@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense
-from nmrun.sparsity.weight import SparseWeight
-from nmrun.step.resume import WRAPPED
+from nmrun.sparsity.weight import SparseWeight, plain_name
 from nmrun.step.stepper import Stepper
 
 
@@ -123,6 +121,7 @@ class Handle:
         dense evaluation and dense checkpoints read them. A parameter that is written inside
         keeps its new values as the dense weight."""
         self._reshard()
+        self.stepper.notice_changes()
         # layers would compute with copies of the projected weights, packed or pruned again
         layers = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
         for products in layers:
@@ -151,6 +150,7 @@ class Handle:
         if not self.recipe.evaluates_final:
             yield
             return
+        self.stepper.notice_changes()
         with torch.no_grad():
             for weight in self.sparse:
                 weight.weight.copy_(self.final_weight(weight))
@@ -212,7 +212,7 @@ class Handle:
         """
         return {
             "nmrun": self.stepper.resume.settings(),
-            "weights": {w.name: w.saved() for w in self.sparse},
+            "weights": {plain_name(w.name): w.saved() for w in self.sparse},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,9 +223,10 @@ class Handle:
                 version of what is saved.
         """
         self.stepper.resume.check(state.get("nmrun") or {})
+        tensors = {plain_name(name): saved for name, saved in state["weights"].items()}
         for weight in self.sparse:
             weight.clear()
-            for key, value in state["weights"][weight.name].items():
+            for key, value in tensors[plain_name(weight.name)].items():
                 weight.restore(key, value.clone())
         self.stepper.resume.restore(state["nmrun"])
 
@@ -377,7 +378,7 @@ def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> li
     compiled), or in the list of its parameters. Raises ConfigError where there is none."""
     parameters: dict[str, Tensor]
     if isinstance(average, nn.Module):
-        parameters = {_plain(name): p for name, p in average.named_parameters()}
+        parameters = {plain_name(name): p for name, p in average.named_parameters()}
     elif isinstance(average, Iterable) and not isinstance(average, Tensor | Mapping):
         parameters = _by_position(list(average), model)
     else:
@@ -385,16 +386,12 @@ def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> li
             f"{type(average).__name__} is neither a copy of the model nor a list of its parameters: "
             "give the one that an EMA has, its module or shadow_params"
         )
-    for name in map(_plain, names):
+    for name in map(plain_name, names):
         if name not in parameters:
             raise ConfigError(
                 f"this model has no parameter {name}: it takes a copy of the model that was made sparse"
             )
-    return [parameters[_plain(name)] for name in names]
-
-
-def _plain(name: str) -> str:
-    return re.sub(WRAPPED, "", name)
+    return [parameters[plain_name(name)] for name in names]
 
 
 def _by_position(average: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -403,7 +400,7 @@ def _by_position(average: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
     trained = [(name, p) for name, p in every if p.requires_grad]
     for named in (every, trained):
         if [tuple(p.shape) for _, p in named] == [tuple(p.shape) for p in average]:
-            return {_plain(name): p for (name, _), p in zip(named, average, strict=True)}
+            return {plain_name(name): p for (name, _), p in zip(named, average, strict=True)}
     raise ConfigError(
         f"this list of {len(average)} tensors does not have the shapes of the model's {len(every)} "
         "parameters: give them all, in the order of model.parameters()"

@@ -19,12 +19,10 @@ from nmrun.kernels.layout import local
 from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.processes import global_sum
-from nmrun.sparsity.weight import PREFIX, SparseWeight
+from nmrun.sparsity.weight import PREFIX, SparseWeight, plain_name
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
-# the parts of a parameter's name that wrappers add
-WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
 
 
 class Resume:
@@ -53,7 +51,7 @@ class Resume:
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
-        plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
+        plain = {plain_name(w.name): w.name for w in self.weights}
         for key, saved in metadata.state_dict_metadata.items():
             place, _, last = key.rpartition(".")
             match = re.fullmatch(r"(?:.*\.)?state\.(.*)", place)
@@ -115,7 +113,7 @@ class Resume:
             "version": VERSION,
             "recipe": recipe.name,
             "pattern": str(recipe.pattern),
-            "weights": {w.name: str(w.pattern) for w in self.weights},
+            "weights": {plain_name(w.name): str(w.pattern) for w in self.weights},
             "dtypes": _as_text(self.weights),
             "state": recipe.state_dict(),
         }
@@ -161,8 +159,9 @@ class Resume:
                     f"this state is of {key} {settings[key]}, the handle is of {present[key]}: "
                     f"call sparsify with the former, or load the model alone"
                 )
-        if settings["weights"] != present["weights"]:
-            other = sorted(dict(settings["weights"].items() ^ present["weights"].items()))
+        saved = {plain_name(name): pattern for name, pattern in settings["weights"].items()}
+        if saved != present["weights"]:
+            other = sorted(dict(saved.items() ^ present["weights"].items()))
             raise ConfigError(
                 f"this state has other sparse weights or patterns than the handle ({other[0]}): "
                 "call sparsify with the same include, exclude, overrides and pad"

@@ -99,7 +99,7 @@ def sparsify(
             unchanged then.
         TypeError: for an unknown hyperparameter.
     """
-    pattern = Pattern.parse(pattern)
+    pattern, estimate = Pattern.parse(pattern), None if mvue is None else Pattern.parse(mvue)
     recipe = recipes.build(recipe, hyperparameters)
     if input_gradient not in INPUT_GRADIENTS:
         raise ConfigError(
@@ -136,7 +136,7 @@ def sparsify(
             "input_gradient=double_prune looks across the rows of a weight, and weights are "
             "sharded (FSDP): replicate the model (DDP)"
         )
-    undo = _Undo(model, optimizer, sparse)
+    undo = _Undo(model, optimizer, recipe, sparse)
     try:
         if saved is not None:
             Resume(optimizer, recipe, sparse, lambda: None).check(saved)
@@ -147,7 +147,7 @@ def sparsify(
                 weight.clear()  # attach() begins with dense weights, and would overwrite these
         recipe.prepare(model)
         recipe.attach(sparse, optimizer)
-        _install_products(recipe, sparse, mvue, fp8, input_gradient)
+        _install_products(recipe, sparse, estimate, fp8, input_gradient)
         if saved is not None:
             for weight in sparse:
                 for key, value in tensors[weight.name].items():
@@ -275,10 +275,10 @@ def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:
 
 
 def _install_products(
-    recipe: Recipe, sparse: Sequence[SparseWeight], mvue: str | Pattern | None, fp8: bool, grad: str
+    recipe: Recipe, sparse: Sequence[SparseWeight], mvue: Pattern | None, fp8: bool, grad: str
 ) -> None:
     if mvue is not None or fp8:
-        exact = layer.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
+        exact = layer.install(sparse, mvue, fp8)
         if len(exact) == len(sparse):
             raise ConfigError(
                 f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}"
@@ -307,14 +307,22 @@ class _Undo:
     """Makes model and optimizer what they were, after :func:`sparsify` failed."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        sparse: Sequence[SparseWeight],
     ) -> None:
-        self.optimizer, self.sparse = optimizer, sparse
+        self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.groups = list(optimizer.param_groups)
         self.states = {id(w): dict(optimizer.state.get(w.parameter, {})) for w in sparse}
         self.values = [(w, w.parameter.data, w.parameter.detach().clone()) for w in sparse]
 
     def __call__(self) -> None:
+        if reordered := getattr(self.recipe, "reordered", ()):
+            from nmrun.permutation.permute import put_back  # torch.fx takes half a second
+
+            put_back(self.model, reordered, self.optimizer)
         with torch.no_grad():
             for weight, memory, values in self.values:
                 weight.parameter.data = memory

@@ -68,6 +68,7 @@ class Stepper:
         self._open = 0  # steps that have begun and not ended: two where one calls another
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
         self._written = 0  # steps in a row before which others wrote the weights
+        self._last_written = -2  # the last of them
         self._has_warned = False  # of weights that others wrote
         self._logged_events = 0  # how many of the recipe's events were logged
         # the weights that the present step projects, by id: the mask or scale, and its version
@@ -109,7 +110,7 @@ class Stepper:
             self._compared = True
             if agree_over_ranks(self.recipe, self.sparse):
                 self.refresh()
-        self._notice_changes()
+        self.notice_changes()
         if self.measure_flips:
             self.mask_metrics.before()
         self.recipe.before_step(self.sparse, optimizer)
@@ -243,12 +244,13 @@ class Stepper:
             recipe.project(weight, weight.weight)
 
     @torch.no_grad()
-    def _notice_changes(self) -> None:
+    def notice_changes(self) -> None:
         """Make weights that were written from outside the new dense weights, with an event. Raises
         RunError where that happens step after step: nothing is left of the dense weights then."""
         if self.recipe.dense_forward:
             return
-        thorough = self._written or self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
+        step = self.recipe.step
+        thorough = self._last_written >= step - 1 or step % COMPARED_EVERY == COMPARED_EVERY - 1
         changed: list[SparseWeight] = []
         for weight in self.sparse:
             dense = weight.dense
@@ -256,22 +258,24 @@ class Stepper:
                 weight.restore("dense", dense)  # the model was moved or cast
             if (weight.moved() or thorough) and self.differs(weight):
                 changed.append(weight)
-        self._written = self._written + 1 if changed else 0
         if not changed:
             return
+        if self._last_written != step:
+            self._written = self._written + 1 if self._last_written == step - 1 else 1
+            self._last_written = step
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         subject = f"{changed[0].name}{more} changed outside the optimizer"
         if self._written > WRITTEN_AT_MOST:
             raise RunError(
-                f"step {self.recipe.step}: {subject} before each of {self._written} steps, and each time "
+                f"step {step}: {subject} before each of {self._written} steps, and each time "
                 "the dense weights are lost. Give sparsify the optimizer that moves the weights (it "
                 "may not step in the backward pass). Write weights inside handle.dense_weights()"
             )
         for weight in changed:
-            weight.begin_sparse()
+            weight.dense.copy_(weight.weight)  # the tensor that the optimizer's state has
             self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
         sentence = f"{subject}: the new values are the dense weights"
-        if self._has_warned or self.recipe.step == 0:  # before the first step they are loaded
+        if self._has_warned or step == 0:  # before the first step they are loaded
             self.recipe.say(sentence)
         else:
             self._has_warned = True

@@ -159,3 +159,25 @@ def test_the_frozen_moment_is_bias_corrected_or_not(corrected):
     v = 1e-4 if corrected else 1e-4 * (1 - 0.9**10)
     used = optimizer.state[model.a.weight]["frozen_denominator"]
     torch.testing.assert_close(used, torch.full((4, 8), math.sqrt(v + EPS)).double())
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.95])
+def test_the_rule_is_that_of_the_loaded_optimizer(beta2):
+    """Its eps is the threshold and its beta2 the window, whatever the constructor was given."""
+    model, optimizer, handle = begin("auto", beta2)
+    other = Two()
+    second = nmrun.optim.Adam(other.parameters(), lr=1e-3, betas=(0.9, 0.9), eps=1.0)
+    loaded = nmrun.sparsify(other, second, "step", "2:4", TOTAL)
+    second.load_state_dict(optimizer.state_dict())
+    steps = 0
+    while handle.phase == "dense":
+        steps += 1
+        for net, adam in ((model, optimizer), (other, second)):
+            for p in net.parameters():
+                p.grad = torch.full_like(p, 1e-3)
+            adam.step()
+        assert loaded.phase == handle.phase
+    told, again = handle.pop_events()[-1], loaded.pop_events()[-1]
+    assert told == again
+    assert "threshold eps = 1e-08" in told
+    assert 0.1 * TOTAL + 1 < steps <= 0.5 * TOTAL

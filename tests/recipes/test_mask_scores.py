@@ -149,3 +149,16 @@ def test_each_step_draws_its_own_noise():
         train_step(model, optimizer, data(1)(t))
     for one, other in itertools.combinations(blends, 2):
         assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_step_too_many_moves_nothing_after_a_resume_either():
+    model, optimizer, _ = maskllm(total=3, dense=0.4)
+    for t in range(3):
+        train_step(model, optimizer, data(1)(t))
+    other, second, _ = maskllm(total=3, dense=0.4)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.warns(UserWarning, match="one step more than total_steps"):
+        train_step(other, second, data(1)(3))
+    assert all(map(torch.equal, other.parameters(), before))

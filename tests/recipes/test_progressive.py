@@ -181,3 +181,19 @@ def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe):
         most = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
         assert (most == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)
         train_step(model, optimizer, data(1)(t))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["sdgf_stepwise", "sdgf_geometric", "decay_structure", "mdgf_linear"]
+)
+def test_a_dense_phase_may_leave_no_middle_one(recipe):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    options = {"frames": 2} if recipe == "sdgf_geometric" else {}
+    handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=0.8, final=0.2, **options)
+    for t in range(TOTAL):
+        handle.measure_flips = True
+        assert handle.is_sparse == (t >= 0.8 * TOTAL)
+        handle.report()
+        train_step(model, optimizer, data(1)(t))
+    handle.finalize()

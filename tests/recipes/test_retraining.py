@@ -206,7 +206,7 @@ def scaled(w: Tensor, scales: Tensor) -> Tensor:
 
 def test_cast_is_its_algorithm():
     """Algorithm 1 for the two sparse weights, whose forward weights are scaled (equation 12), and
-    plain Adam for biases and scales; in the end pruned, and the scales are merged."""
+    plain Adam for biases and scales; in the end pruned."""
     model, lam, interval = Net(), 0.02, 3
     weights = [w.clone() for w in model.used]
     scales = {i: torch.ones(len(weights[i]), 2).double() for i in SPARSE}
@@ -496,3 +496,24 @@ def test_sqft_of_convolutions():
     torch.testing.assert_close(
         model.weight.detach(), ((base + kernel) * mask).detach(), rtol=1e-6, atol=1e-8
     )
+
+
+@pytest.mark.parametrize("recipe", ["ast", "cast"])
+def test_adams_count_goes_on_from_a_training_without_the_recipe(recipe):
+    """With betas of 0 but for the second moment's correction, a step is lr * sign(g) exactly where
+    v and its count belong together."""
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+    optimizer = torch.optim.Adam(model.parameters(), LR, betas=(0.0, 0.99), eps=0.0)
+
+    def step() -> None:
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        optimizer.step()
+
+    for _ in range(20):
+        step()
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, decay=0.0)
+    (weight,) = handle.sparse
+    before = weight.dense.clone()
+    step()
+    kept = weight["mask"]
+    torch.testing.assert_close((before - weight.dense)[kept], torch.full_like(before, LR)[kept])

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from nmrun import recipes
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
 from nmrun.ranges import checks
 
 # of the papers or their code (docs/recipes says which); MaskLLM's dense start is ours
@@ -37,3 +39,8 @@ def test_defaults_are_those_of_the_papers(name):
 def test_a_recipe_shows_its_hyperparameters_alone(name):
     text = repr(recipes.build(name, {}))
     assert re.findall(r"(\w+)=", text) == list(checks(recipes.find(name)))
+
+
+def test_a_decay_that_the_command_line_alone_can_find():
+    with pytest.raises(ConfigError, match="t_sr_ste: decay=auto is for the command line"):
+        recipes.build("t_sr_ste", {"decay": "auto"}).begin(Pattern(2, 4), 10)
