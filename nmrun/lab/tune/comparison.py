@@ -146,7 +146,8 @@ def params_text(params: Mapping[str, Any]) -> str:
 
 
 def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
-    return [*cell.words, *plan.words_of(params), f"seed={seed}"]
+    settings = [command_line.word(key, value) for key, value in params.items()]
+    return [*cell.words, *settings, f"seed={seed}"]
 
 
 def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
@@ -156,7 +157,7 @@ def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
 def _try(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
     checkpoint would be most of what it leaves."""
-    place = f"output_dir='{cell.folder / RUNS}'"
+    place = command_line.word("output_dir", cell.folder / RUNS)
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
     outcome = _train(cell, config, words)

@@ -164,8 +164,7 @@ def space_of(config: Config, space: Space) -> Space:
 
 
 def has(config: Config, key: str) -> bool:
-    group, _, name = key.partition(".")
-    return name in config.plain.get(group, {})
+    return key in schema.flatten(config.plain)
 
 
 def read_space(words: Sequence[str]) -> Space:
@@ -175,7 +174,11 @@ def read_space(words: Sequence[str]) -> Space:
     spaces: dict[str, Search] = {}
     for override in overrides:
         value = override.value()
-        if isinstance(value, IntervalSweep):
+        if "." not in override.key_or_group:  # where and how often it runs, or a whole group
+            problems.append(
+                f"--over {override.input_line}: it takes a key of a group, such as optimizer.lr"
+            )
+        elif isinstance(value, IntervalSweep):
             ends = float(value.start or 0), float(value.end or 0)
             logarithmic = "log" in value.tags
             if ends[0] >= ends[1] or (logarithmic and ends[0] <= 0):
@@ -191,10 +194,6 @@ def read_space(words: Sequence[str]) -> Space:
     if problems:
         raise ConfigError(problems)
     return spaces
-
-
-def words_of(params: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={value}" for key, value in params.items()]
 
 
 def at_edge(value: Any, search: Search) -> str:

@@ -439,6 +439,17 @@ def test_what_is_searched_fits_the_runs(words, message):
         main(["try", *words.split(), *TINY])
 
 
+def test_settings_and_folders_of_any_value_are_tried(tmp_path, monkeypatch):
+    """What a trial is given is what the study says, whatever has to be quoted."""
+    place = tmp_path / 'it\'s, "a" $place'
+    place.mkdir()
+    monkeypatch.chdir(place)
+    words = (*TINY, "recipe=step", "trainer.epochs=1", "--over", "recipe.threshold=null,0.1")
+    assert main(["try", "--trials", "1", *words]) == 0
+    (study,) = trials().values()
+    assert [trial.params["recipe.threshold"] for trial in study] == [None]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"space": 3, "settings": {}, "identity": ""}'])
 def test_a_record_that_is_not_whole_gets_a_line(text, dense):
     file = PLACE / "dense" / "study.json"

@@ -68,19 +68,14 @@ def test_the_command_wins_where_the_run_has_the_key():
         ("optimizer.lr=interval(1,0.1)", "no such interval"),
         ("optimizer.lr=tag(log,interval(0,0.1))", "no such interval"),
         ("optimizer.lr", "cannot be read as key=value"),
+        ("seed=1,2", "it takes a key of a group, such as optimizer.lr"),
+        ("init=a,b", "it takes a key of a group"),
+        ("output_dir=a,b", "it takes a key of a group"),
     ],
 )
 def test_a_range_that_is_none_gets_a_line(word, message):
     with pytest.raises(ConfigError, match=message):
         plan.read_space([word])
-
-
-def test_what_is_found_is_written_as_overrides():
-    settings = {"optimizer.lr": 2e-5, "recipe.switch": "auto", "recipe.decay": 0.0}
-    words = plan.words_of(settings)
-    read = config("recipe=sr_ste", *(w for w in words if "switch" not in w))
-    assert (read.optimizer.lr, read.recipe.options["decay"]) == (2e-5, 0.0)
-    assert config("recipe=step", words[0], words[1]).recipe.options["switch"] == "auto"
 
 
 @pytest.mark.parametrize(
