@@ -76,8 +76,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
 
     from nmrun.lab import models, tasks
     from nmrun.lab.pruning import ratio_search
-    from nmrun.lab.words import schema
-    from nmrun.lab.words.composition import config_of
+    from nmrun.lab.words import command_line, schema
     from nmrun.lab.words.identity import completed
     from nmrun.sparsity.select import select
 
@@ -92,7 +91,8 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
         "include": config.model.include,
         "exclude": config.model.exclude or (),
     }
-    words = _settings(config)
+    config_dir = _config_dir(run) if verbs.code_of(config.plain) else None
+    words = _settings(config, config_dir)
     costs: Costs | None = None  # None: weights
     timed: LayerTimes | None = None
     if cost == "flops":
@@ -101,7 +101,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     if cost == "time":
         plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
         timed = ratio_search.times_by_layer(
-            lambda ratio: config_of([*plain, _sparsity_word(ratio)]), m
+            lambda ratio: _composed([*plain, _sparsity_word(ratio)], config_dir), m
         )
         costs = timed.costs
     proposal = ratio_search.search_ratios(model, budget, m, costs, **limits)
@@ -114,7 +114,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     if timed is not None:
         total = sum(layer_costs[m] for layer_costs in timed.costs.values())
         used += f" ({proposal.used * total:.3g} of {total:.3g} ms for a micro-batch)"
-    return [*_table(proposal, timed), used, f"  nmrun {' '.join(map(shlex.quote, words))}"]
+    return [*_table(proposal, timed), used, f"  {command_line.typed(config_dir, words)}"]
 
 
 def _table(proposal: Proposal, timed: LayerTimes | None) -> list[str]:
@@ -140,18 +140,42 @@ def _sparsity_word(ratio: Pattern) -> str:
     return f"sparsity={ratio}"
 
 
-def _settings(config: Config) -> list[str]:
+def _config_dir(run: RunFolder) -> str | None:
+    """The folder of more configs that the run's command names, if it is known."""
+    from nmrun.lab.words import command_line
+
+    words = shlex.split(run.command or "nmrun")[1:]
+    return command_line.options(words).config_dir
+
+
+def _composed(words: Sequence[str], config_dir: str | None) -> Config:
+    """The config of these words. ConfigError where the user's own data set or model is not found."""
+    from hydra.errors import HydraException
+
+    from nmrun.lab.words import command_line
+    from nmrun.lab.words.composition import config_of
+
+    try:
+        return config_of(command_line.own_recipe(list(words)), config_dir)
+    except HydraException as error:
+        raise ConfigError(
+            f"its settings cannot be given in a command: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _settings(config: Config, config_dir: str | None) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
     seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam."""
     from nmrun.lab.words import command_line, schema
-    from nmrun.lab.words.composition import config_of
 
     plain = dict(config.plain)
     if plain["recipe"]["name"] == "dense":
         adam = plain["optimizer"]["name"] in ("adam", "adamw")
         plain["recipe"] = {"name": "step" if adam else "sr_ste"}
     words = [f"{group}={plain[group]['name']}" for group in GROUPS]
-    default = config_of(words)
+    if own := verbs.code_of(plain, ["recipe"]):
+        words[GROUPS.index("recipe")] = f"recipe._target_={own[0]}"
+    default = _composed(words, config_dir)
     for group in (*GROUPS, "trainer"):
         before = schema.flatten(default.plain[group])
         words += [
