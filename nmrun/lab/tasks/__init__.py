@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import OwnDataset
@@ -51,14 +50,11 @@ def build(config: Config, device: torch.device) -> Task:
 
 
 def _own_task(target: str, config: Config, device: torch.device) -> Task:
-    from nmrun.lab.tasks.base import Adopted, Task
+    from nmrun.lab.tasks.base import adopted
 
     builder = find("dataset._target_", target, {})
     try:
-        task: Any = builder(config, device)
+        task: Task = adopted(builder(config, device))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    knows_shares = (
-        isinstance(task, Task) and "mine" in inspect.signature(task.micro_batches).parameters
-    )
-    return task if knows_shares else Adopted(task)
+    return task

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 
 Batch = tuple[Tensor, ...]
@@ -127,6 +129,15 @@ class ItemBatches(Task):
 
     batch_size: int
 
+    def cut(self, count: int, items: str, batch_size: int, limit: int | None) -> None:
+        """Cut an epoch of ``count`` items into batches, ``limit`` at most; a last smaller one is
+        left out. ConfigError for fewer items than a batch takes.
+        """
+        if batch_size > count:
+            raise ConfigError(f"trainer.batch_size={batch_size}: there are only {count} {items}")
+        self.batch_size = batch_size
+        self.batches_per_epoch = min(count // batch_size, limit or count)
+
     def pieces(self, parts: int, mine: range | None = None) -> list[range]:
         """The places in a batch of its micro-batches, as of :meth:`micro_batches`."""
         return picked(chunks(self.batch_size, parts), mine)
@@ -161,43 +172,25 @@ class InMemory(ItemBatches):
         return [rows[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
 
 
-class Adopted(Task):
-    """A task of one's own that does not know of shares: each rank prepares whole batches.
+def adopted(task: Any) -> Any:
+    """A task of the user's own, which may know nothing of shares: then each rank prepares whole
+    batches.
 
     It has the attributes and methods of :class:`Task`. Those with a default may be missing, and
     ``micro_batches`` may lack ``mine``.
     """
+    if "mine" not in inspect.signature(task.micro_batches).parameters:
+        whole = task.micro_batches
 
-    def __init__(self, task: Any) -> None:
-        self.task = task
-        self.batches_per_epoch, self.inputs, self.metric = (
-            task.batches_per_epoch,
-            task.inputs,
-            task.metric,
-        )
-        names = ("has_test", "counted_with_values", "about", "batches_of", "notes", "signature")
-        for name in names:
-            setattr(self, name, getattr(task, name, getattr(Task, name)))
+        def share(epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+            return picked(whole(epoch, index, parts), mine)
 
-    def micro_batches(
-        self, epoch: int, index: int, parts: int, mine: range | None = None
-    ) -> list[Batch]:
-        return picked(self.task.micro_batches(epoch, index, parts), mine)
-
-    def size(self, batch: Batch) -> int:
-        return int(self.task.size(batch))
-
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        loss: Tensor = self.task.loss(model, batch)
-        return loss
-
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        metrics: dict[str, float] = self.task.evaluate(model, split)
-        return metrics
-
-    def example(self) -> Batch:
-        batch: Batch = self.task.example()
-        return batch
+        task.micro_batches = share
+    for name, default in vars(Task).items():
+        abstract = getattr(default, "__isabstractmethod__", False)
+        if not (name.startswith("_") or abstract or hasattr(task, name)):
+            setattr(task, name, MethodType(default, task) if callable(default) else default)
+    return task
 
 
 def limited(
@@ -267,3 +260,11 @@ def generator(*numbers: int) -> torch.Generator:
     """Random numbers for whole numbers, such as seed, epoch and index, whatever was drawn before."""
     # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
+    """A permutation of the items for an epoch, the same whatever was drawn before."""
+    # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into
+    # them; another way than of generator() would change the order of finished runs
+    mixed = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
+    return torch.randperm(count, generator=mixed)

@@ -156,13 +156,9 @@ class ItemTask(ItemBatches):
             raise ConfigError(
                 f"trainer.label_smoothing={trainer.label_smoothing} is for classes, which this data set has not"
             )
-        count, size = len(splits["train"].rows), trainer.batch_size
-        if size > count:
-            raise ConfigError(
-                f"trainer.batch_size={size}: there are only {count} {self.items} for training"
-            )
-        self.device, self.about, self.batch_size = device, about, size
-        self.batches_per_epoch = min(count // size, trainer.limit_batches or count)
+        count, items = len(splits["train"].rows), f"{self.items} for training"
+        self.cut(count, items, trainer.batch_size, trainer.limit_batches)
+        self.device, self.about = device, about
         self.splits = limited(splits, trainer.limit_evaluation, _thin)
         places = [(split.source, row) for split in self.splits.values() for row in split.rows]
         ends = np.cumsum([len(split.rows) for split in self.splits.values()]).tolist()
@@ -175,7 +171,7 @@ class ItemTask(ItemBatches):
             self.collate,
             torch.tensor(self.numbers["train"]),
             config.seed,
-            size,
+            self.batch_size,
             self.batches_per_epoch,
             workers,
             device.type == "cuda",

@@ -61,15 +61,10 @@ class Reading(InMemory):
         self.windows = {
             name: windows(questions, tokenizer, stride) for name, questions in splits.items()
         }
-        count = len(self.windows["train"])
-        if batch_size > count:
-            raise ConfigError(
-                f"trainer.batch_size={batch_size}: there are only {count} training windows"
-            )
+        self.cut(len(self.windows["train"]), "training windows", batch_size, limit_batches)
         self.padding, self.device = tokenizer.padding, torch.device(device)
         self.inputs = {"vocabulary": tokenizer.vocabulary, "max_length": tokenizer.max_length}
-        self.batch_size, self.seed = batch_size, seed
-        self.batches_per_epoch = min(count // batch_size, limit_batches or count)
+        self.seed = seed
         some_have_none = any(not q.answers for name in splits for q in splits[name])
         self.may_have_none = some_have_none
         self._order: tuple[int, list[int]] = (-1, [])

@@ -211,9 +211,6 @@ class Symbols:
     def __init__(self, words: list[str]) -> None:
         self.symbols = [*SPECIAL, *words]
 
-    def bos(self) -> int:
-        return 0
-
     def pad(self) -> int:
         return 1
 

@@ -328,7 +328,8 @@ def test_a_hugging_face_tokenizer_loses_nothing(tmp_path, monkeypatch):
     bpe.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(corpus, "PIECE", 100)  # so that the text is cut
     texts = {"train": sentence * 20 + "or not", "val": "not ä question\n", "test": ""}
-    for name in (tmp_path, tmp_path / "tokenizer.json"):
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    for name in (tmp_path, tmp_path / "tokenizer.json", f"~/{tmp_path.name}"):
         arrays, size = corpus.encode(
             {split: some.encode() for split, some in texts.items()}, str(name)
         )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nmrun.lab import ranks, tasks
-from nmrun.lab.tasks.base import Adopted, Task, turns
+from nmrun.lab.tasks.base import Categorical, Task, adopted, turns
 from nmrun.lab.tasks.vision import Classification, augmentation
 from nmrun.lab.tasks.vision.augmentation import Augment
 from nmrun.lab.tasks.vision.stream import ImageFiles, ImageStream
@@ -348,9 +348,39 @@ def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes):
 
 
 def test_an_own_tasks_micro_batches_are_cut_from_the_whole():
-    task = Adopted(two_evaluate.Plain())
+    task = adopted(two_evaluate.Plain())
     whole = task.micro_batches(0, 1, 4)
     assert task.sizes(0, 1, 4) == [3, 3, 3, 1]
     (third,) = task.micro_batches(0, 1, 4, range(2, 3))
     assert all(np.array_equal(a, b) for a, b in zip(third, whole[2], strict=True))
     assert (task.about, task.batches_of, dict(task.notes)) == ("", "", {})
+
+
+def test_what_an_own_task_has_is_not_lost():
+    class Known(two_evaluate.Plain):
+        def sizes(self, epoch, index, parts):
+            return [10]
+
+        def close(self):
+            self.closed = True
+
+    task = adopted(Known())
+    assert task.sizes(0, 0, 4) == [10]
+    task.notes = {"accuracy": "of a kind"}  # as it may find in an evaluation
+    task.close()
+    assert task.closed
+    assert task.notes == {"accuracy": "of a kind"}
+    assert task.has_test
+
+
+def test_an_own_task_with_classes_can_still_be_taught():
+    class Whole(Classification):
+        def micro_batches(self, epoch, index, parts):
+            return super().micro_batches(epoch, index, parts)
+
+    task = pictures()
+    task.__class__ = Whole
+    whole, own = task.micro_batches(0, 0, 3), adopted(task)
+    assert isinstance(own, Categorical)  # what distillation asks for
+    (second,) = own.micro_batches(0, 0, 3, range(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(second, whole[1], strict=True))

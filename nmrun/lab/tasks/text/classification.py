@@ -23,6 +23,7 @@ from nmrun.lab.tasks.base import (
     Categorical,
     InMemory,
     Tally,
+    epoch_order,
     limited,
     sent,
     thinned,
@@ -84,11 +85,7 @@ class TextClassification(InMemory, Categorical):
         limit_batches: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        texts = len(splits["train"][0])
-        if batch_size > texts:
-            raise ConfigError(
-                f"trainer.batch_size={batch_size}: there are only {texts} training texts"
-            )
+        self.cut(len(splits["train"][0]), "training texts", batch_size, limit_batches)
         if label_smoothing and classes == 1:
             raise ConfigError(
                 f"trainer.label_smoothing={label_smoothing} is for classes; this data set has scores"
@@ -106,8 +103,7 @@ class TextClassification(InMemory, Categorical):
             "classes": classes,
         }
         self.metric, self.metrics = metrics[0], tuple(metrics)
-        self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
-        self.batches_per_epoch = min(texts // batch_size, limit_batches or texts)
+        self.seed, self.label_smoothing = seed, label_smoothing
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @classmethod
@@ -208,10 +204,7 @@ class TextClassification(InMemory, Categorical):
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._order[0] != epoch:
-            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be
-            # mixed into them
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
-            self._order = (epoch, torch.randperm(len(self.splits["train"]), generator=generator))
+            self._order = epoch, epoch_order(self.seed, epoch, len(self.splits["train"]))
         return self._order[1]
 
     def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
@@ -243,8 +236,6 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
     and ``spearman``, correlations of scores. Where one is undefined, because all predictions are
     the same for example, it is 0.
     """
-    import numpy as np
-
     guess, truth = predictions.numpy(), labels.numpy()
     values = {}
     for name in metrics:

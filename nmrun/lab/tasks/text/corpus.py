@@ -151,7 +151,8 @@ def _tokenizer(name: str) -> Any:
         raise ConfigError(
             f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: pip install 'nmrun[transformers]'"
         ) from None
-    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    place = Path(name).expanduser()
+    file = place / "tokenizer.json" if place.is_dir() else place
     try:
         tokenizer = (
             Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)

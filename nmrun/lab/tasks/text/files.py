@@ -249,8 +249,6 @@ def stdlib_digest(dataset: str) -> str:
 
 def stdlib(config: Config, device: torch.device) -> LanguageModelling:
     """Raises ConfigError for a config that was made with another Python's text."""
-    import numpy as np
-
     from nmrun.lab.tasks.text.language import LanguageModelling
 
     name, sha256 = config.dataset.name, config.dataset.as_kind(StdlibText).sha256

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
     ItemBatches,
     Tally,
+    epoch_order,
     generator,
     limited,
     sent,
@@ -77,14 +77,8 @@ class Classification(ItemBatches, Categorical):
         self.signature = signature(self.inputs["shape"], names, {**pixels, **prepared})
         self.augment = augment or Augment()
         self.about = about
-        self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
-        if batch_size > len(self.images):
-            raise ConfigError(
-                f"trainer.batch_size={batch_size}: there are only {len(self.images)} training images"
-            )
-        self.batches_per_epoch = min(
-            len(self.images) // batch_size, limit_batches or len(self.images)
-        )
+        self.seed, self.label_smoothing = seed, label_smoothing
+        self.cut(len(self.images), "training images", batch_size, limit_batches)
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @classmethod
@@ -132,11 +126,8 @@ class Classification(ItemBatches, Categorical):
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
         """The images at hand of a share of a training batch, as they are stored, with their labels."""
         if self._order[0] != epoch:
-            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be
-            # mixed into them
-            order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
-            permutation = torch.randperm(len(self.images), generator=order)
-            self._order = epoch, sent(permutation, self.images.device)
+            order = epoch_order(self.seed, epoch, len(self.images))
+            self._order = epoch, sent(order, self.images.device)
         rows = self._order[1][index * self.batch_size + sent(share.rows, self.images.device)]
         return self.images[rows], self.labels[rows]
 

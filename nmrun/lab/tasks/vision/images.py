@@ -220,8 +220,6 @@ class Loaded:
 
 
 def image_folder(config: Config, device: torch.device) -> Any:
-    from nmrun.lab.tasks.vision import Classification
-
     options = config.dataset.as_kind(ImageFolder)
     place = storage.find(
         "image_folder",

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import ImageNet
 from nmrun.lab.tasks.base import Batch, generator, limited, thinned, turns, watched
 from nmrun.lab.tasks.items import ItemReader, Key
@@ -78,15 +77,9 @@ class ImageStream(Classification):
             names,
             {"colours": "RGB", **self.normalise.plain, "resize": resize},
         )
-        self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
-        available = len(splits["train"][0])
-        if self.batch_size > available:
-            raise ConfigError(
-                f"trainer.batch_size={self.batch_size}: there are only {available} training images"
-            )
-        self.batches_per_epoch = min(
-            available // self.batch_size, trainer.limit_batches or available
-        )
+        self.label_smoothing = trainer.label_smoothing
+        count = len(splits["train"][0])
+        self.cut(count, "training images", trainer.batch_size, trainer.limit_batches)
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
