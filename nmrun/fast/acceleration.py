@@ -14,17 +14,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import activations, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.gpu import probe as on_gpu
-from nmrun.fast.measurement import FLOAT32, ONEDNN, Choice, Times, watched
+from nmrun.fast.measurement import FLOAT32, ONEDNN, Choice, Times, first_input, watched
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
@@ -239,14 +239,15 @@ def _largest_inputs(
     """Shape and dtype of the inputs of the layers that are called, each at its largest."""
     by_module: dict[nn.Module, tuple[torch.Size, torch.dtype]] = {}
 
-    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = first_input(args, kwargs)
         if module not in by_module or x.numel() >= by_module[module][0].numel():
             by_module[module] = x.shape, simulation.compute_dtype(x)
 
     if not modules:
         return {}
-    watched([module.register_forward_pre_hook(look) for module in modules], sample)
+    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in modules]
+    watched(hooks, sample)
     return by_module
 
 

@@ -62,11 +62,11 @@ class FusedGELU(nn.Module):
         super().__init__()
         self.tanh = tanh
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """As :func:`torch.nn.functional.gelu`."""
-        if not _supports(x):
-            return F.gelu(x, approximate="tanh" if self.tanh else "none")
-        return gelu.gelu(x, self.tanh)
+        if not _supports(input):
+            return F.gelu(input, approximate="tanh" if self.tanh else "none")
+        return gelu.gelu(input, self.tanh)
 
     def extra_repr(self) -> str:
         return f"tanh={self.tanh}"
@@ -129,19 +129,15 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
     calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in names}
     inputs: dict[Any, tuple[Tensor, ...]] = {}
 
-    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        tensors = tuple(a for a in args if isinstance(a, Tensor))
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         shapes = repr(module), *((t.shape, t.dtype) for t in tensors)
         calls[module][shapes] += 1
         if shapes not in inputs:
             inputs[shapes] = tuple(t.detach().clone() for t in tensors)
 
-    hooks = [module.register_forward_pre_hook(look) for module in names]
-    try:
-        compute(model, sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in names]
+    measurement.watched(hooks, partial(compute, model, sample))
     groups: dict[Any, list[nn.Module]] = {}
     for module, counts in calls.items():
         if counts:

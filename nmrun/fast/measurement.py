@@ -168,6 +168,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first of what a module was called with, by place or by name."""
+    return next(iter((*args, *kwargs.values())))
+
+
 def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> None:
     """Compute a forward pass of ``sample`` (of :func:`nmrun.accelerate`) that leaves no trace, and remove
     the hooks that looked at it."""

@@ -4,6 +4,7 @@ the packed layer takes its place.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu.convolution import window_of
 from nmrun.fast.cpu.kernels.convolution import Window
+from nmrun.fast.measurement import first_input, watched
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class
 
@@ -218,7 +220,7 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(module, nn.MultiheadAttention):
-            by_module[module][0].see(next(iter((*args, *kwargs.values()))))
+            by_module[module][0].see(first_input(args, kwargs))
             return
         inputs = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query, key_value, out = by_module[module]
@@ -227,11 +229,18 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
         out.see(inputs["query"])
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
+    watched(hooks, partial(compute, model, sample))
+
+
+@contextlib.contextmanager
+def slow_path() -> Iterator[None]:
+    """Let torch's Transformer layers compute by operators that hooks, compilers and converters know."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        compute(model, sample)
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def compute(model: nn.Module, sample: Any) -> None:
@@ -240,24 +249,19 @@ def compute(model: nn.Module, sample: Any) -> None:
     Raises:
         ConfigError: for a sample of another kind.
     """
-    past_layers = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.random.fork_rng():
-            if isinstance(sample, Tensor):
-                model(sample)
-            elif isinstance(sample, Mapping):
-                model(**sample)
-            elif isinstance(sample, tuple):
-                model(*sample)
-            elif callable(sample):
-                sample()
-            else:
-                raise ConfigError(
-                    f"sample is a {type(sample).__name__}: it takes a tensor, tuple, dict or function"
-                )
-    finally:
-        torch.backends.mha.set_fastpath_enabled(past_layers)
+    with slow_path():
+        if isinstance(sample, Tensor):
+            model(sample)
+        elif isinstance(sample, Mapping):
+            model(**sample)
+        elif isinstance(sample, tuple):
+            model(*sample)
+        elif callable(sample):
+            sample()
+        else:
+            raise ConfigError(
+                f"sample is a {type(sample).__name__}: it takes a tensor, tuple, dict or function"
+            )
 
 
 # --- how the packed layers take their place -------------------------------------------------------

@@ -124,6 +124,8 @@ def in_parts(
     Raises:
         MemoryError: where it does not return 0.
     """
+    if not rows:
+        return
     threads = torch.get_num_threads()
     count = max(1, min(threads, weights // CHUNK, -(-rows // unit)))
     step = -(-rows // (count * unit)) * unit

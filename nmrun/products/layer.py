@@ -296,38 +296,39 @@ def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | N
 
 
 def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
-    def forward(module: Any, x: Tensor) -> Tensor:
+    def forward(module: Any, input: Tensor) -> Tensor:
         weight, bias = layer.matrix(module.weight), module.bias
         other, on = None, layer.is_on(module)
         if on:
             packed = layer.up_to_date(module.weight)
-            if packed is not None and compute_dtype(x) == packed.dtype and x.numel():
-                return packed(x, weight, bias, layer.mvue)
+            if packed is not None and compute_dtype(input) == packed.dtype and input.numel():
+                return packed(input, weight, bias, layer.mvue)
             other = layer.matrix(layer.other_weight())
         estimated = layer.mvue is not None or layer.input_mvue is not None
         plain = not on or (other is None and not estimated and not layer.fp8)
         dense = layer.dense if plain and module is layer.module else None
-        if dense is not None and dense.takes(module, x):
-            return dense.linear(x, weight, bias)
+        if dense is not None and dense.takes(module, input):
+            return dense.linear(input, weight, bias)
         if not on:
-            return type(module).forward(module, x)
-        return linear(x, weight, bias, other, layer.mvue, layer.fp8, input_mvue=layer.input_mvue)
+            return type(module).forward(module, input)
+        operands = (input, weight, bias, other, layer.mvue, layer.fp8)
+        return linear(*operands, input_mvue=layer.input_mvue)
 
     return forward
 
 
 def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
-    def forward(module: Any, x: Tensor) -> Tensor:
+    def forward(module: Any, input: Tensor) -> Tensor:
         if not layer.is_on(module):
-            return type(module).forward(module, x)
+            return type(module).forward(module, input)
         packed = layer.up_to_date(module.weight)
-        fits = packed is not None and x.dim() == 4 and compute_dtype(x) == packed.dtype
-        if packed is not None and fits and x.numel():
-            return packed(x, module.weight, module.bias)
+        fits = packed is not None and input.dim() == 4 and compute_dtype(input) == packed.dtype
+        if packed is not None and fits and input.numel():
+            return packed(input, module.weight, module.bias)
         input_weight = layer.other_weight()
         if input_weight is None:
-            return type(module).forward(module, x)
-        padding = module.padding
+            return type(module).forward(module, input)
+        x, padding = input, module.padding
         if module.padding_mode != "zeros" or isinstance(padding, str):
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             x, padding = (

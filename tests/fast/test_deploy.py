@@ -286,6 +286,31 @@ def test_what_is_dense_is_computed_by_the_faster_library(
         torch.testing.assert_close(model(x).float(), output, rtol=0.05, atol=0.05)
 
 
+@needs_compiler
+@pytest.mark.parametrize("path", ["packed", "onednn"])
+def test_layers_that_are_called_by_keyword(
+    path: str, deploy_times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.linear = nn.Conv2d(8, 12, 3), nn.Linear(12, 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(input=self.convolution(input=x).mean((2, 3)))
+
+    deploy_times[path] = 0.5
+    monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
+    model, x = prune(ByName(), "1:4"), torch.randn(3, 8, 5, 5)
+    weight = model.convolution.weight.data
+    weight *= nm_mask(weight, "1:4", 1)
+    expected = model(x)
+    choices = by_name(nmrun.deploy(model, x))
+    assert choices["linear.weight"].path == path
+    assert choices["convolution.weight"].path == ("packed" if path == "packed" else None)
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_all_stays_dense() -> None:
     model = mlp()

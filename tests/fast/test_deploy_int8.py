@@ -164,6 +164,7 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
     with torch.no_grad():
         z = model(x)
         assert model(x[:0]).shape == (0, 5, 30)
+        assert torch.equal(model[0](input=x), model[0](x))
     assert z.dtype == dtype
     assert 0 < share(z, expected) < 0.03
     x[1, 2, 3] = float("nan")
@@ -186,6 +187,13 @@ def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() 
         again = pickle.loads(pickle.dumps(model))
         for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
             assert torch.equal(one(x), expected)
+        # what oneDNN laid out is this layer's own, and there once
+        number = model[0].number
+        model.load_state_dict(other.state_dict())
+        assert model[0].number == number
+        assert torch.equal(model(x), other(x))
+        model.load_state_dict(again.state_dict())
+        assert torch.equal(model(x), expected)
     layer, upstream = model[0], torch.randn(7, 50)
     a = torch.randn(7, 80, requires_grad=True)
     layer(a).backward(upstream)

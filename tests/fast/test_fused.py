@@ -81,6 +81,22 @@ def test_they_take_the_place_of_torchs(dtype: torch.dtype, tanh: bool) -> None:
 
 
 @pytest.mark.usefixtures("faster")
+def test_a_gelu_that_is_called_by_keyword() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gelu = nn.GELU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gelu(input=x)
+
+    model, x = ByName(), torch.randn(3, 40)
+    expected = model(x)
+    assert [c.path for c in nmrun.deploy(model, x)] == ["fused"]
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.usefixtures("faster")
 def test_masks_few_queries_gradients_and_the_compiler() -> None:
     dense, x = network(), torch.randn(2, 21, 32)
     model = copy.deepcopy(dense)

@@ -381,6 +381,38 @@ def grads_of(model: nn.Module, x: Tensor, seed: int = 0) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+class ByName(nn.Module):
+    """A layer whose input is given by its name in torch."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(input=x)
+
+
+@pytest.mark.parametrize("options", [{}, {"input_gradient": "double_prune"}, {"fp8": True}])
+def test_layers_that_are_called_by_keyword(options):
+    x = normal(6, 8, dtype=torch.float32)
+    gradients = []
+    for call in (nn.Sequential, ByName):
+        model = mlp()
+        for i in (0, 2):
+            model[i] = call(model[i])
+        sparsify(model, **options)
+        gradients.append(list(grads_of(model, x).values()))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_convolutions_that_are_called_by_keyword():
+    model = ByName(nn.Conv2d(8, 8, 3))
+    _, handle = sparsify(model, input_gradient="double_prune")
+    x = normal(2, 8, 5, 5, dtype=torch.float32)
+    expected = F.conv2d(x, handle.sparse[0].weight, model.layer.bias)
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["ste", "s_ste"])
 def test_a_layer_computes_so_by_hand(recipe):
     """Both layers by hand: the projected weight in all three products, the gradient straight

@@ -26,7 +26,7 @@ from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.probe import side_by_side
-from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, watched
+from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, first_input, watched
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
@@ -55,16 +55,16 @@ def install(module: nn.Module, role: str, by_onednn: bool, activations: Activati
     original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
     stored = isinstance(module, nn.Linear)
 
-    def forward(module: Any, x: Tensor) -> Tensor:
-        if not (activations.sparse and onednn.takes(module, x)):
-            return original(module, x)
+    def forward(module: Any, input: Tensor) -> Tensor:
+        if not (activations.sparse and onednn.takes(module, input)):
+            return original(module, input)
         weight = module.weight if stored else module.weight.t()
-        flat = x.reshape(-1, x.shape[-1])
+        flat = input.reshape(-1, input.shape[-1])
         if role == READS:
             y = reads(flat, weight, module.bias)
         else:
             y = feeds(flat, weight, module.bias, by_onednn)
-        return y.view(*x.shape[:-1], len(weight))
+        return y.view(*input.shape[:-1], len(weight))
 
     module.forward = types.MethodType(forward, module)
 
@@ -308,25 +308,30 @@ def _around(
     roles: dict[Any, tuple[str, torch.Size]] = {}
     last: dict[str, Any] = {}
 
-    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0] is last.get("pruned") and compute_dtype(inputs[0]) == torch.float32:
-            roles[module] = READS, inputs[0].shape
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x: Tensor = first_input(args, kwargs)
+        if x is last.get("pruned") and compute_dtype(x) == torch.float32:
+            roles[module] = READS, x.shape
 
-    def behind(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        last["made"], last["made by"] = output, (module, inputs[0].shape)
+    def behind(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        last["made"], last["made by"] = output, (module, first_input(args, kwargs).shape)
 
-    def prunes(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def prunes(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        x: Tensor = first_input(args, kwargs)
         last["pruned"] = output
-        if inputs[0] is last.get("made") and inputs[0].dtype == torch.float32:
+        if x is last.get("made") and x.dtype == torch.float32:
             feeding, shape = last["made by"]
             roles.setdefault(feeding, (FEEDS, shape))
 
-    hooks = [module.register_forward_hook(prunes) for module in map(model.get_submodule, names)]
+    hooks = [
+        module.register_forward_hook(prunes, with_kwargs=True)
+        for module in map(model.get_submodule, names)
+    ]
     for module in model.modules():
         if forward_class(module) is nn.Linear or is_conv1d(module):
             hooks += [
-                module.register_forward_pre_hook(before),
-                module.register_forward_hook(behind),
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(behind, with_kwargs=True),
             ]
     watched(hooks, sample)
     return roles

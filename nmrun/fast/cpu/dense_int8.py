@@ -49,6 +49,7 @@ class DenseInt8Linear(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach())
+        self.number = _new_number(self)
         self._lay_out()
 
     @classmethod
@@ -74,25 +75,24 @@ class DenseInt8Linear(nn.Module):
             )
         finally:
             torch.backends.quantized.engine = before
-        self.number = next(_numbers)
         _LAID_OUT[self.number] = laid_out
-        weakref.finalize(self, _LAID_OUT.pop, self.number, None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of pickles and copies
         super().__setstate__(state)
+        self.number = _new_number(self)
         self._lay_out()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._lay_out()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x.
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., in_features) to (..., out_features), in the dtype of the input.
 
         Raises:
-            RuntimeError: for NaN and infinity in x.
+            RuntimeError: for NaN and infinity in the input.
         """
-        return over_tokens(x, dense_int8, _product, self.weight, self.scales, self.number)
+        return over_tokens(input, dense_int8, _product, self.weight, self.scales, self.number)
 
     def dense(self) -> Tensor:
         """The weight as it was rounded, float32."""
@@ -100,6 +100,13 @@ class DenseInt8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def _new_number(layer: DenseInt8Linear) -> int:
+    """A number for what a layer lays out, which goes when the layer does."""
+    number = next(_numbers)
+    weakref.finalize(layer, _LAID_OUT.pop, number, None)
+    return number
 
 
 def _product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:

@@ -68,10 +68,10 @@ def install(module: nn.Module) -> None:
     """Let a linear layer compute its products so in training."""
     stored = isinstance(module, nn.Linear)
 
-    def forward(module: Any, x: Tensor) -> Tensor:
-        if not takes(module, x):
-            return type(module).forward(module, x)
-        return linear(x, module.weight if stored else module.weight.t(), module.bias)
+    def forward(module: Any, input: Tensor) -> Tensor:
+        if not takes(module, input):
+            return type(module).forward(module, input)
+        return linear(input, module.weight if stored else module.weight.t(), module.bias)
 
     module.forward = types.MethodType(forward, module)
 
@@ -93,11 +93,11 @@ class OneDNNLinear(nn.Linear):
         parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", parameter)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., inputs) to (..., outputs)."""
-        if x.numel() and compute_dtype(x) == torch.float32:
-            return linear(x, self.weight, self.bias)
-        return super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., inputs) to (..., outputs)."""
+        if input.numel() and compute_dtype(input) == torch.float32:
+            return linear(input, self.weight, self.bias)
+        return super().forward(input)
 
 
 class _Product(torch.autograd.Function):

@@ -38,11 +38,11 @@ class Bf16Linear(PackedLinear):
         values, index, counts = parts
         return Bf16Matrix.of(values.bfloat16(), index, counts, self.out_features, self.in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x."""
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., in_features) to (..., out_features), in the dtype of the input."""
         parts = (self.values, self.index, self.counts, self.start, self.bias)
         shape = (self.out_features, self.in_features)
-        return over_tokens(x, bf16_linear, _product, *parts, *shape)
+        return over_tokens(input, bf16_linear, _product, *parts, *shape)
 
     def dense(self) -> Tensor:
         """The weight with its zeros, bfloat16."""

@@ -74,16 +74,17 @@ class PackedConvolution(nn.Module):
                 setattr(self, name, getattr(matrix, name).to(like.device, copy=True))
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (images, in_channels, height, width) to (images, out_channels, height, width), channels
-        last; or one image, without the first dimension. In the dtype of x: float32, and in bfloat16
-        any, which is rounded."""
-        batch, shape = x if x.dim() == 4 else x.unsqueeze(0), [self.out_channels, self.in_channels]
+    def forward(self, input: Tensor) -> Tensor:
+        """From (images, in_channels, height, width) to (images, out_channels, height, width), channels
+        last; or one image, without the first dimension. In the dtype of the input: float32, and in
+        bfloat16 any, which is rounded."""
+        batch = input if input.dim() == 4 else input.unsqueeze(0)
+        shape = [self.out_channels, self.in_channels]
         # an operator is what a compiler and autograd know; the call alone is faster
-        differentiated = x.requires_grad and torch.is_grad_enabled()
+        differentiated = input.requires_grad and torch.is_grad_enabled()
         call = packed_convolution if torch.compiler.is_compiling() or differentiated else _convolved
         z = call(batch, self._parts(), self.bias, shape, *_moves(self.window))
-        return z if batch is x else z.squeeze(0)
+        return z if batch is input else z.squeeze(0)
 
     def dense(self) -> Tensor:
         """The weight with its zeros, (out_channels, in_channels, rows, columns)."""

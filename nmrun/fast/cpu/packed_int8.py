@@ -58,15 +58,15 @@ class Int8Linear(PackedLinear):
         shape = (self.out_features, self.in_features)
         return Int8Matrix.of(values, index, counts, scales.float(), *shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x.
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., in_features) to (..., out_features), in the dtype of the input.
 
         Raises:
-            RuntimeError: for NaN and infinity in x.
+            RuntimeError: for NaN and infinity in the input.
         """
         parts = (self.values, self.index, self.counts, self.scales, self.start, self.sums)
         shape = (self.out_features, self.in_features)
-        return over_tokens(x, int8_linear, _product, *parts, self.bias, *shape)
+        return over_tokens(input, int8_linear, _product, *parts, self.bias, *shape)
 
     def dense(self) -> Tensor:
         """The weight with its zeros, as it was rounded, float32."""

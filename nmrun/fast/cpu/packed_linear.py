@@ -73,11 +73,11 @@ class PackedLinear(nn.Module):
                 return
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x, summed in float32."""
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., in_features) to (..., out_features), in the dtype of the input, summed in float32."""
         parts = (self.values, self.index, self.counts, self.start, self.bias)
         shape = (self.out_features, self.in_features)
-        return over_tokens(x, packed_linear, _product, *parts, *shape, self.same)
+        return over_tokens(input, packed_linear, _product, *parts, *shape, self.same)
 
     def dense(self) -> Tensor:
         """The weight with its zeros."""

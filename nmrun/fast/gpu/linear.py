@@ -279,9 +279,9 @@ class SemiStructuredLinear(nn.Module):
     def _parts(self) -> list[Tensor]:
         return [getattr(self, f"part{i}") for i in range(self.parts)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         operands = self._parts(), self.out_features, self.path, self.bias
-        return over_tokens(x, multiply24, _product, *operands)
+        return over_tokens(input, multiply24, _product, *operands)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, path={self.path}"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.fast.cpu.probe import processor_flags
+from nmrun.fast.sites import slow_path
 
 Call = Callable[[Tensor], Tensor]
 FLOAT32, BF16, INT8 = "float32", "bf16", "int8"
@@ -67,17 +68,6 @@ def arms(
             first = str(error).strip().partition("\n")[0]
             missing[name] = f"cannot take this network: {type(error).__name__}: {first}"
     return calls, missing
-
-
-@contextlib.contextmanager
-def slow_path() -> Iterator[None]:
-    """Let torch's Transformer layers compute by operators that compilers and converters know."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def cast(x: Tensor, precision: str) -> Tensor:

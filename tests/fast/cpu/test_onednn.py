@@ -147,6 +147,28 @@ def test_layers_that_are_dense_train_by_onednn(
     assert not calls
 
 
+@pytest.mark.parametrize("recipe", ["dense", "ste"])
+def test_layers_that_are_called_by_keyword(
+    recipe: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(36, 64), nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(input=self.first(input=x).relu())
+
+    measured(monkeypatch, dense=SLOW, onednn=FAST, packed=Times(0.0, 0.5, 0.5, 0.5))
+    model, x = ByName(), batch(0)[0]
+    handle = sparsify(model, optim.AdamW(model.parameters()), recipe, "2:4", exclude=["last"])
+    choices = accelerate(handle, lambda: model(x))
+    assert [c.path for c in choices] == ["onednn" if recipe == "dense" else "packed", "onednn"]
+    expected = copy.deepcopy(model)(x)
+    assert (70, 10) in calls
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
 def test_training_is_the_same_to_rounding_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
     expected = train(*start("sr_ste")[:2])

@@ -245,6 +245,18 @@ def test_left_alone_is_what_is_not_next_to_activations(passes: list[str]) -> Non
     assert passes == ["feeds"]
 
 
+def test_layers_that_are_called_by_keyword(passes: list[str]) -> None:
+    class ByName(FeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            feeds, squared, _, reads = self
+            return reads(input=squared(feeds(input=x)))
+
+    model = ByName()
+    assert [choice.name for choice in packing(model)[1]] == ["0.weight", "3.weight"]
+    model.train()(torch.randn(5, 16))
+    assert passes[-2:] == ["feeds", "reads"]
+
+
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "t_sr_ste", "asp"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "8:2:8"])
 def test_training_is_that_of_dense_products(recipe: str, pattern: str, passes: list[str]) -> None:

@@ -30,28 +30,20 @@ class _Attention(ctypes.Structure):  # as in nm_attention.c
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "out")),
         *((name, ctypes.c_int64) for name in ("heads", "queries", "keys", "width", "values")),
         *((name, ctypes.c_int64 * 3) for name in ("q_apart", "k_apart", "v_apart", "mask_apart")),
-        *((name, ctypes.c_int64) for name in ("causal", "low", "short_words")),
+        *((name, ctypes.c_int64) for name in ("low", "short_words")),
         ("scale", ctypes.c_double),
     )
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    low: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, low: bool = False
 ) -> Tensor:
     """As :func:`torch.nn.functional.scaled_dot_product_attention`, for inference.
 
     Args:
         q, k, v: (batch, heads, tokens, width), all float32 or all bfloat16.
-        mask: where it is True is attended to, or numbers that are added to the scores; of a shape that
-            expands to (batch, heads, queries, keys).
-        causal: a query sees the keys up to its own number.
-        scale: of the scores, 1 / sqrt(width) by default.
+        mask: numbers that are added to the scores; of a shape that expands to (batch, heads, queries,
+            keys).
         low: operands of the products are rounded to bfloat16 where the processor multiplies it;
             those in bfloat16 always are.
 
@@ -69,18 +61,12 @@ def attention(
     )  # fmt: skip
     about.q_apart[:], about.k_apart[:], about.v_apart[:] = (t.stride()[:3] for t in (q, k, v))
     if mask is not None:
-        mask = _added(mask).expand(batch, heads, queries, keys)
+        mask = mask.float().expand(batch, heads, queries, keys)
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         about.mask, about.mask_apart[:] = mask.data_ptr(), mask.stride()[:3]
-    about.causal, about.low = causal, q.dtype == torch.bfloat16
+    about.low = q.dtype == torch.bfloat16
     about.short_words = low or about.low
-    about.scale = 1 / math.sqrt(width) if scale is None else scale
+    about.scale = 1 / math.sqrt(width)
     work = 2 * q.numel() * keys // WORTH
     in_parts(library.nm_attention, (ctypes.addressof(about), BEGIN, END), batch * heads, work)
     return out.transpose(1, 2)
-
-
-def _added(mask: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.float()
-    return torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))

@@ -21,7 +21,7 @@ typedef struct {
   char *out;
   int64_t heads, queries, keys, width, values;
   int64_t q_apart[3], k_apart[3], v_apart[3], mask_apart[3];
-  int64_t causal, low, short_words;
+  int64_t low, short_words;
   double scale;
 } Attention;
 
@@ -112,13 +112,13 @@ static inline __attribute__((always_inline)) void multiply(const uint32_t *a, in
     for (int i = 0; i < WIDE; i++) _mm512_store_ps(c + r * c_apart + i * LANES, sum[r][i]);
 }
 
-/* Softmax of a row of scores, in place, without the division: of the first `seen` keys, zeros up to `keys`, a multiple of PANEL; with `two` as
+/* Softmax of a row of scores, in place, without the division: of the first `count` keys, zeros up to `keys`, a multiple of PANEL; with `two` as
    numbers of bfloat16. Returns what is to be divided by. */
-static inline float softmax(float *scores, const float *mask, int64_t seen, int64_t keys, float scale, int two) {
+static inline float softmax(float *scores, const float *mask, int64_t count, int64_t keys, float scale, int two) {
   const __m512 least = _mm512_set1_ps(-INFINITY), log2e = _mm512_set1_ps(1.44269504f), by = _mm512_set1_ps(scale);
   __m512 most = least, sum = _mm512_setzero_ps();
   for (int64_t j = 0; j < keys; j += LANES) {
-    __mmask16 keep = first_of(seen - j);
+    __mmask16 keep = first_of(count - j);
     __m512 s = _mm512_mul_ps(_mm512_load_ps(scores + j), by);
     if (mask != NULL) s = _mm512_add_ps(s, _mm512_maskz_loadu_ps(keep, mask + j));
     s = _mm512_mask_mov_ps(least, keep, s);
@@ -148,22 +148,20 @@ static inline __attribute__((always_inline)) int attend(const Attention *of, int
     lay_values(of, b * of->v_apart[0] + h * of->v_apart[1], pairs, v, two);
     for (int64_t t = 0; t < of->queries; t += QUERIES) {
       int64_t count = of->queries - t < QUERIES ? of->queries - t : QUERIES;
-      int64_t last = of->causal && t + count < of->keys ? t + count : of->keys, seen = up(last, PANEL);
       float over[QUERIES];
       for (int64_t r = 0; r < up(count, DEEP); r++)
         row(of->q, b * of->q_apart[0] + h * of->q_apart[1] + (t + r) * of->q_apart[2], r < count ? of->width : 0, (int)of->low, q + r * words,
             words, two);
-      for (int64_t j = 0; j < seen; j += PANEL)
+      for (int64_t j = 0; j < keys; j += PANEL)
         for (int64_t r = 0; r < count; r += DEEP) multiply(q + r * words, words, k + j * words, words, scores + r * keys + j, keys, two);
       for (int64_t r = 0; r < count; r++) {
-        int64_t own = of->causal && t + r + 1 < of->keys ? t + r + 1 : of->keys;
         const float *mask = of->mask;
         if (mask != NULL) mask += b * of->mask_apart[0] + h * of->mask_apart[1] + (t + r) * of->mask_apart[2];
-        over[r] = softmax(scores + r * keys, mask, own, seen, (float)of->scale, two);
+        over[r] = softmax(scores + r * keys, mask, of->keys, keys, (float)of->scale, two);
       }
       for (int64_t c = 0; c < wide; c += PANEL)
         for (int64_t r = 0; r < count; r += DEEP)
-          multiply((uint32_t *)scores + r * keys, keys, v + c * pairs, seen / (1 + two), sums + r * wide + c, wide, two);
+          multiply((uint32_t *)scores + r * keys, keys, v + c * pairs, pairs, sums + r * wide + c, wide, two);
       for (int64_t r = 0; r < count; r++) {
         __m512 inverse = _mm512_set1_ps(over[r] == 0.0f ? 0.0f : 1.0f / over[r]);
         int64_t at = ((b * of->queries + t + r) * of->heads + h) * of->values;

@@ -70,11 +70,6 @@ class TiledMatrix:
             values.contiguous(), index.contiguous(), counts.contiguous(), rows, columns, start, same
         )
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes in memory."""
-        return sum(t.nbytes for t in (self.values, self.index, self.counts, self.start))
-
     def dense(self) -> Tensor:
         """The matrix with its zeros, in the dtype of the values."""
         tiles = -(-self.rows // TILE)
