@@ -20,7 +20,6 @@ from nmrun.lab import verbs
 from nmrun.lab.signals import of_interrupt
 from nmrun.registry import find, installed, nearest
 
-GROUPS = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule", "track")
 VERBS = {
     "table": "nmrun.lab.show.cli.table",
     "plot": "nmrun.lab.show.cli.plot",
@@ -129,6 +128,8 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
         spelt = word + first + "".join(rest[:1] if first == "=" else [])
         raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
     meant = word.replace(":", "=", 1) if ":" in word else nearest(word, names)
+    from nmrun.lab.keys.options import GROUPS
+
     if word in GROUPS and following:
         meant = f"{word}={following[0]}"
     hint = f"; did you mean {meant}?" if meant else ""

@@ -20,13 +20,12 @@ from nmrun.lab import verbs
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.folders import sweep as record
 from nmrun.lab.folders.sweep import recorded
+from nmrun.lab.keys import options
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import jobs_of
-from nmrun.lab.words.schema import flatten
-from nmrun.lab.words.suggestions import RATIOS
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
@@ -208,6 +207,8 @@ def unchanged() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         if device is not None:
             torch.cuda.set_device(device)
+        elif torch.cuda.is_initialized():  # as CUDA would have begun without the run
+            torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 # --- arguments of Python as words -----------------------------------------------------------------
@@ -230,15 +231,15 @@ def parse(
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
     except ValueError as error:
         raise ConfigError(f"{overrides}: {error}") from None
-    options = command_line.options([*words, *words_of(settings)])
+    given = command_line.options([*words, *words_of(settings)])
     allowed = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
-    for name in (name for name, value in vars(options).items() if value and name not in allowed):
+    for name in (name for name, value in vars(given).items() if value and name not in allowed):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
-    for override in () if multirun else command_line.parsed(options.overrides)[0]:
+    for override in () if multirun else command_line.parsed(given.overrides)[0]:
         if override.is_sweep_override() or override.key_or_group in ("experiment", "zip"):
             raise ConfigError(f"{override.input_line}: nmrun.sweep does several runs")
-    return options.overrides, options.config_dir
+    return given.overrides, given.config_dir
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
@@ -246,8 +247,8 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
     or ``{"trainer.epochs": 3}``. A text is what one would type after ``key=``."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        group = isinstance(value, dict) and key != RATIOS
-        flat.update(flatten(value, f"{key}.") if group else {key: value})
+        group = isinstance(value, dict) and key in options.GROUPS
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if group else {key: value}
     return [_word(key, value) for key, value in flat.items()]
 
 

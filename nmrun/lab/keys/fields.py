@@ -14,6 +14,7 @@ class, without an import.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -209,13 +210,14 @@ def _field(line: ast.AnnAssign) -> Field | None:
 
 
 def _metadata(annotation: ast.expr) -> list[Any]:
-    """What ``Annotated`` adds to the type: names of ``nmrun.ranges``, or calls of them."""
+    """What ``Annotated`` adds to the type: names of ``nmrun.ranges``, or calls of them. What is made
+    of the module's own names is left out."""
     if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
         return []
     if ast.unparse(annotation.value).rpartition(".")[2] != "Annotated":
         return []
-    expressions = map(ast.Expression, annotation.slice.elts[1:])
-    return [
-        eval(compile(expression, "<annotation>", "eval"), vars(ranges))
-        for expression in expressions
-    ]
+    names, parts = {**vars(ranges), "nmrun": sys.modules["nmrun"], "ranges": ranges}, []
+    for expression in map(ast.Expression, annotation.slice.elts[1:]):
+        with contextlib.suppress(NameError, AttributeError):
+            parts.append(eval(compile(expression, "<annotation>", "eval"), names))
+    return parts

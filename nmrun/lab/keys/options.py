@@ -19,6 +19,7 @@ import yaml
 from nmrun import recipes, registry
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.fields import Field, fields, recipe_fields
+from nmrun.lab.runs import documents
 from nmrun.patterns import USUAL
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def read_yaml(file: Path | Traversable, what: str) -> Any:
     read.
     """
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return documents.yaml_value(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(unreadable(error, what)) from None
 

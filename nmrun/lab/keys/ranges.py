@@ -27,15 +27,6 @@ def steps(number: Any) -> int | None:
 PATH = Check("the path of a file or folder", TEXT.holds)
 
 
-def _is_expressions(value: Any) -> bool:
-    try:
-        return value is None or all(
-            re.compile(item) for item in ([value] if isinstance(value, str) else value)
-        )
-    except (re.error, TypeError):
-        return False
-
-
 def no_expression(text: str) -> str:
     """Why a text is no regular expression; empty where it is one."""
     try:
@@ -43,6 +34,13 @@ def no_expression(text: str) -> str:
     except re.error as error:
         return f"{text!r} is no regular expression: {error}"
     return ""
+
+
+def _is_expressions(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return value is None or (
+        all(isinstance(text, str) for text in texts) and not _wrong_expression(value)
+    )
 
 
 def _wrong_expression(value: Any) -> str:
@@ -58,12 +56,7 @@ def _is_pattern(value: Any, blocks: bool = False) -> bool:
 
 
 def _is_ratios(value: Any) -> bool:
-    try:
-        return value is None or all(
-            re.compile(str(k)) and (v == "dense" or Pattern.parse(v)) for k, v in value.items()
-        )
-    except (re.error, AttributeError, ValueError, TypeError):
-        return False
+    return value is None or (isinstance(value, dict) and not _wrong_ratio(value))
 
 
 def _wrong_ratio(value: Any) -> str:

@@ -55,11 +55,20 @@ def read_json(path: Path) -> Any:
 
 def read_yaml(path: Path) -> Any:
     try:
-        return plain(yaml.safe_load(read(path).decode()))
+        return plain(yaml_value(read(path).decode()))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def yaml_value(text: str) -> Any:
+    """The value of a YAML text; YAMLError for whatever is none."""
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML's own, of a value that is not what its tag or look says: !!bool x, 2026-99-99
+        raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from None
 
 
 def yaml_of(plain: dict[str, Any]) -> str:

@@ -32,6 +32,9 @@ REMEDY = f"remove it, and the run's command makes it again (with force=true for 
 OF_EARLIER = "finished by an earlier nmrun, which kept no hashes: not verified"
 CHANGED = "it was changed: its SHA-256 is another"
 NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
+ENDS = "\n\r\x85\u2028\u2029"  # of lines in YAML
+# the command above config.yaml is a comment, of several lines where a value in it has
+HEAD = re.compile(f"# (nmrun[^{ENDS}]*(?:[{ENDS}]# [^{ENDS}]*)*)")
 # what readers rely on, where it is there
 SHAPE: dict[str, type | tuple[type, ...]] = {
     **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
@@ -107,12 +110,13 @@ class RunFolder:
     def command(self) -> str | None:
         """What was typed for this run alone: it stands above ``config.yaml`` and in the result."""
         try:
-            head = documents.read(self.path / CONFIG).partition(b"\n")[0]
-            first = documents.neutral(head.decode("utf-8", "replace"))
+            head = HEAD.match(documents.read(self.path / CONFIG).decode("utf-8", "replace"))
         except OSError:
-            first = ""
-        typed = self.result.get("environment", {}).get("command")
-        return first.removeprefix("# ") if first.startswith("# nmrun") else typed
+            head = None
+        if head is not None:
+            return documents.neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
+        typed: str | None = self.result.get("environment", {}).get("command")
+        return typed
 
     def broken(self, contents: bool = False) -> dict[str, str]:
         """For each file that is missing, or not as a finished run left it, what is wrong with it.
@@ -174,7 +178,8 @@ class RunFolder:
     def say_finished(self) -> None:
         """Print what the run that has finished here has reached, and where."""
         final = self.result["metrics"]["final"].items()
-        metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
+        texts = {key: "-" if value is None else f"{value:.4g}" for key, value in final}
+        metrics = "  ".join(f"{key} {text}" for key, text in texts.items())
         how = "" if self.is_sealed else f"\n  {OF_EARLIER}"
         line = f"finished already: {metrics}\n  {self.path} (force=true runs it again){how}"
         print(line, flush=True)
@@ -195,7 +200,8 @@ class RunFolder:
             partial.unlink()
         for name in (RESULT, LOG, *SEALED) if anew else (RESULT,):
             (self.path / name).unlink(missing_ok=True)
-        head = f"# {command}\n" if command else ""
+        lines = re.sub(f"[{ENDS}]", r"\g<0># ", command)
+        head = f"# {lines}\n" if command else ""
         atomic.write(self.path / CONFIG, head + documents.yaml_of(config))
 
     def write_result(self, result: dict[str, Any]) -> dict[str, Any]:

@@ -280,7 +280,12 @@ def _run_outcome(
 @functools.cache
 def _runner() -> Any:
     """The module that trains, with torch. What is imported stays until the process ends: searching
-    it for garbage, again and again and once more at the end, would take half a second."""
+    it for garbage, again and again and once more at the end, would take half a second. A process that
+    has torch already is somebody else's, and so is its garbage."""
+    if "torch" in sys.modules:
+        from nmrun.lab.train import runner
+
+        return runner
     collects = gc.isenabled()
     gc.disable()
     try:

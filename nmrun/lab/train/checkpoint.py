@@ -213,6 +213,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
+    """The states of all generators; of CUDA's where something has begun to use it."""
     legacy: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = legacy
     version, numbers, pending = random.getstate()
@@ -220,7 +221,7 @@ def random_state() -> dict[str, Any]:
         "python": (version, torch.tensor(numbers), pending),
         "numpy": (torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 

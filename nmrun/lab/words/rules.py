@@ -138,14 +138,11 @@ class Facts:
         return None if good else existing
 
     @property
-    def force(self) -> bool:
-        """Whether 2:4 products are asked for by the name of one way."""
-        return self.trainer["acceleration"] not in ("auto", "off", "force")
-
-    @property
     def fp8_differs(self) -> bool:
-        fp8 = self.trainer["acceleration"] == "cusparselt_fp8"
-        return self.force and self.trainer["fp8"] != fp8
+        """Whether ``trainer.fp8`` contradicts the one way to 2:4 products that is named."""
+        way = self.trainer["acceleration"]
+        named = way not in ("auto", "off", "force")
+        return named and self.trainer["fp8"] != (way == "cusparselt_fp8")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from runs import TINY, result_of
 from safetensors.torch import load_file
+from verbs import python
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -182,6 +183,38 @@ def test_the_process_stays_as_it_was(initialised):
 
 
 @pytest.mark.slow
+def test_the_garbage_of_the_caller_is_not_kept():
+    code = """
+import gc, weakref
+import nmrun
+class Mine: pass
+mine = Mine()
+mine.cycle, gone = mine, weakref.ref(mine)
+nmrun.run("dry=true")
+del mine
+gc.collect()
+assert gone() is None"""
+    assert python("-c", code).returncode == 0
+
+
+def test_cuda_begins_with_a_run_that_uses_it(monkeypatch):
+    begun, seeds = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(begun))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: begun.append("states") or [])
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(7)
+    with runs.unchanged():
+        assert not begun
+    seeds.clear()
+    with runs.unchanged():
+        begun.append("a run")
+        torch.manual_seed(8)
+    assert begun == ["a run"]
+    assert seeds == [8, 7]  # as it would begin without the run
+
+
+@pytest.mark.slow
 def test_mistakes_get_a_line(nmrun_cli):
     """The command's own lines, for what the command refuses too."""
     for words in (
@@ -234,6 +267,8 @@ def test_a_failed_run_is_an_error():
         ("model.exclude", ("stem", r"head\.\d+"), ["stem", r"head\.\d+"]),
         ("model.hidden", [64, 32], [64, 32]),
         ("sparsity.overrides", {"inner.1": "1:8"}, {"inner.1": "1:8"}),
+        ("model.options", {"patch_size": 4}, {"patch_size": 4}),
+        ("model.options", {}, {}),
     ],
 )
 def test_settings_are_read_as_they_were_given(key, value, read):

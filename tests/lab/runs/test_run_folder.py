@@ -119,6 +119,27 @@ def test_a_result_without_hashes(folder, capsys):
     assert RunFolder(folder).finished() is None
 
 
+def test_a_metric_that_was_not_finite_is_told_as_none(folder, capsys):
+    result = {**RESULT, "metrics": {"final": {"test/accuracy": 0.5, "test/f1": None}, "best": {}}}
+    (folder / "result.json").write_text(json.dumps(sealed(result, folder)))
+    RunFolder(folder).say_finished()
+    assert "finished already: test/accuracy 0.5  test/f1 -\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\u2028", "\n# "])
+def test_a_command_of_several_lines(end, tmp_path):
+    config, command = {"seed": 0, "output_dir": "out"}, f"nmrun 'track.notes=\"a{end}b: x\"' seed=0"
+    RunFolder(tmp_path).begin(config, command, anew=True)
+    run = RunFolder(tmp_path)
+    assert (run.begun, run.command) == (config, command)
+
+
+@pytest.mark.parametrize("value", ["!!bool x", "!!timestamp x", "!!int ''", "2026-99-99", "{"])
+def test_a_config_that_is_no_yaml_is_none(value, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"seed: {value}\n")
+    assert RunFolder(tmp_path).begun == {}
+
+
 def test_a_run_in_the_folder_of_another(folder):
     other = folder.rename(folder.with_name("s1-aaaaaaaaaa"))
     there = RunFolder(other)

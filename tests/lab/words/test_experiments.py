@@ -398,6 +398,7 @@ def test_small_is_the_default_and_several_run_one_after_the_other():
         ("{smoke:", "{huge:", "scales: they are called smoke, small, paper"),
         ("[curves", "[curve", "report.figures: curve: no such kind; did you mean curves?"),
         ("title: Own", "title: [", "not YAML"),
+        ("title: Own", "title: 2026-99-99", "not YAML"),
     ],
 )
 def test_a_file_that_is_no_experiment(old, new, says, tmp_path):

@@ -34,6 +34,7 @@ MINE = """
 from typing import Annotated, ClassVar
 import typing
 
+from nmrun import ranges
 from sample_recipes import base
 from sample_recipes.base import Recipe
 from nmrun.ranges import number, one_of
@@ -46,6 +47,8 @@ class Mine(Scaled, base.Held):
     dense: Annotated[float, number(0, 0.5)] = 0.25
     span: tuple[float, float] = (100.0, 5.0)
     gradient: "Annotated[str, one_of('ste', 'masked')]" = "ste"
+    strength: Annotated[float, ranges.number(0)] = 0.5
+    power: Annotated[float, POWERS] = 2.0
     made: list = field(default_factory=list)
 """
 
@@ -72,6 +75,8 @@ def test_the_fields_of_a_class_and_its_bases(mine):
         "scale": None,
         "span": [100.0, 5.0],
         "gradient": "ste",
+        "strength": 0.5,
+        "power": 2.0,
     }
     assert "sample_recipes.base" not in sys.modules  # it could not be imported
     allowed = {name: field.check and field.check.allowed for name, field in keys.items()}
@@ -81,6 +86,8 @@ def test_the_fields_of_a_class_and_its_bases(mine):
         "scale": "a number above 0, or null",
         "span": None,
         "gradient": "one of ste, masked",
+        "strength": "a number at least 0",
+        "power": None,  # of a name that only the module has
     }
 
 
@@ -112,6 +119,8 @@ def test_a_recipe_without_a_file_is_served(without_file):
         "scale": 2.0,
         "span": [100.0, 5.0],
         "gradient": "ste",
+        "strength": 0.5,
+        "power": 2.0,
     }
     assert config.recipe.options["scale"] == 2.0
 
@@ -120,7 +129,7 @@ def test_its_ranges_are_those_of_the_class(without_file):
     line = "recipe=mine recipe.dense=0.6 recipe.gradient=mask recipe.intervall=3"
     assert precheck.look(line.split()).problems == [
         "recipe.intervall: no such key; did you mean recipe.interval?"
-        " (recipe has dense, gradient, interval, name, scale, span)",
+        " (recipe has dense, gradient, interval, name, power, scale, span, strength)",
         "recipe.dense=0.6: it takes a number at least 0 and at most 0.5",
         "recipe.gradient=mask: it takes one of ste, masked; did you mean masked?",
     ]

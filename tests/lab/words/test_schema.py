@@ -47,7 +47,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "dataset.val_fraction": ([0.1, 0.5], [0, 0.51, "0.1", None]),
         "dataset.test_fraction": ([0.1, 0.5], [0.0, 1, True]),
         "model.channels": ([[8, 8], [8, 16, 8]], [[8], [], 8, [8, 0], [8, 8.0], [8, True], None]),
-        "model.include": ([None, "inner.*", ["inner.0"]], ["(", ["a", "["], 5, [5]]),
+        "model.include": ([None, "inner.*", ["inner.0"]], ["(", ["a", "["], 5, [5], {"inner.0": 1}]),
         "model.exclude": (["stem", [], ["stem", "head"]], ["*", [None], 1.0]),
         "trainer.epochs": ([1, 30], NO_COUNT),
         "trainer.budget": (
