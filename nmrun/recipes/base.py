@@ -130,11 +130,6 @@ class Recipe:
         write = self.project if self.is_sparse else self.largest
         write(weight, out)
 
-    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the weight under the mask that the recipe would choose now, while what the forward
-        pass uses does not hold the pattern: for metrics of masks."""
-        self.largest(weight, out)
-
     def metrics(self) -> dict[str, float]:
         """Scalars for the log, read now and then."""
         return {}

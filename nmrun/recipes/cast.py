@@ -132,6 +132,3 @@ class CAST(PartScales, AdamDecay):
         self.project(weight, out)
         if not self.is_sparse:
             out.mul_(self.largest_mask(weight))
-
-    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
-        self.project_final(weight, out)

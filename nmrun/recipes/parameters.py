@@ -189,9 +189,6 @@ class MaskScores(AddedParameters):
         members = by_group(of_weights, weight.pattern, weight.dim)
         return members @ candidates(weight.pattern, members).T
 
-    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
-        self.project_final(weight, out)
-
 
 class FrozenWeights(Recipe):
     """Dense training in the fraction ``dense`` of the steps, then masks alone are learned, until

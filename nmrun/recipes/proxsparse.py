@@ -97,9 +97,6 @@ class ProxSparse(FrozenWeights):
         else:
             super().project_final(weight, out)
 
-    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
-        self.project_final(weight, out)
-
 
 @torch.no_grad()
 def proximal(weight: Tensor, pattern: Pattern, dim: int, strength: float) -> Tensor:

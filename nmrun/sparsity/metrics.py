@@ -30,7 +30,12 @@ class Masks(Protocol):
     @property
     def is_sparse(self) -> bool: ...
 
-    def would_keep(self, weight: SparseWeight, out: Tensor) -> None: ...
+    @property
+    def ends_dense(self) -> str: ...
+
+    def project_final(self, weight: SparseWeight, out: Tensor) -> None: ...
+
+    def largest(self, weight: SparseWeight, out: Tensor) -> None: ...
 
 
 @torch.no_grad()
@@ -39,7 +44,8 @@ def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
     if recipe.is_sparse:
         return weight.weight.bool()  # several times as fast as != 0
     projection = torch.empty_like(weight.dense)
-    recipe.would_keep(weight, projection)
+    write = recipe.largest if recipe.ends_dense else recipe.project_final
+    write(weight, projection)
     return projection.bool()
 
 
