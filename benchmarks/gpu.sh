@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a machine with a GPU has to show, without a network: what it offers, the tests that need it, the benchmarks.
 #
-#   benchmarks/gpu.sh [FOLDER]      results go to FOLDER (benchmarks/results); PYTHON is the interpreter, LIMIT the seconds in all (585)
+#   benchmarks/gpu.sh [FOLDER]      results go to FOLDER (benchmarks/results); PYTHON is the interpreter, LIMIT the seconds in all (540)
 #
 # A part that fails does not stop the others; one for which no time is left is not begun. Given again, the script does what is
 # missing: outputs/bench-gpu remembers the parts that this code has done on this GPU. Exits with 1 if any failed or was left out.

@@ -24,7 +24,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast.cpu import activations, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.gpu import probe as on_gpu
-from nmrun.fast.measurement import FLOAT32, ONEDNN, Choice, Times, first_input, watched
+from nmrun.fast.measurement import FLOAT32, ONEDNN, Choice, Times, first_input, known_times, watched
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
@@ -117,10 +117,7 @@ def accelerate(
 
     def measured(shape: object) -> Mapping[str, Times]:
         tell(f"timing products, layer {next(layers)} of {total}")
-        # those of another processor are no use to this one where it lacks their products
-        earlier = (known or {}).get(str(shape), {})
-        possible = earlier.keys() <= set(getattr(shape, "paths", earlier))
-        return (earlier if possible else None) or ranks.from_leader(
+        return known_times(known, shape) or ranks.from_leader(
             side.measured(shape, device) if side is not None and ranks.leads() else {}
         )
 

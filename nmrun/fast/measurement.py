@@ -90,6 +90,15 @@ def remember(file: str, machine: str, shape: str, by_path: Mapping[str, Times]) 
         atomic.write(path, json.dumps(records, indent=1), shared=True)
 
 
+def known_times(
+    known: Mapping[str, Mapping[str, Times]] | None, shape: object
+) -> Mapping[str, Times]:
+    """The times of a shape among those of an earlier process; none where that had another processor,
+    with paths that this one lacks."""
+    times = (known or {}).get(str(shape), {})
+    return times if times.keys() <= set(getattr(shape, "paths", times)) else {}
+
+
 def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Times by shape and path as plain data."""
     return {

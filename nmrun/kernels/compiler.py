@@ -223,8 +223,25 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 def _processor() -> str:
     """What ``-march=native`` depends on: a cache shared between machines must not hand one the
     other's code."""
+    return _flags() or platform.platform() + platform.processor()
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor says that it has, such as ``avx512_bf16``; empty where it cannot be asked."""
+    return frozenset(_flags().split())
+
+
+def _flags() -> str:
+    facts = cpuinfo()
+    return facts.get("flags") or facts.get("Features", "")  # of x86, of Arm
+
+
+@cache
+def cpuinfo() -> dict[str, str]:
+    """What Linux says of the first processor, by key; empty where there is no ``/proc/cpuinfo``."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.platform() + platform.processor()
+    except OSError:
+        return {}
+    facts = (line.partition(":") for line in reversed(lines))
+    return {key.strip(): value.strip() for key, _, value in facts}

@@ -26,7 +26,7 @@ from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.probe import side_by_side
-from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, first_input, watched
+from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, first_input, known_times, watched
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
@@ -250,7 +250,7 @@ def pack_activations(
         small = shape.multiplications < probe.SMALLEST
         if small or not _plain(module, layers.get(module)):
             continue
-        times = (known or {}).get(str(shape)) or ranks.from_leader(
+        times = known_times(known, shape) or ranks.from_leader(
             probe.measured(shape, by=measure) if ranks.leads() else {}
         )
         name = f"{names[module]}.weight"

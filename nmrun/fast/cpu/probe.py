@@ -35,6 +35,7 @@ from nmrun.fast.measurement import (
     remember,
     version,
 )
+from nmrun.kernels.compiler import cpuinfo
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.products.attention import DotProductAttention
@@ -348,26 +349,11 @@ def side_by_side(*calls: Callable[[], object]) -> list[float]:
     return [min(times[1:]) for times in durations]  # the first warms up
 
 
-@functools.cache
-def processor_flags() -> frozenset[str]:
-    """What the processor says that it has, such as ``avx512_bf16``; empty where it cannot be asked."""
-    try:
-        rows = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((row for row in rows if row.startswith(("flags", "Features"))), "")
-    return frozenset(flags.split())
-
-
-@functools.cache
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        facts = dict(line.split(":", 1) for line in lines if ":" in line)
-        keys = ("model name\t", "cpu family\t", "model\t\t")
-        return " ".join(facts[key].strip() for key in keys)
-    except (OSError, KeyError):
-        return platform.processor() or platform.machine()
+    facts, keys = cpuinfo(), ("model name", "cpu family", "model")
+    if all(key in facts for key in keys):
+        return " ".join(facts[key] for key in keys)
+    return platform.processor() or platform.machine()
 
 
 @functools.cache

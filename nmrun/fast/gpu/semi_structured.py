@@ -5,7 +5,6 @@ its own before it is believed.
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from nmrun.fast.measurement import ERRORS, fault, first_line
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
 from nmrun.sparsity import estimators
-from nmrun.sparsity.masks import hard_threshold
 
 Parts = list[Tensor]
 # tokens: a dense operand of 16-bit numbers has to have a multiple of 8, and fp8 of 16
@@ -336,32 +334,3 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
         graph.capture_end()
     current.wait_stream(stream)
     return graph.replay
-
-
-def bandwidth(weights: int = 1 << 22) -> tuple[float, float]:
-    """GB/s (read and written) on this CPU: of the 2:4 projection, compiled where it can be, and of
-    a plain copy of the same tensor.
-    """
-    from nmrun.kernels import cpu
-
-    weight, out, pattern = (
-        torch.randn(1024, weights // 1024),
-        torch.empty(1024, weights // 1024),
-        Pattern(2, 4),
-    )
-
-    def project() -> None:
-        if not cpu.project(weight, out, pattern, 1):
-            out.copy_(hard_threshold(weight, pattern, 1))
-
-    return _rate(project, weight), _rate(lambda: out.copy_(weight), weight)
-
-
-def _rate(call: Callable[[], object], weight: Tensor) -> float:
-    call()
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return 2 * weight.nbytes / best / 1e9

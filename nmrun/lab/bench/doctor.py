@@ -6,8 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
-    from nmrun.fast.gpu import semi_structured
     from nmrun.kernels.compiler import find_compiler
     from nmrun.kernels.cpu import load
     from nmrun.lab.bench.harness import amount
@@ -51,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if built
         else "plain torch (no working C compiler): slower, same results"
     )
-    speed, copy = semi_structured.bandwidth()
+    speed, copy = bandwidth()
     data = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
     wandb = os.environ.get("WANDB_MODE") or (
         "online, logged in" if logged_in() else "offline, not logged in"
@@ -87,8 +84,24 @@ def main(argv: Sequence[str]) -> int:
     return 0 if writable else 1
 
 
+def bandwidth(columns: int = 4096) -> list[float]:
+    """GB/s (read and written) on this CPU: of the 2:4 projection of a weight, compiled where it can be,
+    and of a copy of it."""
+    import torch
+
+    from nmrun.fast.cpu.probe import side_by_side
+    from nmrun.lab.bench.masks import dispatch
+    from nmrun.patterns import Pattern
+
+    weight, out = torch.randn(1024, columns), torch.empty(1024, columns)
+    times = side_by_side(partial(dispatch, weight, out, Pattern(2, 4)), partial(out.copy_, weight))
+    return [2 * weight.nbytes / ms / 1e6 for ms in times]
+
+
 def gpus() -> Iterator[tuple[str, str]]:
     import torch
+
+    from nmrun.lab.bench.harness import nvidia_smi
 
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
@@ -98,21 +111,7 @@ def gpus() -> Iterator[tuple[str, str]]:
         )
     if not torch.cuda.device_count():
         yield "GPU", "none"
-    yield "driver", driver() or "none"
-
-
-def driver() -> str:
-    """The NVIDIA driver's version, empty if there is none."""
-    if not (tool := shutil.which("nvidia-smi")):
-        return ""
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return next(iter(output.split()), "")
+    yield "driver", next(iter(nvidia_smi("driver_version")), "none")
 
 
 def cusparselt() -> str:

@@ -254,13 +254,20 @@ def benchmark(
     if fp8 and place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 9):
         raise ConfigError("--fp8: this GPU has no products of FP8 numbers")
     where = "cpu" if on_cpu else "cuda"
-    ratios = [str(p) for p in sparsity or CPU_RATIOS]
+    patterns = (sparsity or [*map(Pattern.parse, CPU_RATIOS)]) if on_cpu else [Pattern(2, 4)]
+    omissions: list[str] = []
     clock = harness.cpu_clock() if on_cpu else Clock(place)
 
     def cases() -> Iterator[list[Row]]:
         for narrow, wide in shapes or map(shape, GEMM_SHAPES[where]):
             for inputs, outputs in dict.fromkeys(((narrow, wide), (wide, narrow))):
-                for token_count in tokens or GEMM_TOKENS[where]:
+                ratios = [str(p) for p in patterns if inputs % p.m == 0]
+                omissions.extend(
+                    f"{inputs} to {outputs} without {p}: {p.m} does not divide {inputs}"
+                    for p in patterns
+                    if inputs % p.m
+                )
+                for token_count in (tokens or GEMM_TOKENS[where]) if ratios else ():
                     harness.note(f"{inputs} to {outputs}, {token_count} tokens")
                     if on_cpu:
                         yield measure_on_cpu(inputs, outputs, token_count, ratios, rounds, clock)
@@ -268,4 +275,4 @@ def benchmark(
                         yield measure(inputs, outputs, token_count, rounds, clock, place, fp8)
 
     report = page_of_cpu if on_cpu else partial(page, fp8=fp8, count=rounds)
-    return Benchmark(cases(), report, place, "_fp8" if fp8 else "")
+    return Benchmark(cases(), report, place, "_fp8" if fp8 else "", omissions)

@@ -26,6 +26,7 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
+from nmrun.kernels.compiler import cpuinfo
 from nmrun.lab.show.formats import aligned
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host
@@ -56,14 +57,9 @@ def needs_products(device: torch.device) -> None:
 def hardware(device: torch.device | str = "cpu") -> Machine:
     """Where the numbers come from, as plain data: what is needed to compare them with others."""
     device, cpu = torch.device(device), platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        fields = {
-            key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
-        }
-        cpu = f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
-    except (OSError, KeyError):
-        pass
+    facts = cpuinfo()
+    if {"model name", "cpu family", "model"} <= facts.keys():
+        cpu = f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
     about: Machine = {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -86,23 +82,23 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
             "cuda": torch.version.cuda,
             "cusparselt": ".".join(map(str, library[0])) if library else None,
             "triton": triton,
-            **_driver_facts(gpu),
+            **dict(zip(ON_GPU, nvidia_smi(*ON_GPU.values(), gpu=f"GPU-{gpu.uuid}"), strict=False)),
         }
     return about
 
 
-def _driver_facts(gpu: Any) -> Machine:
+def nvidia_smi(*fields: str, gpu: str = "0") -> list[str]:
+    """The values of fields of nvidia-smi's query; none where it does not answer."""
     if not (tool := shutil.which("nvidia-smi")):
-        return {}
-    query = f"--query-gpu={','.join(ON_GPU.values())}"
-    words = [tool, query, "--format=csv,noheader", f"--id=GPU-{gpu.uuid}"]
+        return []
+    words = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={gpu}"]
     try:
         output = subprocess.run(
             words, capture_output=True, text=True, timeout=20, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(ON_GPU, (value.strip() for value in output.split(",")), strict=False))
+        return []
+    return [value.strip() for value in output.split(",")]
 
 
 def amount(number: int, noun: str) -> str:
@@ -239,7 +235,8 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
 
 class Benchmark(NamedTuple):
     """The ``cases`` of a benchmark, measured as they are asked for, and the ``page`` of their rows.
-    ``omissions`` says what cannot be measured; where that is all, it is a mistake in the command."""
+    ``omissions`` says what cannot be measured, a line each below the page; where that is all, it is a
+    mistake in the command."""
 
     cases: Iterable[list[Row]]
     page: Callable[[list[Row]], str]
@@ -259,7 +256,7 @@ def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) 
     finally:
         if rows:
             machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
-            text = f"{page(rows)}\n\n{machine_line(machine)}\n\n    {command}"
+            text = "\n\n".join([page(rows), *omissions, machine_line(machine), f"    {command}"])
             print(text)
             if out:
                 stem = f"{name}{variant}_{'gpu' if device.type == 'cuda' else 'cpu'}"

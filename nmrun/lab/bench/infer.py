@@ -304,6 +304,9 @@ def measure(
                     "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
                     "bytes": model_bytes(low) / model_bytes(model),
                 }
+    for kind in names:
+        if kind not in {*missing, *(arm for _, arm, _ in calls)}:
+            missing[kind] = f"it has no products of {' or '.join(precisions)}"
     errors: dict[Arm, float] = {}
     for arm in sorted(calls, key=_order):
         try:
@@ -417,13 +420,18 @@ def benchmark(
     arms = arms or [arm for arm in possible if on_gpu or arm != "packed_compiled"]
     patterns = patterns or [*map(Pattern.parse, INFERRED_RATIOS[place.type])]
     tokens = tokens or [*map(sequences, INFERRED_TOKENS[place.type])]
+    omissions: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
         for name in models or INFERRED[place.type]:
             for size in tokens:
                 harness.note(f"{name}, {size[0]} x {size[1]}")
                 try:
-                    yield measure(name, patterns, size, precisions, arms, rounds, place)
+                    rows = measure(name, patterns, size, precisions, arms, rounds, place)
+                    if any("ms" in row for row in rows):
+                        yield rows
+                    else:
+                        omissions.extend(f"{name}, {row['arm']}: {row['missing']}" for row in rows)
                 except torch.OutOfMemoryError:
                     yield [{"arm": f"{name}, {size[0]} x {size[1]}", "missing": harness.NO_MEMORY}]
                 torch.compiler.reset()  # the compiler keeps what it compiled
@@ -431,7 +439,7 @@ def benchmark(
                 torch.cuda.empty_cache()
 
     variant = "" if on_gpu else f"_{torch.get_num_threads()}_threads"
-    return Benchmark(cases(), partial(page, count=rounds, device=place), place, variant)
+    return Benchmark(cases(), partial(page, count=rounds, device=place), place, variant, omissions)
 
 
 def page(rows: list[Row], count: int, device: torch.device) -> str:

@@ -255,6 +255,6 @@ def benchmark(
                 else harness.spread(row, "ratio")
             ),
         )
-        return "\n\n".join([title, text, *omissions])
+        return f"{title}\n\n{text}"
 
     return Benchmark(cases(), page, DEVICE, omissions=omissions)

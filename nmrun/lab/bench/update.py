@@ -92,6 +92,6 @@ def benchmark(
         )
         lines = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
         text = harness.grid(lines, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
-        return "\n\n".join([title, text, *omissions])
+        return f"{title}\n\n{text}"
 
     return Benchmark(cases(), page, place, omissions=omissions)

@@ -16,9 +16,9 @@ from torch import nn
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.acceleration import accelerate
-from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
+from nmrun.kernels import compiler
 from nmrun.lab import ranks, tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.locks import free_gpu
@@ -100,7 +100,7 @@ def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parame
         return name
     if device.type == "cuda":
         faster = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu" and BF16_FLAGS & probe.processor_flags():
+    elif device.type == "cpu" and BF16_FLAGS & compiler.processor_flags():
         faster = sum(p.numel() for p in parameters) >= WORTH_BF16
     else:
         faster = False

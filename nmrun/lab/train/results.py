@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nmrun import atomic
 from nmrun.errors import RunError
+from nmrun.kernels.compiler import cpuinfo
 from nmrun.lab import ranks
 from nmrun.lab.compare.notation import by_split
 from nmrun.lab.keys.config import Config
@@ -229,12 +230,5 @@ def _checkout() -> tuple[str | None, bool | None]:
     return commit, bool(changes)
 
 
-@cache
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return cpuinfo().get("model name") or platform.processor() or platform.machine()

@@ -165,6 +165,20 @@ def test_only_where_clearly_faster(
         assert [choice.path for choice in choices] == [NAME if expected else None] * len(names)
 
 
+def test_times_of_a_processor_with_other_products_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = FeedForward(), torch.randn(2, 7, 16)
+    sparse = nmrun.sparse_activations(model, "2:4")
+    pack = functools.partial(pack_activations, model, sparse, lambda: model.eval()(x), [])
+    measured(monkeypatch, own=SLOW, dense=FAST)
+    monkeypatch.setattr(activations.onednn, "available", lambda: True)
+    known = {str(c.shape): dict.fromkeys(c.shape.paths, SLOW) | {NAME: FAST} for c in pack()}
+    assert [c.path for c in pack(known=known)] == [NAME] * 2
+    monkeypatch.setattr(activations.onednn, "available", lambda: False)
+    assert [c.path for c in pack(known=known)] == [None] * 2
+
+
 def test_against_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that has packed weights keeps them where they are as fast; packing counts for each of
     two micro-batches."""

@@ -321,6 +321,33 @@ def test_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
+def test_ratios_that_do_not_divide_the_inputs_are_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--tokens", "8", "--rounds", "1", "--sparsity", "2:3"]
+    assert verb("bench", "gemm", *words, "--shapes", "16x32") == 2
+    assert "16 to 32 without 2:3: 3 does not divide 16" in capsys.readouterr().err
+    shapes = ["--shapes", "16x48", "--out", str(tmp_path)]
+    assert bench.main(["gemm", *words, "2:4", *shapes]) == 0
+    rows = written(tmp_path, "gemm", printed := capsys.readouterr().out)
+    assert "16 to 48 without 2:3: 3 does not divide 16" in printed.splitlines()
+    assert {(row["shape"], row["arm"]) for row in rows if ":" in row["arm"]} == {
+        ("16 to 48", "2:4"), ("48 to 16", "2:3"), ("48 to 16", "2:4"),
+    }  # fmt: skip
+
+
+def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert harness.nvidia_smi("driver_version") == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '700.00 W, 535.1'\n")
+    tool.chmod(0o755)
+    assert harness.nvidia_smi("power.limit", "driver_version") == ["700.00 W", "535.1"]
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert harness.nvidia_smi("driver_version") == []
+
+
 # --- with a GPU that is played --------------------------------------------------------------------
 
 
@@ -450,6 +477,19 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             assert row["over_torch_by"] == "torch"
             assert row["over_float32_by"] in ("torch", "onednn")
             assert 0 < row["over_float32_q1"] <= row["over_float32"] <= row["over_float32_q3"]
+
+
+def test_arms_without_a_precision_are_a_line_and_a_mistake_where_they_are_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "has_bf16", lambda: True)
+    words = ["--device", "cpu", "--models", "tiny", "--tokens", "1", "--rounds", "1"]
+    words += ["--precisions", "bf16", "--arms", "onednn"]
+    assert verb("bench", "infer", *words, "--out", str(tmp_path)) == 2
+    assert "tiny, onednn: it has no products of bf16" in capsys.readouterr().err.splitlines()[-1]
+    assert not [*tmp_path.iterdir()]
+    assert bench.main(["infer", *words, "torch"]) == 0
+    assert "onednn: it has no products of bf16" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", list(peers.RUNTIMES))

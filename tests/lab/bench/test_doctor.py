@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
-from nmrun.lab.bench import doctor
+from nmrun.lab.bench import doctor, harness
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
@@ -160,7 +161,7 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
     assert [words for _, words in doctor.accelerated()] == [
         "none: this GPU has no sparse tensor cores; masks train anywhere"
     ]
-    monkeypatch.setattr(doctor, "driver", lambda: "999.1")
+    monkeypatch.setattr(harness, "nvidia_smi", lambda *fields: ["999.1"])
     assert list(doctor.gpus()) == [
         ("GPU", "Test GPU, compute capability 7.5, 80 GiB"),
         ("driver", "999.1"),
@@ -183,9 +184,7 @@ def test_the_whole_of_it_on_a_cpu(
         request.getfixturevalue("no_compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(
-        semi_structured, "bandwidth", lambda measure=semi_structured.bandwidth: measure(1 << 16)
-    )
+    monkeypatch.setattr(doctor, "bandwidth", functools.partial(doctor.bandwidth, columns=64))
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line[:15].strip() for line in lines]

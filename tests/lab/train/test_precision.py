@@ -10,7 +10,7 @@ import torch
 from runs import config, cut_off, finished, result_of
 from torch import nn
 
-from nmrun.fast.cpu import probe
+from nmrun.kernels import compiler
 from nmrun.lab.train import build
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def played(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    monkeypatch.setattr(probe, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(compiler, "processor_flags", lambda: frozenset(flags))
 
 
 @pytest.mark.parametrize(
