@@ -45,6 +45,7 @@ def main() -> int:
     # small models tenfold and more. What `bench infer` measures is for processes of others.
     if sys.argv[1:3] != ["bench", "infer"]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  # closed, by <&-
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # closed, by 2>&-
     if not leads() or sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -73,7 +73,11 @@ def agreed(verb: str, question: str) -> bool:
     """Ask, and return whether the answer is yes; ConfigError where there is nobody to ask."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{verb}: {question} Nobody to ask here; --yes is the answer")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 STATUS = 128 + signal.SIGPIPE  # which shells give a program that the signal ended

@@ -24,6 +24,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
+from nmrun.lab.train.track import MLFLOW_WAITS
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import jobs_of
 from nmrun.patterns import written
@@ -182,7 +183,7 @@ class Result:
 
 # --- the process ----------------------------------------------------------------------------------
 
-VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT")
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT", *MLFLOW_WAITS)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from nmrun.lab.runs import locks
 from nmrun.lab.verbs import Parser, agreed
 from nmrun.registry import did_you_mean
 
+REMNANT = re.compile(rf"{re.escape(status.DELETED)}s-?\d+-[0-9a-f]+-\d+")  # of a run, see _delete
 Files = dict[Path, tuple[int, int]]  # size and time of change of each
 
 
@@ -34,8 +36,6 @@ def main(argv: Sequence[str]) -> int:
     if not options.failed and not options.filter:
         raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
     path = status.folder_of(options.path)
-    for remnant in path.rglob(f"{status.DELETED}*"):  # by one that was killed
-        shutil.rmtree(remnant, ignore_errors=True)
     folders = selection(path, options.failed, options.filter)
     runs = {folder: _files(folder) for folder in folders}
     print(*runs, sep="\n")
@@ -43,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
     if not options.yes and not agreed("rm", f"delete {what}?"):
         print("nothing deleted")
         return 0
+    for remnant in path.rglob(f"{status.DELETED}*"):  # by one that was killed
+        if REMNANT.fullmatch(remnant.name):
+            shutil.rmtree(remnant, ignore_errors=True)
     reasons = {folder: _delete(folder, files) for folder, files in runs.items()}
     gone = [runs[folder] for folder, why in reasons.items() if not why]
     if gone:

@@ -347,9 +347,9 @@ def lines(folder: Path) -> list[str]:
     varied = _varying_keys([line["overrides"] for line in record.ends])
     # <dataset>/<model>/<recipe>/<ratio>/<run>
     above = {str(Path(place).parents[3]) for place in places}
-    path = above.pop() if len(above) == 1 else os.path.commonpath(places)
+    paths = above if len(above) == 1 else {str(Path(place).parents[4]) for place in places}
     rows = [key for key in varied if key not in OWN_AXES]
-    words = ["nmrun", "table", path]
+    words = ["nmrun", "table", *sorted(paths)]
     if rows and rows != ["recipe"]:
         words += ["--rows", ",".join(dict.fromkeys(["recipe", *rows]))]
     return [f"  {shlex.join(words)}"]

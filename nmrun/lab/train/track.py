@@ -155,9 +155,10 @@ MLFLOW_LONGEST = 500  # characters of a parameter
 INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
 # seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
 FINISH_TIMEOUT = 60.0
-_unreachable = (
-    False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
-)
+# likewise of each request to MLflow, whose own defaults wait for minutes
+MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+# those that did not answer in this process: the next run of a sweep does not wait for them again
+_unreachable: set[str] = set()
 
 
 class Logger(Protocol):
@@ -219,7 +220,6 @@ class WandBLogger:
 
 def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     """Begin a run of W&B with the run's id; None where WANDB_MODE is ``disabled``."""
-    global _unreachable
     track = run.config["track"]
     mode = os.environ.get("WANDB_MODE") or track["mode"]
     if mode == "disabled":
@@ -242,13 +242,13 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
         "settings": _wandb_settings(wandb, track),
         "reinit": "finish_previous",
     }
-    if online and not _unreachable:
+    if online and "wandb" not in _unreachable:
         try:
             # without resume, a run of the same id is replaced: that is force=true
             resume: Any = "allow" if run.history else None
             return WandBLogger(wandb.init(mode="online", resume=resume, **arguments))
         except Exception as error:
-            _unreachable = True
+            _unreachable.add("wandb")
             wandb.teardown(exit_code=1)  # its service would hold the run's id
             run.say(f"W&B cannot be reached ({type(error).__name__}): tracking offline")
     # An offline run cannot be taken up again: replace it by one with the whole history.
@@ -330,16 +330,30 @@ class MLflowLogger:
     """A run of MLflow; a resumed run takes up its own, which has its rows."""
 
     def __init__(self, run: TrackedRun) -> None:
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
+        for variable, value in MLFLOW_WAITS.items():
+            os.environ.setdefault(variable, value)
         for name in ("mlflow", "alembic"):  # which tell of the tables that they make
             logging.getLogger(name).setLevel(logging.WARNING)
         track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
         self._client = client = MlflowClient(place)
+        if place in _unreachable:
+            raise ConnectionError("its server failed an earlier run of this process")
         project = track.get("project", "nmrun")
-        known = client.get_experiment_by_name(project)
-        experiment = known.experiment_id if known else client.create_experiment(project)
+        try:
+            known = client.get_experiment_by_name(project)
+        except MlflowException:
+            _unreachable.update({place} if place.startswith("http") else ())
+            raise
+        try:
+            experiment = known.experiment_id if known else client.create_experiment(project)
+        except MlflowException:  # a job beside this one has made it meanwhile
+            if (known := client.get_experiment_by_name(project)) is None:
+                raise
+            experiment = known.experiment_id
         if run.history:
             mine = f"tags.`{MLFLOW_ID}` = '{run.id}'"
             for old in client.search_runs([experiment], mine, max_results=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -95,9 +96,25 @@ def test_it_asks_first(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     answers = iter(["", "n", "y"])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    folder = runs["failed"].parent
+    theirs, remnant = folder / ".deleted-mine", folder / ".deleted-s0-0123456789-1"
+    theirs.mkdir(), remnant.mkdir()
     for left in (True, True, False):
         assert verb(*words) == 0
         assert runs["failed"].exists() is left
+        assert (theirs.exists(), remnant.exists()) == (True, left)
+
+
+def test_an_end_of_the_input_is_no(runs, tmp_path, capsys, monkeypatch):
+    words = ("rm", str(tmp_path / "outputs"), "--failed")
+    monkeypatch.setattr("sys.stdin", None)  # closed, by <&-
+    assert verb(*words) == 2
+    assert "Nobody to ask here" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # Ctrl-D
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert verb(*words) == 0
+    assert capsys.readouterr().out.endswith("\nnothing deleted\n")
+    assert runs["failed"].exists()
 
 
 def test_a_run_at_work_is_not_deleted(runs, tmp_path, capsys):

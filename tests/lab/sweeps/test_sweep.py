@@ -484,12 +484,13 @@ def test_the_jobs_are_those_that_were_checked(launches, tmp_path):
 # --- the end --------------------------------------------------------------------------------------
 
 
-def ended(folder: Path, jobs: list[str]) -> list[str]:
-    """What a sweep says whose jobs had these words."""
+def ended(folder: Path, jobs: list[str], *outputs: str) -> list[str]:
+    """What a sweep says whose jobs had these words; they write to ``outputs`` in turn."""
     folder.mkdir()
     sweep.begin(folder, len(jobs), "nmrun -m", "out")
     for number, words in enumerate(jobs):
-        place = f"out/digits/small_conv/ste/2of4/s0-{number}"
+        output = outputs[number % len(outputs)] if outputs else "out/digits"
+        place = f"{output}/small_conv/ste/2of4/s0-{number}"
         sweep.add(folder, {"status": "finished", "folder": place}, words.split(), 1.0)
     return sweep.lines(folder)
 
@@ -561,6 +562,14 @@ def test_a_sweep_ends_with_the_command_for_its_table(tmp_path):
     assert ended(tmp_path / "b", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
     jobs = ["recipe=ste", "recipe=ste optimizer.lr=2"]  # as experiments of several sweeps have it
     assert ended(tmp_path / "c", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
+    for outputs, paths in {
+        ("out/digits", "out/cifar10"): "out",
+        ("a/digits", "b/digits"): "a b",
+        ("a/digits", "/tmp/b/digits", "a/cifar10"): "/tmp/b a",
+        ("digits", "cifar10"): ".",
+    }.items():
+        folder = tmp_path / paths.replace("/", "_").replace(".", "here")
+        assert ended(folder, ["recipe=ste"] * 4, *outputs) == [f"  nmrun table {paths}"]
 
 
 def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):

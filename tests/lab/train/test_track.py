@@ -109,7 +109,7 @@ def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0")
     monkeypatch.setenv("NETRC", str(tmp_path / ("netrc" if login else "none")))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(track, "_unreachable", True)
+    monkeypatch.setattr(track, "_unreachable", {"wandb"})
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.chdir(tmp_path)
@@ -199,7 +199,7 @@ def test_an_unreachable_server_is_waited_for_once(tmp_path, monkeypatch):
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
         monkeypatch.setattr(track, "INIT_TIMEOUT", 1.0)
-        monkeypatch.setattr(track, "_unreachable", False)
+        monkeypatch.setattr(track, "_unreachable", set())
         for number in (0, 1):
             folder = tmp_path / f"a/b/{number}"
             folder.mkdir(parents=True)
@@ -324,3 +324,47 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path, monkeypatch, capsys):
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
     assert run.data.metrics["final/test/accuracy"] == 0.75
     assert run.data.params["sparsity.m"] == "8"
+
+
+@pytest.mark.slow
+def test_an_mlflow_that_refuses_is_waited_for_once_and_not_for_long(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow.tracking")
+    slept: list[float] = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", slept.append)
+    monkeypatch.setenv("NO_PROXY", "*")
+    for name in track.MLFLOW_WAITS:
+        monkeypatch.setenv(name, "")  # which is taken back in the end
+        monkeypatch.delenv(name)
+    cfg = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        for seconds in (30, 0):
+            slept.clear()
+            run, messages = tracker(tmp_path, cfg)
+            run.log({"step": 1, "something": 1.0})
+            run.finish({}, 0)
+            (line,) = messages
+            assert line.startswith("MLflow is off for this run")
+            assert sum(slept) <= seconds
+
+
+@pytest.mark.slow
+def test_an_experiment_that_another_job_makes_meanwhile_is_taken(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking")
+    place = f"sqlite:///{tmp_path / 'some.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    client = tracking.MlflowClient(place)
+    theirs = client.create_experiment("mine")
+    look, looks = tracking.MlflowClient.get_experiment_by_name, []
+
+    def before(self, name):
+        looks.append(name)
+        return None if len(looks) == 1 else look(self, name)
+
+    monkeypatch.setattr(tracking.MlflowClient, "get_experiment_by_name", before)
+    cfg = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
+    run, messages = tracker(tmp_path, cfg)
+    run.finish({}, 0)
+    assert messages == []
+    assert len(client.search_runs([theirs])) == 1
