@@ -135,13 +135,13 @@ def test_weights_of_many_kinds_are_compressed_together(dtype):
             whole.append(weight.clone())
             weights.append(as_stored(weight.to(kind), i % 2 == 1))
     blobs = [torch.zeros(compression.blob_shape(*w.shape, low), dtype=low) for w in weights]
-    batch = compression.CompressionBatch(weights, blobs)
-    batch.write()
+    batch, members = compression.CompressionBatch(), list(zip(weights, blobs, strict=True))
+    batch.write(members)
     for weight, blob in zip(whole, blobs, strict=True):
         assert torch.equal(unpacked(blob, *weight.shape), weight)
     for weight in weights:
         weight.copy_((2 * weight.float()).to(weight.dtype))
-    batch.write()
+    batch.write(members)
     for weight, blob in zip(whole, blobs, strict=True):
         assert torch.equal(unpacked(blob, *weight.shape), 2 * weight)
 

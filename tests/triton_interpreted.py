@@ -6,6 +6,8 @@ nearest even, is put in its place.
 """
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -165,24 +167,27 @@ def test_weights_of_many_kinds_in_one_batch():
         Pattern.parse(ratio).over(w.shape[dim])
         for w, (_, dim, ratio, _) in zip(weights, kinds, strict=True)
     ]
-    batch = triton_projection.Batch(weights, outs, patterns, dims)
-    assert sorted(len(launch.members) for launch in batch._launches) == [1, 1, 1, 2, 2]
+    members = list(zip(weights, outs, patterns, dims, strict=True))
+    batch = triton_projection.Batch()
+    launches = batch.launches.of(members)
+    assert sorted(len(launch.members) for launch in launches) == [1, 1, 1, 2, 2]
 
     def check():
         for weight, out, pattern, dim in zip(weights, outs, patterns, dims, strict=True):
             assert torch.equal(bits(out), bits(reference(weight, pattern, dim, "hard", 1.0)))
 
-    batch.project()
+    batch.project(members)
     check()
 
-    tables = [launch.table._rows for launch in batch._launches]
+    tables = [launch.table._rows for launch in launches]
     before = [rows.clone() for rows in tables]
     weights[1].mul_(-1)
     outs[1].set_(torch.zeros_like(outs[1]).untyped_storage(), 0, outs[1].shape)  # other memory
-    batch.project()
+    batch.project(members)
     check()
     # a captured graph reads them
-    assert all(a is launch.table._rows for a, launch in zip(tables, batch._launches, strict=True))
+    assert all(a is launch.table._rows for a, launch in zip(tables, launches, strict=True))
+    assert batch.launches.of(members) is launches
     assert sum(not torch.equal(a, b) for a, b in zip(tables, before, strict=True)) == 1
 
 
@@ -202,10 +207,10 @@ def test_what_it_leaves_to_the_reference():
     )
     assert (out == 7.0).all()
     with pytest.raises(ValueError, match=r"weight 1 of the batch, \[16, 64\] torch.float64"):
-        triton_projection.Batch([weight, weight.double()], [out, out], [pattern] * 2, [1, 1])
+        triton_projection.Batch().project([(w, out, pattern, 1) for w in (weight, weight.double())])
     shifted = weight.flatten()[1:65].view(1, 64)
     with pytest.raises(ValueError, match="16 bytes"):
-        triton_projection.Batch([shifted], [out[:1]], [pattern], [1]).project()
+        triton_projection.Batch().project([(shifted, out[:1], pattern, 1)])
 
 
 def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
@@ -405,7 +410,7 @@ def test_a_run_with_fused_steps_is_one_with_hooks(recipe, options, monkeypatch):
             if handle.measure_flips:
                 rates.append(handle.flip_rate)
             working += [w.weight.clone() for w in handle.sparse]
-        assert bool(optimizer._one_pass and optimizer._one_pass._launches) is fused
+        assert bool(optimizer._one_pass and optimizer._one_pass._kernels) is fused
         return model, working, rates
 
     (mine, copies, rates), (other, others, their_rates) = trained(True), trained(False)
@@ -429,7 +434,7 @@ def test_all_weights_are_projected_in_one_launch(recipe, monkeypatch):
     monkeypatch.setattr(
         triton_projection.Batch,
         "project",
-        lambda self: (together.append(len(self.weights)), batch(self))[1],
+        lambda self, members: (together.append(len(members)), batch(self, members))[1],
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4))).to(DEVICE)
@@ -447,6 +452,20 @@ def test_all_weights_are_projected_in_one_launch(recipe, monkeypatch):
     assert len(alone) == steps
     for w in handle.sparse:
         assert torch.equal(w.parameter, hard_threshold(w.dense, w.pattern, w.dim))
+
+
+def test_the_dense_weights_are_gone_when_training_is_over(monkeypatch):
+    """Though the handle is there, and what projected them with it."""
+    monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(3))).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = sparsify(model, optimizer, "ste", "2:4")
+    model(torch.randn(5, 16, device=DEVICE)).square().sum().backward()
+    optimizer.step()
+    dense = [weakref.ref(weight.dense) for weight in handle.sparse]
+    handle.finalize()
+    gc.collect()
+    assert [tensor() for tensor in dense] == [None] * 3
 
 
 # --- the unbiased estimate ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nmrun.kernels.operands import Operands
 from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import launches, on
+from nmrun.kernels.triton_launches import Launches, on, share_of
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
 
@@ -96,26 +96,26 @@ def adam_many(
 
 
 class FusedAdam:
-    """Adam's step, with what is done around it, for weights whose ``Rule.kind`` is one, in as few
-    launches as they allow. Raises ValueError where the kernels do not apply to a weight."""
+    """Adam's step, with what is done around it, for weights of one ``Rule.kind`` on one device, in as
+    few launches as they allow."""
 
-    def __init__(self, members: Sequence[Operands]) -> None:
-        decayed, spared, has_mask, soft, fading = members[0].update.rule.kind
+    def __init__(self, kind: tuple[bool, ...], device: torch.device) -> None:
+        decayed, spared, has_mask, soft, fading = kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
         self._constants = {"DECAYED": decayed, "SPARED": spared, "HAS_MASK": has_mask, "MODE": mode}
-        weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
-        patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
-        self._launches = launches(weights, outs, patterns, dims, TILE)
+        self._launches = Launches(share_of)
         # at one place for good: a captured graph reads them there
-        self.scalars = torch.empty(11, device=weights[0].device)
+        self.scalars = torch.empty(11, device=device)
 
     def step(self, members: Sequence[Operands], scalars: list[float], frozen: bool = False) -> None:
-        """Update weights, moments and working copies of the constructor's ``members``, with their
-        tensors of now. Raises ValueError if a tensor does not begin at a multiple of 16 bytes."""
+        """Update weights, moments and working copies. Raises ValueError where the kernels do not apply
+        to a weight, and where a tensor does not begin at a multiple of 16 bytes."""
         self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
-        for indices, table, constants in self._launches:
+        updates = [o.update for o in members]
+        batch = [(u.dense, u.projected, u.pattern, u.dim, TILE) for u in updates]
+        for indices, table, constants in self._launches.of(batch):
             rows = table.rows([
-                (*members[i].all, members[i].update.rule.mask, members[i].update.rule.soft_threshold_scale)
+                (*members[i].all, updates[i].rule.mask, updates[i].rule.soft_threshold_scale)
                 for i in indices
             ])  # fmt: skip
             with on(rows):

@@ -4,7 +4,7 @@ launch."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from nmrun.kernels.triton_groups import LARGEST_M
 from nmrun.patterns import Pattern
 
 TILE = 2048  # weights a program has at least, if there are so many: 16 a thread
+MOST = 64  # batches of other kinds that are kept: structure decay changes patterns
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -57,6 +58,9 @@ def applies(
     )
 
 
+Sizes = tuple[int, int, int]
+
+
 class LaunchTable:
     """Sizes and addresses of weights that share a launch, on their device; written anew only when a
     tensor has moved.
@@ -66,9 +70,8 @@ class LaunchTable:
     """
 
     def __init__(
-        self, sizes: Sequence[tuple[int, int, int]], columns: int, device: torch.device
+        self, sizes: Sequence[Sizes], programs: Sequence[int], device: torch.device
     ) -> None:
-        programs = [triton.cdiv(size[0], columns) for size in sizes]
         self.programs = sum(programs)
         first = [sum(programs[:i]) for i in range(len(programs))]
         self.sizes = [[*size, program] for size, program in zip(sizes, first, strict=True)]
@@ -105,37 +108,68 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def launches(
-    weights: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    patterns: Sequence[Pattern],
-    dims: Sequence[int],
-    tile: int = TILE,
-) -> list[Launch]:
-    """The fewest launches for these weights: one for each device, pattern, kind of layout and pair
-    of dtypes. Raises ValueError where the kernels do not apply to a weight."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    prepared = []
-    for i, (weight, out, pattern, dim) in enumerate(
-        zip(weights, outs, patterns, dims, strict=True)
-    ):
-        dim %= max(1, weight.dim())
-        if not applies(weight, out, pattern, dim):
-            raise ValueError(
-                f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
-            )
-        sizes, constants = shape_of(weight, pattern, dim, tile)
-        constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
-        prepared.append((sizes, constants))
-        kinds.setdefault((weight.device, *constants.values()), []).append(i)
-    result = []
-    for members in kinds.values():
-        constants = prepared[members[0]][1]
-        table = LaunchTable(
-            [prepared[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
-        )
-        result.append(Launch(members, table, constants))
-    return result
+class Share(NamedTuple):
+    """What a launch has of one weight: the sizes in its row, its programs, the kernel's constants."""
+
+    sizes: Sizes
+    programs: int
+    constants: dict[str, Any]
+
+
+class Launches:
+    """The fewest launches for batches of weights: one for each device and set of constants. They depend
+    on the kinds of the tensors alone, so they hold none, and are made once.
+
+    Args:
+        share: of ``(weight, out, *how)``, which is one weight of a batch; None where the kernel does not
+            apply to it.
+    """
+
+    def __init__(self, share: Callable[..., Share | None]) -> None:
+        self._share = share
+        self._made: dict[tuple[Any, ...], list[Launch]] = {}
+
+    def of(self, batch: Sequence[tuple[Any, ...]]) -> list[Launch]:
+        """Those of a batch. Raises ValueError where the kernel does not apply to a weight."""
+        key = tuple((*_kind(weight), *_kind(out), *how) for weight, out, *how in batch)
+        if key not in self._made:
+            if len(self._made) >= MOST:
+                self._made.clear()
+            self._made[key] = self._make(batch)
+        return self._made[key]
+
+    def _make(self, batch: Sequence[tuple[Any, ...]]) -> list[Launch]:
+        shares = list[Share]()
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for i, (weight, *others) in enumerate(batch):
+            share = self._share(weight, *others)
+            if share is None:
+                raise ValueError(
+                    f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
+                )
+            shares.append(share)
+            alike.setdefault((weight.device, *share.constants.values()), []).append(i)
+        result = []
+        for (device, *_), members in alike.items():
+            sizes, programs, constants = zip(*(shares[i] for i in members), strict=True)
+            result.append(Launch(members, LaunchTable(sizes, programs, device), constants[0]))
+        return result
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def share_of(
+    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, tile: int = TILE
+) -> Share | None:
+    """For :class:`Launches` that project; None where the kernels do not apply."""
+    dim %= max(1, weight.dim())
+    if not applies(weight, out, pattern, dim):
+        return None
+    sizes, constants = shape_of(weight, pattern, dim, tile)
+    constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
+    return Share(sizes, triton.cdiv(sizes[0], constants["COLUMNS"]), constants)
 
 
 def on(tensor: Tensor) -> Any:

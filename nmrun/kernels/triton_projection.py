@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import applies, launches, on, shape_of
+from nmrun.kernels.triton_launches import Launches, applies, on, shape_of, share_of
 from nmrun.patterns import Pattern
 
 
@@ -103,24 +103,17 @@ def fits(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
 
 
 class Batch:
-    """Weights whose N largest are kept in as few launches as they allow; arguments as of
-    :func:`project`, one of each for each weight."""
+    """Keeps the N largest of many weights in as few launches as they allow."""
 
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        patterns: Sequence[Pattern],
-        dims: Sequence[int],
-    ) -> None:
-        self.weights, self.outs = weights, outs
-        self._launches = launches(weights, outs, patterns, dims)
+    def __init__(self) -> None:
+        self.launches = Launches(share_of)
 
-    def project(self) -> None:
-        """Project all of them. Raises ValueError if one does not begin at a multiple of 16
-        bytes."""
-        for members, table, constants in self._launches:
-            rows = table.rows([(self.weights[i], self.outs[i]) for i in members])
+    def project(self, batch: Sequence[tuple[Tensor, Tensor, Pattern, int]]) -> None:
+        """Project weights, each with ``out``, ``pattern`` and ``dim`` of :func:`project`. Raises
+        ValueError where the kernels do not apply to one, and where one does not begin at a multiple
+        of 16 bytes."""
+        for members, table, constants in self.launches.of(batch):
+            rows = table.rows([batch[i][:2] for i in members])
             with on(rows):
                 project_many[(table.programs,)](
                     rows, table.owner, **constants, FIELDS=rows.shape[1], enable_fp_fusion=False

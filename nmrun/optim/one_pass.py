@@ -20,8 +20,6 @@ from nmrun.optim.stock import breaks_graph
 if TYPE_CHECKING:
     from nmrun.kernels.triton_adamw import FusedAdam
 
-MOST_LAUNCHES = 64  # structure decay changes patterns; older launches are dropped
-
 
 class OnePass:
     """Steps in one pass, and what they keep from one step to the next. ``pending``: the operands of
@@ -31,7 +29,7 @@ class OnePass:
         self.pending: dict[Any, Operands] = {}
         # torch's fused step counts on the device, where reading the count would wait
         self._counts: dict[Any, float] = {}
-        self._launches: dict[tuple[Any, ...], FusedAdam] = {}
+        self._kernels: dict[tuple[Any, ...], FusedAdam] = {}
 
     def forget(self) -> None:
         """The optimizer's state was replaced: drop what was derived from it."""
@@ -87,26 +85,19 @@ class OnePass:
         for o in operands:
             values = scalars(group, o.steps, o.update.rule)
             if projection.by_triton(o.update.dense, o.update.pattern):
-                launches.setdefault((*values, o.frozen, o.update.rule.kind), []).append(o)
+                key = (*values, o.frozen, o.update.rule.kind, o.update.dense.device)
+                launches.setdefault(key, []).append(o)
             else:
                 cpu.step_adam(o, values)
-        for (*values, frozen, _), members in launches.items():
-            self._launch(members).step(members, values, frozen)
+        for (*values, frozen, kind, device), members in launches.items():
+            self._kernel(kind, device).step(members, values, frozen)
 
-    def _launch(self, members: Sequence[Operands]) -> FusedAdam:
+    def _kernel(self, kind: tuple[bool, ...], device: torch.device) -> FusedAdam:
         from nmrun.kernels.triton_adamw import FusedAdam  # here: Triton is not everywhere
 
-        # a launch reads the addresses anew at every step; what it is made for are the shapes
-        key = tuple(
-            (t.shape, t.stride(), o.update.pattern, o.update.dim, o.update.rule.kind)
-            for o in members
-            for t in (o.update.dense, o.update.projected)
-        )
-        if key not in self._launches:
-            if len(self._launches) > MOST_LAUNCHES:
-                self._launches.clear()
-            self._launches[key] = FusedAdam(members)
-        return self._launches[key]
+        if (kind, device) not in self._kernels:
+            self._kernels[kind, device] = FusedAdam(kind, device)
+        return self._kernels[kind, device]
 
 
 def supports(o: Operands, fused: bool) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from nmrun.patterns import Pattern
 from nmrun.rule import Rule
 from nmrun.sparsity import reference
 from nmrun.sparsity.weight import SparseWeight
+
+if TYPE_CHECKING:
+    from nmrun.kernels.triton_projection import Batch
 
 
 @torch.no_grad()
@@ -83,39 +86,27 @@ def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None
 
 
 class WeightBatch:
-    """Weights that Triton projects together, in as few launches as a CUDA device takes.
-
-    The launch is prepared anew when an address changes.
-    """
+    """Weights that Triton projects together, in as few launches as a CUDA device takes."""
 
     def __init__(self) -> None:
-        self._addresses: list[tuple[int, int]] = []
-        self._launch: Any = None
+        self._batch: Batch | None = None
 
     def project(self, weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> list[SparseWeight]:
         """Project the weights whose rule keeps the N largest and that Triton's kernel can project;
         returns the others."""
         rest: list[SparseWeight] = []
-        members: list[Any] = []  # (weight, its dense tensor, its projected tensor)
+        together = list[tuple[Tensor, Tensor, Pattern, int]]()
         for weight, rule in zip(weights, rules, strict=True):
             tensors = weight.dense, weight.weight
             if _keeps_largest(rule) and _fits(weight, *tensors):
-                members.append((weight, *tensors))
+                together.append((*tensors, weight.pattern, weight.dim))
             else:
                 rest.append(weight)
-        if members:
-            from nmrun.kernels import triton_projection
+        if together:
+            from nmrun.kernels.triton_projection import Batch
 
-            addresses = [(d.data_ptr(), p.data_ptr()) for _, d, p in members]
-            if addresses != self._addresses:
-                self._addresses = addresses
-                self._launch = triton_projection.Batch(
-                    [d for _, d, _ in members],
-                    [p for _, _, p in members],
-                    [w.pattern for w, _, _ in members],
-                    [w.dim for w, _, _ in members],
-                )
-            self._launch.project()
+            self._batch = self._batch or Batch()
+            self._batch.project(together)
         return rest
 
 

@@ -33,17 +33,15 @@ from nmrun.products.simulation import backward_product, estimate
 
 
 class BatchPacker:
-    """Packs the weights of many layers in few launches. They are prepared anew when an address
-    changes."""
+    """Packs the weights of many layers in few launches."""
 
     def __init__(self) -> None:
-        self._addresses: list[tuple[int, int]] = []
         self._batch: compression.CompressionBatch | None = None
 
     @torch.no_grad()
     def write(self, members: Sequence[tuple[SemiStructuredProducts, ToWrite]]) -> None:
         """As ``write`` of each of the products does."""
-        weights, outs = list[Tensor](), list[Tensor]()
+        together = list[tuple[Tensor, Tensor]]()
         dense, copies = list[Tensor](), list[Tensor]()
         for products, (weight, other, masked) in members:
             rewrite = semi_structured.named(products.path).rewrite
@@ -51,19 +49,16 @@ class BatchPacker:
             if rewrite is semi_structured.cusparselt_rewrite and all(
                 compression.fits(w, parts[0]) for w, parts in to_pack
             ):
-                weights += [w for w, _ in to_pack]
-                outs += [parts[0] for _, parts in to_pack]
+                together += [(w, parts[0]) for w, parts in to_pack]
                 dense += [w for w, _ in to_copy]
                 copies += [copy for _, copy in to_copy]
             else:
                 products.write(weight, other, masked)
         if copies:
             torch._foreach_copy_(copies, dense)
-        addresses = [(w.data_ptr(), out.data_ptr()) for w, out in zip(weights, outs, strict=True)]
-        if addresses != self._addresses:
-            self._addresses, self._batch = addresses, compression.CompressionBatch(weights, outs)
-        if self._batch is not None:
-            self._batch.write()
+        if together:  # without Triton there are none
+            self._batch = self._batch or compression.CompressionBatch()
+            self._batch.write(together)
 
 
 class SemiStructuredProducts(nn.Module):

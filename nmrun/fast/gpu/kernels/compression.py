@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from nmrun.kernels.comparison import agrees
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
+
+if TYPE_CHECKING:
+    from nmrun.kernels.triton_launches import Share
 
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8}
 # compared once, in whole tiles; kernels differ where 16 divides the groups of a row and where not
@@ -106,47 +109,42 @@ def _is_even(rows: int, columns: int) -> bool:
 
 
 class CompressionBatch:
-    """Weights that our kernel compresses in as few launches as there are kinds of them, of dtype and
-    order in memory. Arguments as of :func:`write`, one of each for each weight."""
+    """Compresses weights by our kernel, in as few launches as there are kinds of them, of dtype and
+    order in memory."""
 
-    def __init__(self, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        import triton.language as tl
+    def __init__(self) -> None:
+        from nmrun.kernels.triton_launches import Launches
 
-        from nmrun.kernels.triton_launches import Launch, LaunchTable
+        self._launches = Launches(_share)
 
-        self.weights, self.outs = weights, outs
-        self._launches: list[Launch] = []
-        sizes: list[tuple[int, int, int]] = []
-        kinds: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
-        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
-            rows, columns = weight.shape
-            constants = _constants(weight, out)
-            tiles = -(-rows // constants["ROWS"]) * -(-columns // 4 // constants["GROUPS"])
-            sizes.append((tiles, rows, columns // 4))
-            short = constants["BITS"] == 8
-            whole = tl.int8 if short else tl.int16
-            constants |= {
-                "EVEN": _is_even(rows, columns),
-                "WEIGHT": whole if constants["CAST"] is None else tl.float32,
-                "PAIR": tl.int16 if short else tl.int32,
-            }
-            key = weight.device, *constants.values()
-            kinds.setdefault(key, (constants, []))[1].append(i)
-        for (device, *_), (constants, members) in kinds.items():
-            table = LaunchTable([sizes[i] for i in members], 1, device)
-            self._launches.append(Launch(members, table, constants))
-
-    def write(self) -> None:
-        """Compress all of them as they are now."""
+    def write(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compress weights, each into its ``out`` of :func:`write`."""
         from nmrun.fast.gpu.kernels import triton_compression
         from nmrun.kernels.triton_launches import on
 
-        for members, table, constants in self._launches:
-            rows = table.rows([(self.weights[i], self.outs[i]) for i in members])
+        for members, table, constants in self._launches.of(batch):
+            rows = table.rows([batch[i] for i in members])
             with on(rows):
                 triton_compression.pack_many[(table.programs,)](
                     rows, table.owner, **constants, FIELDS=rows.shape[1]
                 )
+
+
+def _share(weight: Tensor, out: Tensor) -> Share:
+    import triton.language as tl
+
+    from nmrun.kernels.triton_launches import Share
+
+    (rows, columns), constants = weight.shape, _constants(weight, out)
+    tiles = -(-rows // constants["ROWS"]) * -(-columns // 4 // constants["GROUPS"])
+    short = constants["BITS"] == 8
+    whole = tl.int8 if short else tl.int16
+    constants |= {
+        "EVEN": _is_even(rows, columns),
+        "WEIGHT": whole if constants["CAST"] is None else tl.float32,
+        "PAIR": tl.int16 if short else tl.int32,
+    }
+    return Share((tiles, rows, columns // 4), tiles, constants)
 
 
 def _constants(weight: Tensor, out: Tensor) -> dict[str, Any]:
@@ -222,5 +220,5 @@ def _has_the_librarys_bits(
     alone, together = ([torch.zeros_like(expected) for _ in sources] for _ in range(2))
     for source, got in zip(sources, alone, strict=True):
         write(source, got)
-    CompressionBatch(sources, together).write()
+    CompressionBatch().write(list(zip(sources, together, strict=True)))
     return all(torch.equal(got.view(whole), expected.view(whole)) for got in alone + together)
