@@ -4,6 +4,7 @@ which a run begins with it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -21,6 +22,7 @@ from nmrun.lab import models, tasks
 from nmrun.lab.export import finished_run
 from nmrun.lab.pruning.config import read
 from nmrun.lab.pruning.prune import calibration
+from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import identity
 from nmrun.sparsity import check_nm
@@ -197,6 +199,20 @@ def test_images(tmp_path, capsys):
     assert "test accuracy: " in printed
     model = nmrun.Result("finished", result["config"], {}, Path(result["folder"])).model()
     assert check_nm(model, "2:4", exclude=["stem", "head"])
+
+
+def test_the_run_that_is_pruned_may_be_moved_meanwhile(tmp_path, capsys, monkeypatch):
+    config, module = runs.config(tmp_path, "recipe=dense"), "nmrun.oneshot.prune"
+    assert runner.run(config, tmp_path / "dense")["status"] == "finished"
+    by_library = importlib.import_module(module).prune
+
+    def moved(*args, **settings):
+        (tmp_path / "dense").rename(tmp_path / "moved")
+        return by_library(*args, **settings)
+
+    monkeypatch.setattr(f"{module}.prune", moved)
+    result, _ = prune(tmp_path / "dense", "samples=50", f"output_dir={tmp_path}", capsys=capsys)
+    assert RunFolder(result["folder"]).finished() is not None
 
 
 def test_a_pretrained_network(tmp_path, capsys):
