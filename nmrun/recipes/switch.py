@@ -191,7 +191,10 @@ class AutoSwitch(Switch):
         events = super().prepare(beta2, eps, device)
         self.eps, self.rest, self.size = float(eps), 1 - float(beta2), self.size.to(device)
         if len(self.window) > self.last and not self.partial:
-            events.append(f"STEP switches at step {self.last + 1} (t_max)")
+            events.append(
+                f"STEP switches at step {self.last + 1} (t_max), before AutoSwitch's window of "
+                f"{len(self.window):,} steps is full"
+            )
         return events
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:

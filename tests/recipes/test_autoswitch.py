@@ -86,7 +86,7 @@ def test_window_length(beta2, length):
 def test_a_window_longer_than_t_max_is_said_beforehand():
     model, optimizer, handle = begin("auto", beta2=0.999)
     (event,) = handle.pop_events()
-    assert len(event.split()) == 6
+    assert "window of 1,000 steps" in event
     steps, switched = iter(gradients(lambda t: 1e-6)), 0
     while handle.phase == "dense":
         one_step(model, optimizer, next(steps))
