@@ -14,6 +14,10 @@ import pandas as pd
 import pytest
 from verbs import verb
 
+from nmrun.lab.keys.config import Config
+from nmrun.lab.words import experiment
+from nmrun.lab.words.identity import identity
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 PAGES = sorted({path.stem for path in RESULTS.glob("*.md")} - {"index"})
@@ -47,6 +51,30 @@ def accuracies(path: Path, lines: list[str]) -> Path:
     rows = (f"{line},digits,mlp,finished,accuracy,adam" for line in lines)
     path.write_text("\n".join([head, *rows]) + "\n")
     return path
+
+
+REPEATED = re.compile(r"^nmrun -m (experiment=.*?)(?:   #.*)?$", re.MULTILINE)
+REPEATABLE = [name for name in PAGES if REPEATED.search((RESULTS / f"{name}.md").read_text())]
+
+
+@pytest.mark.parametrize("page", REPEATABLE)
+def test_the_commands_of_a_page_make_its_runs(page):
+    """The id of a run is made of all its settings."""
+    text = (RESULTS / f"{page}.md").read_text()
+    jobs: dict[str, Config] = {}
+    for command in REPEATED.findall(text):
+        name, scale, *changes = shlex.split(command)
+        every = experiment.load(name.removeprefix("experiment="))
+        configs = experiment.configs(every, scale.removeprefix("scale="), changes)
+        jobs |= {identity(config): config for config in configs}
+    texts = {config.plain["dataset"].get("sha256") for config in jobs.values()}
+    files = re.findall(r"\]\((\w+\.csv)\)", text)
+    assert files
+    for file in files:
+        runs = pd.read_csv(RESULTS / file, dtype=str)
+        if not set(runs.get("dataset.sha256", pd.Series(dtype=str)).dropna()) <= texts:
+            pytest.skip("the text is another Python's standard library")
+        assert set(runs["id"]) <= jobs.keys()
 
 
 @pytest.mark.slow

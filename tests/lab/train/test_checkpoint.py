@@ -106,7 +106,7 @@ def test_every_seed_is_given_to_every_generator_as_far_as_it_takes_it(seed):
 def test_generators_of_gpus_come_back_where_there_are_as_many(devices, restored, monkeypatch):
     states = [torch.tensor([1]), torch.tensor([2])]
     set_again: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_again.append)
@@ -114,7 +114,7 @@ def test_generators_of_gpus_come_back_where_there_are_as_many(devices, restored,
     assert state["cuda"] == states
     checkpoint.restore_random_state(state)
     assert set_again == ([states] if restored else [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert checkpoint.random_state()["cuda"] == []
 
 
