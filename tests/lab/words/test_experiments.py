@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -367,6 +368,15 @@ def test_gradient_flow_has_the_phases_of_the_authors_code():
     assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= settings
     assert {dense for name, _, dense in settings if "gf" in name} == {0.0}
     assert {c.optimizer.decay for c in configs_of("gradient_flow_vit", "paper")} == {"matrices"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_larger_scale_replaces_nothing_of_a_sweep_but_its_seeds(name):
+    every = experiment.load(name)
+    for scale in every.sweeps.keys() - {"smoke"}:
+        of_scale = {word.partition("=")[0] for word in shlex.split(every.scales[scale])}
+        of_sweeps = {w.partition("=")[0] for line in every.sweeps[scale] for w in shlex.split(line)}
+        assert of_scale & of_sweeps <= {"seed", "zip"}
 
 
 # --- overrides ------------------------------------------------------------------------------------
