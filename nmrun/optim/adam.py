@@ -108,16 +108,14 @@ class Adam(EagerOptimizer, torch.optim.Adam):
                 if "frozen_denominator" not in state:
                     continue
                 v = state.pop("frozen_denominator")
+                values = local(v)  # DTensor knows no clamping in place
                 if eps_mode == "inside":
-                    v = (v.square() - eps).clamp_min_(0.0)
+                    values.square_().sub_(eps).clamp_min_(0.0)
                 else:
-                    v = (
-                        (v - (eps if eps_mode == "outside" else eps**0.75))
-                        .clamp_min_(0.0)
-                        .square_()
-                    )
+                    shift = eps if eps_mode == "outside" else eps**0.75
+                    values.sub_(shift).clamp_min_(0.0).square_()
                 if bias_correction:
-                    v = v * (1 - beta2 ** float(state["step"]))
+                    values.mul_(1 - beta2 ** float(state["step"]))
                 state["exp_avg_sq"] = v
                 if group["amsgrad"]:
                     state["max_exp_avg_sq"] = v.clone()
