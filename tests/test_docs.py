@@ -59,6 +59,9 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
         return
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saliency.py").write_text(*blocks(ROOT / "docs/own-recipe.md", "python"))
+    (tmp_path / "wikitext-2").mkdir()
+    for name in ("valid", "test"):
+        (tmp_path / f"wikitext-2/{name}.txt").touch()
     if words[0] in cli.all_verbs():
         assert is_parsed(words)
         return
