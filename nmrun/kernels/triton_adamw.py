@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nmrun.kernels.operands import Operands
 from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import Launches, on, share_of
+from nmrun.kernels.triton_launches import Launches, member_of, on
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
 
@@ -103,7 +103,7 @@ class FusedAdam:
         decayed, spared, has_mask, soft, fading = kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
         self._constants = {"DECAYED": decayed, "SPARED": spared, "HAS_MASK": has_mask, "MODE": mode}
-        self._launches = Launches(share_of)
+        self._launches = Launches(member_of)
         # at one place for good: a captured graph reads them there
         self.scalars = torch.empty(11, device=device)
 

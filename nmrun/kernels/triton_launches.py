@@ -108,7 +108,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-class Share(NamedTuple):
+class LaunchMember(NamedTuple):
     """What a launch has of one weight: the sizes in its row, its programs, the kernel's constants."""
 
     sizes: Sizes
@@ -121,12 +121,12 @@ class Launches:
     on the kinds of the tensors alone, so they hold none, and are made once.
 
     Args:
-        share: of ``(weight, out, *how)``, which is one weight of a batch; None where the kernel does not
+        member: of ``(weight, out, *how)``, which is one weight of a batch; None where the kernel does not
             apply to it.
     """
 
-    def __init__(self, share: Callable[..., Share | None]) -> None:
-        self._share = share
+    def __init__(self, member: Callable[..., LaunchMember | None]) -> None:
+        self._member = member
         self._made: dict[tuple[Any, ...], list[Launch]] = {}
 
     def of(self, batch: Sequence[tuple[Any, ...]]) -> list[Launch]:
@@ -139,19 +139,19 @@ class Launches:
         return self._made[key]
 
     def _make(self, batch: Sequence[tuple[Any, ...]]) -> list[Launch]:
-        shares = list[Share]()
+        entries = list[LaunchMember]()
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i, (weight, *others) in enumerate(batch):
-            share = self._share(weight, *others)
-            if share is None:
+            member = self._member(weight, *others)
+            if member is None:
                 raise ValueError(
                     f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
                 )
-            shares.append(share)
-            alike.setdefault((weight.device, *share.constants.values()), []).append(i)
+            entries.append(member)
+            alike.setdefault((weight.device, *member.constants.values()), []).append(i)
         result = []
         for (device, *_), members in alike.items():
-            sizes, programs, constants = zip(*(shares[i] for i in members), strict=True)
+            sizes, programs, constants = zip(*(entries[i] for i in members), strict=True)
             result.append(Launch(members, LaunchTable(sizes, programs, device), constants[0]))
         return result
 
@@ -160,16 +160,16 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def share_of(
+def member_of(
     weight: Tensor, out: Tensor, pattern: Pattern, dim: int, tile: int = TILE
-) -> Share | None:
+) -> LaunchMember | None:
     """For :class:`Launches` that project; None where the kernels do not apply."""
     dim %= max(1, weight.dim())
     if not applies(weight, out, pattern, dim):
         return None
     sizes, constants = shape_of(weight, pattern, dim, tile)
     constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
-    return Share(sizes, triton.cdiv(sizes[0], constants["COLUMNS"]), constants)
+    return LaunchMember(sizes, triton.cdiv(sizes[0], constants["COLUMNS"]), constants)
 
 
 def on(tensor: Tensor) -> Any:

@@ -250,7 +250,9 @@ class Stepper:
         if self.recipe.dense_forward:
             return
         step = self.recipe.step
-        thorough = self._last_written >= step - 1 or step % COMPARED_EVERY == COMPARED_EVERY - 1
+        thorough = (
+            self._last_written in (step - 1, step) or step % COMPARED_EVERY == COMPARED_EVERY - 1
+        )
         changed: list[SparseWeight] = []
         for weight in self.sparse:
             dense = weight.dense

@@ -18,7 +18,7 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
 if TYPE_CHECKING:
-    from nmrun.kernels.triton_launches import Share
+    from nmrun.kernels.triton_launches import LaunchMember
 
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8}
 # compared once, in whole tiles; kernels differ where 16 divides the groups of a row and where not
@@ -115,7 +115,7 @@ class CompressionBatch:
     def __init__(self) -> None:
         from nmrun.kernels.triton_launches import Launches
 
-        self._launches = Launches(_share)
+        self._launches = Launches(_member)
 
     def write(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Compress weights, each into its ``out`` of :func:`write`."""
@@ -130,10 +130,10 @@ class CompressionBatch:
                 )
 
 
-def _share(weight: Tensor, out: Tensor) -> Share:
+def _member(weight: Tensor, out: Tensor) -> LaunchMember:
     import triton.language as tl
 
-    from nmrun.kernels.triton_launches import Share
+    from nmrun.kernels.triton_launches import LaunchMember
 
     (rows, columns), constants = weight.shape, _constants(weight, out)
     tiles = -(-rows // constants["ROWS"]) * -(-columns // 4 // constants["GROUPS"])
@@ -144,7 +144,7 @@ def _share(weight: Tensor, out: Tensor) -> Share:
         "WEIGHT": whole if constants["CAST"] is None else tl.float32,
         "PAIR": tl.int16 if short else tl.int32,
     }
-    return Share((tiles, rows, columns // 4), tiles, constants)
+    return LaunchMember((tiles, rows, columns // 4), tiles, constants)
 
 
 def _constants(weight: Tensor, out: Tensor) -> dict[str, Any]:
