@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.integrations.training import Training, end
+from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
@@ -52,6 +52,7 @@ class NMTrainerCallback(TrainerCallback):
             total_steps,
             options,
             'Trainer(..., optimizer_cls_and_kwargs=(nmrun.optim.AdamW, {"lr": args.learning_rate}))',
+            "NMTrainerCallback(total_steps=...)",
         )
         self._step, self._was_sparse = 0, True
 
@@ -73,18 +74,14 @@ class NMTrainerCallback(TrainerCallback):
         self.handle = self._training.begin(
             model, optimizer, state.max_steps, state.global_step, [schedule]
         )
-        if state.global_step and not self.handle.recipe.step:
-            resumed = f"the checkpoint of step {state.global_step}"
-            if empty:
-                self.handle.abandon()
-                raise ConfigError(
-                    f"{resumed} has no state of the optimizer (save_only_model), so no dense weights "
-                    "and no clock of the recipe: begin a new training with its model"
-                )
-            self.handle.stepper.warn(
-                f"{resumed} was saved without nmrun: the recipe begins here, with the first of "
-                f"{self.handle.recipe.total_steps or 'its'} steps"
+        if state.global_step and empty and not self.handle.recipe.step:
+            self.handle.abandon()
+            raise ConfigError(
+                f"the checkpoint of step {state.global_step} has no state of the optimizer "
+                "(save_only_model), so no dense weights and no clock of the recipe: begin a new "
+                "training with its model"
             )
+        warn_if_late(self.handle, state.global_step)
         self._log_events(state)
         self._step, self._was_sparse = self.handle.recipe.step, self.handle.is_sparse
 
@@ -115,7 +112,11 @@ class NMTrainerCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the recipe; the weights of the best model, if the Trainer has loaded it, stay. Raises
-        RunError as :meth:`nmrun.Handle.finalize`, and where the best model is not N:M."""
+        """End the recipe; the weights of the best model, if the Trainer has loaded it, stay. A trial
+        that a search for hyperparameters has pruned is left without an end. Raises RunError as
+        :meth:`nmrun.Handle.finalize`, and where the best model is not N:M."""
         assert self.handle is not None
-        end(self.handle)
+        if state.is_hyper_param_search and not control.should_training_stop:
+            self.handle.abandon()
+        else:
+            end(self.handle)

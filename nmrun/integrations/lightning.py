@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.integrations.training import Training, end
+from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
@@ -32,8 +32,9 @@ class NMCallback(Callback):
     is there from the beginning of the training on.
 
     Args:
-        total_steps: optimizer steps of the whole run. None, the default: as the Trainer estimates
-            with automatic optimization, and ``max_steps`` with manual.
+        total_steps: steps of this optimizer in the whole run. None, the default: as the Trainer
+            estimates with automatic optimization, and ``max_steps`` with manual. Of several
+            optimizers Lightning counts all steps together, so they need it for recipes with phases.
         optimizer: which of the module's optimizers has the sparse weights, from 0; a module with
             several must say so.
         options: other arguments of :func:`nmrun.sparsify`. Recipe, pattern and hyperparameters are
@@ -50,7 +51,9 @@ class NMCallback(Callback):
     ) -> None:
         self.handle: Handle | None = None
         self._training = Training(
-            recipe, pattern, total_steps, options, "return it from configure_optimizers"
+            *(recipe, pattern, total_steps, options),
+            own_optimizer="return it from configure_optimizers",
+            length="NMCallback(total_steps=...)",
         )
         self._optimizer, self._was_sparse = optimizer, True
 
@@ -65,13 +68,17 @@ class NMCallback(Callback):
                 "of N:M weights is not N:M: use StochasticWeightAveraging"
             )
         optimizers = trainer.optimizers
-        if self._optimizer is None and len(optimizers) > 1:
+        number = self._optimizer
+        if number is None and len(optimizers) == 1:
+            number = 0
+        if number is None or not 0 <= number < len(optimizers):
+            several = "" if len(optimizers) == 1 else "s"
             raise ConfigError(
-                f"this module has {len(optimizers)} optimizers: say which one has the sparse "
-                "weights, as by NMCallback(optimizer=0)"
+                f"this module has {len(optimizers)} optimizer{several}: say which one has the "
+                "sparse weights, as by NMCallback(optimizer=0)"
             )
+        optimizer = optimizers[number]
         steps = None if self._training.total_steps else planned_steps(trainer, pl_module)
-        optimizer = optimizers[self._optimizer or 0]
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         followers = [each for each in schedules if getattr(each, "optimizer", None) is optimizer]
         self.handle = self._training.begin(pl_module, optimizer, steps, schedules=followers)
@@ -82,6 +89,7 @@ class NMCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the phase, after a checkpoint was loaded."""
         assert self.handle is not None
+        warn_if_late(self.handle, trainer.global_step)
         self._was_sparse = self.handle.is_sparse
 
     def on_train_batch_end(
@@ -106,16 +114,18 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
-    """The optimizer steps that a Trainer, with its loops, plans; None where it does not know."""
+    """The steps that a Trainer, with its loops, plans for its optimizer; None where it does not
+    know, as for one of several."""
     if not module.automatic_optimization:
-        return trainer.max_steps if trainer.max_steps > 0 else None
+        counted = trainer.max_steps > 0 and len(trainer.optimizers) == 1
+        return trainer.max_steps if counted else None
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs or 0
     for each in _callbacks(trainer):
         # its last epoch, for batch norm, has no steps
         averaged = getattr(each, "_max_epochs", epochs)
         if isinstance(each, callbacks.StochasticWeightAveraging) and 0 < averaged < epochs:
             steps = steps * averaged / epochs
-    return None if steps == float("inf") else int(steps)
+    return int(steps) if 0 < steps < float("inf") else None  # -1 where the data have no length
 
 
 def average_dense(swa: callbacks.StochasticWeightAveraging, handle: Handle) -> None:
@@ -139,7 +149,7 @@ def average_dense(swa: callbacks.StochasticWeightAveraging, handle: Handle) -> N
 
 def forget_best(callback: Callback) -> None:
     """Let a callback that compares models by a metric begin anew; other callbacks stay."""
-    if isinstance(callback, callbacks.ModelCheckpoint):
+    if isinstance(callback, callbacks.ModelCheckpoint) and callback.monitor is not None:
         callback.best_k_models, callback.best_model_score = {}, None
         callback.best_model_path = callback.kth_best_model_path = ""
     if isinstance(callback, callbacks.EarlyStopping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +18,15 @@ from nmrun.recipes.parameters import AddedParameters
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify, unwrapped
 
+BEGUN: weakref.WeakSet[Handle] = weakref.WeakSet()  # by all callbacks of this process
+
 
 class Training:
     """A sparse training whose model and optimizer a stack makes later.
 
-    ``own_optimizer``: how the stack is given an optimizer of nmrun's. Raises ConfigError for an
-    unknown recipe, pattern or value, TypeError for an unknown hyperparameter.
+    ``own_optimizer``: how the stack is given an optimizer of nmrun's; ``length``: how it is told
+    the number of steps. Raises ConfigError for an unknown recipe, pattern or value, TypeError for
+    an unknown hyperparameter.
     """
 
     def __init__(
@@ -32,9 +36,10 @@ class Training:
         total_steps: int | None,
         options: dict[str, Any],
         own_optimizer: str,
+        length: str,
     ) -> None:
         self.handle: Handle | None = None
-        self.own_optimizer = own_optimizer
+        self.hints = {"nmrun.optim.": own_optimizer, "needs total_steps": length}
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
         arguments = inspect.signature(sparsify).parameters
@@ -49,31 +54,51 @@ class Training:
         resumed: int = 0,
         schedules: Sequence[Any] = (),
     ) -> Handle:
-        """Make the weights sparse, as :func:`nmrun.sparsify` does. A training of the same model
-        that was cut off in this process is left first. Where its own optimizer has loaded the
-        checkpoint of step ``resumed`` since, it goes on. Raises ConfigError as
-        :func:`nmrun.sparsify`, and for a recipe that adds a parameter group where a schedule has
-        a function for each group."""
+        """Make the weights sparse, as :func:`nmrun.sparsify` does. A training of these weights that
+        was cut off in this process is left first, also that of another callback. Where its own
+        optimizer has loaded the checkpoint of step ``resumed`` since, it goes on. Raises
+        ConfigError as :func:`nmrun.sparsify`, and for a recipe that adds a parameter group where a
+        schedule has a function for each group."""
         if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
             raise ConfigError(
                 f"{self._name} adds a parameter group, for which an older LambdaLR has no function: "
                 "use another schedule, such as CosineAnnealingLR, or a loop of your own"
             )
-        last = self.handle
-        if last is not None and last.sparse and last.model is model:
-            if last.optimizer is unwrapped(optimizer) and last.recipe.step == resumed > 0:
+        stepping = unwrapped(optimizer)
+        owned = {id(p) for group in stepping.param_groups for p in group["params"]}
+        for last in list(BEGUN):
+            own, same = last is self.handle, last.optimizer is stepping
+            # sparsify refuses two callbacks for one optimizer
+            if owned.isdisjoint(id(w.parameter) for w in last.sparse) or (same and not own):
+                continue
+            if own and same and last.recipe.step == resumed > 0:
                 return last
+            if not own:
+                last.stepper.warn("another training of these weights begins, and this one is left")
             last.abandon()
-        total = self.total_steps or total_steps
+        total = total_steps if self.total_steps is None else self.total_steps
         try:
             self.handle = sparsify(
                 model, optimizer, self.recipe, self.pattern, total, **self.options
             )
-        except ValueError as error:
-            if "nmrun.optim." in str(error):
-                raise ConfigError(f"{error}: {self.own_optimizer}") from None
+        except ConfigError as error:
+            for part, hint in self.hints.items():
+                if part in str(error):
+                    raise ConfigError(f"{error}: {hint}") from None
             raise
+        BEGUN.add(self.handle)
         return self.handle
+
+
+def warn_if_late(handle: Handle, steps: int) -> None:
+    """Warn of a recipe that begins when the training has made steps already, as after the
+    checkpoint of a dense training."""
+    if steps and not handle.recipe.step:
+        total = handle.recipe.total_steps
+        handle.stepper.warn(
+            f"the training is at its step {steps}, and the recipe begins here, with the first of "
+            f"{total or 'its'} steps"
+        )
 
 
 @torch.no_grad()

@@ -160,6 +160,19 @@ def test_a_dense_end_is_told(data, tmp_path):
 
 
 @pytest.mark.minutes
+def test_a_checkpoint_of_a_dense_training_is_warned_of(data, tmp_path):
+    train(data, tmp_path, "--optimizer", "sgd", "--max-update", "4")
+    ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
+    words = [sys.executable, "-m", "fairseq_cli.train", str(data), *TRAIN.split(), *ours]
+    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    process = subprocess.run(
+        [*words, "--nm-recipe", "sr_ste"], capture_output=True, text=True, env=environment
+    )
+    assert process.returncode == 0
+    assert "at its step 4, and the recipe begins here, with the first of 12" in process.stderr
+
+
+@pytest.mark.minutes
 def test_only_sparse_models_compete_for_the_best(data, tmp_path):
     """With 1 of 16 weights the loss is worse than it was before. A training that goes on with
     sparse weights compares with the best of them."""

@@ -286,7 +286,7 @@ def test_a_checkpoint_without_the_optimizer_is_refused(recipe, tmp_path):
 def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     hf.trainer(tmp_path, [], **saving).train()
-    with pytest.warns(UserWarning, match="the checkpoint of step 3 was saved without nmrun"):
+    with pytest.warns(UserWarning, match="at its step 3, and the recipe begins here, with"):
         trainer, _ = trained(tmp_path, "sr_ste", str(tmp_path / "checkpoint-3"), **saving)
     nmrun.sparsity.check_nm(trainer.model, "2:4")
 
@@ -336,6 +336,46 @@ def test_a_batch_size_that_was_too_large(recipe, after, tmp_path):
         assert torch.equal(now, before)
     assert sparse.handle.recipe.step == trainer.state.global_step
     nmrun.sparsity.check_nm(trainer.model, "2:4")
+
+
+def test_after_ctrl_c_another_trainer_begins_with_the_dense_weights(tmp_path):
+    sparse, model = callback("sr_ste"), hf.gpt2()
+    stop = cut_off(KeyboardInterrupt(), 1)
+    with pytest.raises(KeyboardInterrupt):
+        hf.trainer(tmp_path, [sparse, stop], model=model, max_steps=2).train()
+    dense = [weight.dense.clone() for weight in sparse.handle.sparse]
+    seen: list[Any] = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            seen.extend(weight.dense.clone() for weight in again.handle.sparse)
+
+    again = callback("sr_ste")
+    trainer = hf.trainer(tmp_path, [again, Looks()], model=model, max_steps=1)
+    with pytest.warns(match="step 1: another training of these weights begins"):
+        trainer.train()
+    for now, before in zip(seen, dense, strict=True):
+        assert torch.equal(now, before)
+    nmrun.sparsity.check_nm(model, "2:4")
+
+
+def test_a_pruned_trial_ends_without_an_error(tmp_path, monkeypatch):
+    """As with Optuna: the Trainer ends a training in ASP's dense phase."""
+
+    class PrunedError(Exception):
+        pass
+
+    def report(*_: Any) -> None:
+        trainer.state.is_hyper_param_search = True
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        raise PrunedError
+
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    trainer = hf.trainer(tmp_path, [callback("asp", total_steps=8)], **evaluated)
+    monkeypatch.setattr(trainer, "_report_to_hp_search", report)
+    with pytest.raises(PrunedError):
+        trainer.train()
+    assert not any("nmrun" in group for group in trainer.optimizer.param_groups)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from errors import one_line
 from lazily import Lazily, needs
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from training import bits
 
 import nmrun
@@ -127,11 +129,11 @@ def cut_off() -> Any:
     return CutOff()
 
 
-@pytest.mark.parametrize("epoch", [None, 0, 1])
+@pytest.mark.parametrize(("epoch", "other"), [(None, False), (None, True), (0, False), (1, False)])
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_training_that_was_cut_off_goes_on_in_the_same_process(recipe, epoch, tmp_path):
+def test_a_training_that_was_cut_off_goes_on_in_the_same_process(recipe, epoch, other, tmp_path):
     """From a checkpoint with the bits of a run without a stop; without one it begins anew, with the
-    dense weights that it has."""
+    dense weights that it has, by the same callback or another one."""
     saves = callbacks.ModelCheckpoint(
         tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
     )
@@ -140,19 +142,37 @@ def test_a_training_that_was_cut_off_goes_on_in_the_same_process(recipe, epoch, 
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, lit.loader())
     left = [weight.dense.clone() for weight in watch.handle.sparse]
-    again = lit.trainer(tmp_path, [watch])
+    again = lit.trainer(tmp_path, [callback(recipe) if other else watch])
     if epoch is None:
         plain = lit.Module()
         plain.load_state_dict(module.state_dict())
         for weight, dense in zip(watch.handle.sparse, left, strict=True):
             plain.get_parameter(weight.name).data.copy_(dense)
         lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
-        again.fit(module, lit.loader())
+        with pytest.warns(match="this one is left") if other else contextlib.nullcontext():
+            again.fit(module, lit.loader())
     else:
         plain = lit.Module()
         lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
         again.fit(module, lit.loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
     assert weights(module) == weights(plain)
+
+
+def test_two_callbacks_for_one_optimizer_are_refused(tmp_path):
+    parts = [
+        integration.NMCallback("sr_ste", "2:4", include=name) for name in (r"net\.0", r"net\.3")
+    ]
+    with one_line(ConfigError, r"net\.0\.weight of this model is sparse already"):
+        lit.trainer(tmp_path, parts).fit(lit.Module(), lit.loader())
+
+
+def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
+    trainer = lit.trainer(tmp_path, [], max_epochs=1)
+    trainer.fit(lit.Module(), lit.loader())
+    trainer.save_checkpoint(tmp_path / "dense.ckpt")
+    module, trainer = lit.Module(), lit.trainer(tmp_path, [callback("sr_ste")])
+    with pytest.warns(match="at its step 3, and the recipe begins here, with the first of 12"):
+        trainer.fit(module, lit.loader(), ckpt_path=tmp_path / "dense.ckpt")
 
 
 def test_step_names_the_optimizer_it_needs(tmp_path):
@@ -176,6 +196,14 @@ def test_only_sparse_models_compete_for_the_best(tmp_path):
     assert best.best_model_score == 3.0
     assert trainer.current_epoch == 7
     nmrun.sparsity.check_nm(lit.Module.load_from_checkpoint(best.best_model_path), "2:4")
+
+
+def test_without_a_metric_the_last_checkpoint_alone_is_kept(tmp_path):
+    """Lightning deletes the one before, also where the weights became sparse between the two."""
+    last = callbacks.ModelCheckpoint(tmp_path / "saved", save_on_train_epoch_end=True)
+    trainer = lit.trainer(tmp_path, [callback("asp"), last], enable_checkpointing=True)
+    trainer.fit(lit.Module(), lit.loader())
+    assert [str(path) for path in (tmp_path / "saved").iterdir()] == [last.best_model_path]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -242,12 +270,42 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
     assert watch.handle.recipe.step == lit.BATCHES
     assert (module.net[0].weight != 0).all()
     nmrun.sparsity.check_nm(module, "2:4", exclude="net.0")
+    # max_steps counts the steps of both
+    trainer = lit.trainer(
+        tmp_path, [integration.NMCallback("asp", optimizer=1)], **options, max_steps=6
+    )
+    with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
+        trainer.fit(Two(False), lit.loader())
+
+
+def test_an_optimizer_that_is_not_there_is_refused(tmp_path):
+    trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=1)])
+    with one_line(ConfigError, "has 1 optimizer: say which one"):
+        trainer.fit(lit.Module(), lit.loader())
+
+
+class Unknown(IterableDataset[torch.Tensor]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(lit.loader())
 
 
 def test_without_a_length_the_option_is_named(tmp_path):
-    trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=-1)
-    with pytest.raises(ValueError, match="asp needs total_steps"):
+    for data, epochs in ((lit.loader(), -1), (DataLoader(Unknown(), None), lit.EPOCHS)):
+        trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=epochs)
+        with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
+            trainer.fit(lit.Module(), data)
+    trainer = lit.trainer(tmp_path, [integration.NMCallback("asp", total_steps=0)])
+    with one_line(ConfigError, "total_steps=0: it takes"):
         trainer.fit(lit.Module(), lit.loader())
+
+
+def test_a_recipe_without_phases_needs_no_length(tmp_path):
+    module, watch = lit.Module(), callback("sr_ste")
+    lit.trainer(tmp_path, [watch]).fit(module, DataLoader(Unknown(), None))
+    assert watch.handle.recipe.total_steps is None
+    assert weights(module) == weights(plain_loop("sr_ste"))
 
 
 @pytest.fixture

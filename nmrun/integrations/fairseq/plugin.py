@@ -22,9 +22,8 @@ from fairseq.trainer import Trainer
 
 from nmrun import optim
 from nmrun.errors import ConfigError, RunError, leads, refuse
-from nmrun.patterns import PatternError
+from nmrun.integrations.training import Training, warn_if_late
 from nmrun.step.handle import Handle
-from nmrun.step.sparsify import sparsify
 
 
 @dataclass
@@ -93,21 +92,16 @@ def check(cfg: Any) -> None:
 
 
 def begin(trainer: Trainer) -> Handle:
-    """Make the weights of a fairseq trainer sparse, as its options ask for. Raises ValueError where
+    """Make the weights of a fairseq trainer sparse, as its options ask for. Raises ConfigError where
     options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
-    config, model = trainer.cfg.optimization, trainer._model
-    optimizer = trainer._optimizer.optimizer
-    arguments = keywords(config.nm_options)
-    if config.max_update > 0:
-        arguments.setdefault("total_steps", config.max_update)
-    try:
-        return sparsify(model, optimizer, config.nm_recipe, config.nm_pattern, **arguments)
-    except ValueError as error:
-        if "nmrun.optim." in str(error):
-            raise ConfigError(f"{error}: --optimizer nm_adam") from None
-        if "needs total_steps" in str(error):
-            raise ConfigError(f"{error}: --max-update") from None
-        raise
+    config, arguments = trainer.cfg.optimization, keywords(trainer.cfg.optimization.nm_options)
+    training = Training(
+        *(config.nm_recipe, config.nm_pattern, arguments.pop("total_steps", None), arguments),
+        own_optimizer="--optimizer nm_adam",
+        length="--max-update",
+    )
+    steps = config.max_update if config.max_update > 0 else None
+    return training.begin(trainer._model, trainer._optimizer.optimizer, steps)
 
 
 def compare_anew(trainer: Trainer, handle: Handle) -> None:
@@ -119,6 +113,7 @@ def compare_anew(trainer: Trainer, handle: Handle) -> None:
     def before(*_: Any) -> None:
         nonlocal was_sparse
         was_sparse = handle.is_sparse
+        warn_if_late(handle, trainer.get_num_updates())
 
     def after(*_: Any) -> None:
         if was_sparse or not handle.is_sparse:
@@ -153,7 +148,7 @@ def build_and_begin(trainer: Trainer) -> None:
         stock_build(trainer)
         begun.append(begin(trainer))
         compare_anew(trainer, begun[-1])
-    except (ConfigError, PatternError, TypeError) as error:
+    except (ConfigError, TypeError) as error:
         sys.exit(refuse([str(error)]))
 
 
