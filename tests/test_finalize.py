@@ -69,8 +69,8 @@ REASONS: list[tuple[str, Callable[[Start], None], str]] = [
     ),
     ("sr_ste", replaced, r"2\.weight is no longer the parameter that was made sparse"),
     ("sr_ste", assigned, r"0\.weight is no longer the parameter that was made sparse"),
-    ("mdgf_linear", dense_phase, r"0\.weight is not 2:4 after step 3"),
-    ("lbc", dense_phase, r"weight is not 2:4 after step 3"),
+    ("mdgf_linear", dense_phase, r"0\.weight is not 2:4 after step 3 of total_steps=10\. Train on"),
+    ("lbc", dense_phase, r"weight is not 2:4 after step 3 of total_steps=10\. Train on"),
     ("sdgf_stepwise", dense_phase, r"0\.weight is not 2:4 after step 3"),
 ]
 

@@ -347,11 +347,15 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
             "the optimizer that was given to sparsify never stepped: give sparsify the optimizer "
             "that trains, or train before finalize()"
         )
+    at_step = f"after step {recipe.step} of total_steps={recipe.total_steps}"
+    advice = (
+        "Train on, or give sparsify the number of steps that you make, without those that a "
+        "GradScaler skips"
+    )
     if recipe.dense_forward and not recipe.ends_dense:
         raise RunError(
-            f"training ended in a dense phase of {recipe.name}, after step {recipe.step} of "
-            f"total_steps={recipe.total_steps}: the weights are not {recipe.pattern}. Train on, or "
-            "give sparsify the number of steps that you make"
+            f"training ended in a dense phase of {recipe.name}, {at_step}: the weights are not "
+            f"{recipe.pattern}. {advice}"
         )
     if differs:
         raise RunError(
@@ -363,7 +367,8 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
         if weight.weight.isnan().any():
             raise RunError(f"{weight.name} has NaN: a loss or gradient was not finite")
         if not recipe.ends_dense and not weight.holds():
-            raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
+            too_early = "" if recipe.is_sparse else f". {advice}"
+            raise RunError(f"{weight.name} is not {weight.pattern} {at_step}{too_early}")
 
 
 def _is_replaced(weight: SparseWeight) -> bool:
