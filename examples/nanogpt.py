@@ -99,6 +99,10 @@ def sample(model: GPT, start: str, length: int) -> str:
 
 def main(words: list[str]) -> float:
     given = dict(word.split("=", 1) for word in words)
+    if unknown := given.keys() - SETTINGS:
+        raise SystemExit(
+            f"{min(unknown)}: there is no such setting; there are {', '.join(SETTINGS)}"
+        )
     read = {k: type(v)(int(given[k]) if isinstance(v, bool) else given[k]) if k in given else v
             for k, v in SETTINGS.items()}  # fmt: skip
     cfg = argparse.Namespace(**read)
@@ -106,7 +110,9 @@ def main(words: list[str]) -> float:
     text = Path(argparse.__file__).read_text(encoding="ascii")
     data = torch.tensor([ord(letter) for letter in text])
     train, val = data[: int(0.9 * len(data))], data[int(0.9 * len(data)) :]
-    file = Path(cfg.out or tempfile.mkdtemp()) / "ckpt.pt"
+    folder = Path(cfg.out or tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "ckpt.pt"
     shape = {k: getattr(cfg, k) for k in ("block_size", "n_layer", "n_head", "n_embd")}
     saved = None if cfg.init_from == "scratch" else torch.load(file, weights_only=True)
 

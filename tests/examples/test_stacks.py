@@ -97,7 +97,6 @@ SMALL = ["max_iters=12", "eval_interval=4", "lr_decay_iters=12", "batch_size=4",
 
 def gpt(folder: Path, *words: str) -> dict[str, Any]:
     """Run it, and return its last checkpoint."""
-    folder.mkdir(exist_ok=True)
     nanogpt.main([f"out={folder}", *SMALL, *words])
     state: dict[str, Any] = torch.load(folder / "ckpt.pt", weights_only=True)
     return state
@@ -135,7 +134,12 @@ def test_a_compiled_language_model_trains_the_same(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_in_the_middle_samples(tmp_path, capsys):
-    gpt(tmp_path)
+    gpt(tmp_path / "new")
     capsys.readouterr()
-    nanogpt.main([f"out={tmp_path}", "init_from=sample"])
+    nanogpt.main([f"out={tmp_path / 'new'}", "init_from=sample"])
     assert len(capsys.readouterr().out) == len("def ") + 60 + 1
+
+
+def test_a_misspelt_setting_is_no_setting():
+    with pytest.raises(SystemExit, match="max_iter: there is no such setting"):
+        nanogpt.main(["max_iter=5"])
