@@ -161,9 +161,10 @@ SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
 
 
 def prompt(task: str, text: Text) -> Text:
-    """One text that names its task and its parts, such as ``rte sentence1: A. sentence2: B.``."""
+    """One text that names its task and its parts, such as ``rte sentence1: A. sentence2: B.``. T5
+    has them in the order of their names, so MNLI's hypothesis comes first."""
     parts = (f"{name}: {part}" for name, part in zip(WORDS[task][0], text, strict=True))
-    return (" ".join([task, *parts]),)
+    return (" ".join([task, *sorted(parts)]),)
 
 
 def glue_text(config: Config, device: torch.device) -> TextToText:
