@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from nmrun.patterns import Pattern
+from nmrun.sparsity.weight import plain_name
 
 EMBEDDING = "an embedding"
 COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parametrization)"
@@ -170,7 +171,7 @@ class Candidate:
         axes: what its dimensions mean; None where nobody knows.
         obstacle: why it cannot be sparse, whatever the options; empty if it can.
         adapter: whether it belongs to an adapter (LoRA, IA3).
-        names: all names of the parameter, this one among them.
+        names: all names of the parameter, this one among them, also without those of wrappers.
         pattern: what it is to hold, where it was selected.
     """
 
@@ -224,7 +225,7 @@ def named_parameters(model: nn.Module) -> list[Candidate]:
     ]
     names: dict[int, list[str]] = {}
     for each in parameters:
-        names.setdefault(id(each.parameter), []).append(each.name)
+        names.setdefault(id(each.parameter), []).extend((each.name, plain_name(each.name)))
     return [replace(each, names=tuple(names[id(each.parameter)])) for each in parameters]
 
 

@@ -204,7 +204,7 @@ class Options:
     # --- reading the options ----------------------------------------------------------------------
 
     def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
-        every = list(dict.fromkeys(each.module_name for each in self.parameters))
+        every = list({name for each in self.parameters for name in each.module_names})
         compiled = []
         for text in texts:
             if (expression := self._compiled(option, text)) is None:

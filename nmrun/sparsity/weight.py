@@ -25,14 +25,14 @@ from nmrun.sparsity.reference import grouped, holds
 
 PREFIX = "nmrun_"
 # the parts of a parameter's name that wrappers add
-WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
+WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_forward_module|_original_module)\."
 # the parameters that are sparse now, by id, of all handles
 LIVE: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 FIRST_MASK = "first_mask"  # packed bits, see nmrun.sparsity.metrics
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what DDP, FSDP and ``torch.compile`` add to it."""
+    """A parameter's name without what DDP, FSDP, ``torch.compile`` and Fabric add to it."""
     return re.sub(WRAPPED, "", name)
 
 

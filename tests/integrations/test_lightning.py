@@ -356,6 +356,24 @@ def test_fabric_before_and_after_setup(recipe, first):
     assert weights(module) == weights(plain_loop(recipe))
 
 
+def test_what_fabric_saved_goes_on_without_it(tmp_path):
+    fabric = fabrics.Fabric(accelerator="cpu", devices=1)
+    module: Any = lit.Module()
+    optimizer: Any = module.configure_optimizers()
+    net, wrapped = fabric.setup(module.net, optimizer)
+    sparse(net, wrapped, "sr_ste")
+    net(torch.ones(1, 16)).sum().backward()
+    wrapped.step()
+    fabric.save(tmp_path / "saved.ckpt", {"model": net, "optimizer": wrapped})
+    saved, again = torch.load(tmp_path / "saved.ckpt"), lit.Module()
+    plain: Any = again.configure_optimizers()
+    handle = sparse(again.net, plain, "sr_ste")
+    again.net.load_state_dict(saved["model"])
+    plain.load_state_dict(saved["optimizer"])
+    assert handle.recipe.step == 1
+    assert bits(plain.state_dict()) == bits(optimizer.state_dict())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

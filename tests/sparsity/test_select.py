@@ -200,6 +200,20 @@ def test_expressions_match_whole_names(options, expected):
     assert len(sparse) + len(dense) == 4
 
 
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod", "_forward_module"])
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_expressions_match_the_names_with_and_without_a_wrapper(wrapper, prefixed):
+    """Those of DDP, torch.compile and Fabric."""
+    prefix = rf"{wrapper}\." if prefixed else ""
+    options = {"exclude": f"{prefix}layer1", "overrides": {f"{prefix}head": "1:4"}}
+    sparse, _ = select(layers(**{wrapper: tower()}), Pattern(2, 4), **options)
+    assert [(c.name, str(c.pattern)) for c in sparse] == [
+        (f"{wrapper}.stem.weight", "2:4"),
+        (f"{wrapper}.layer10.weight", "2:4"),
+        (f"{wrapper}.head.weight", "1:4"),
+    ]
+
+
 def test_the_first_override_that_matches_counts():
     ratios = {"layer10": "1:16", "layer1.*": Pattern(3, 8), "head": "dense", ".*": "4:8"}
     sparse, dense = select(tower(), Pattern(2, 4), exclude="stem", overrides=ratios)
