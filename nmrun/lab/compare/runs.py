@@ -387,7 +387,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def as_text(lines: Lines, style: str) -> str | bytes:
     """Lines as ``csv``, ``json`` (a list of objects) or ``parquet``. In CSV a list is its items
     with spaces between, and texts that a spreadsheet would take for formulas begin with an
-    apostrophe. In Parquet a column of several kinds is one of texts.
+    apostrophe. In JSON an infinite number is null. In Parquet a column of several kinds is one of
+    texts.
     """
     if style == "csv":
         out = io.StringIO()
@@ -396,8 +397,8 @@ def as_text(lines: Lines, style: str) -> str | bytes:
         return out.getvalue()
     head, *rest = lines
     if style == "json":
-        records = [dict(zip(head, line, strict=True)) for line in rest]
-        return json.dumps(records, indent=1, default=str) + "\n"
+        records = [dict(zip(head, map(_finite, line), strict=True)) for line in rest]
+        return json.dumps(records, indent=1, default=str, allow_nan=False) + "\n"
     frame = pd.DataFrame(rest, columns=head, dtype=object)
     of_one_kind = typed(frame.loc[:, ~frame.columns.duplicated()]).apply(_of_one_kind)
     packed = io.BytesIO()
@@ -406,6 +407,13 @@ def as_text(lines: Lines, style: str) -> str | bytes:
     except ImportError:
         raise ConfigError("--format parquet needs pyarrow: pip install 'nmrun[parquet]'") from None
     return packed.getvalue()
+
+
+def _finite(value: Any) -> Any:
+    """A value of JSON, which has no word for infinity."""
+    if isinstance(value, list):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _of_one_kind(column: pd.Series) -> pd.Series:

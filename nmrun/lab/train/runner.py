@@ -197,10 +197,12 @@ class _Run:
                     accumulate, fresh = 2 * self.loop.steps.accumulate, False
                     where = f"step {self.loop.steps.step + 1}"
                 message = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
-                halves, possible = trainer.on_oom == "halve", accumulate <= trainer.batch_size
-                if not (halves and possible) or several:
-                    tries = f". Try trainer.accumulate={accumulate}" if possible else ""
-                    tries += " or trainer.on_oom=halve" if possible and not several else ""
+                size = trainer.batch_size
+                if trainer.on_oom != "halve" or accumulate > size or several:
+                    # a config takes equal parts alone
+                    equal = [n for n in range(accumulate, size + 1) if size % n == 0]
+                    tries = f". Try trainer.accumulate={equal[0]}" if equal else ""
+                    tries += " or trainer.on_oom=halve" if equal and not several else ""
                     raise RunError(f"{message}{tries}") from error
             # out of the handler, so that nothing holds on to the tensors of the failed step
             if outcome is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import math
 import re
 import statistics
@@ -356,6 +357,12 @@ def test_few_signs_can_show_nothing(write, table):
     out = table("--baseline", "dense", "--test", "wilcoxon")[1]
     assert "could not have shown any difference" in out
     assert cells(out.split("Difference", 1)[1])["ste"]["2:4"].endswith("p=0.062 (5)")
+
+    def no_word_of_json(text: str) -> None:
+        raise ValueError(text)
+
+    plain = table("--baseline", "dense", "--test", "wilcoxon", "--format", "json")[1]
+    assert [row["least"] for row in json.loads(plain, parse_constant=no_word_of_json)] == [None] * 2
 
 
 def test_other_data_and_other_budgets(write, table):

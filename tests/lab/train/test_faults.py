@@ -182,6 +182,16 @@ def test_without_memory_a_run_fails_and_says_what_to_try(small_memory, tmp_path,
     )
 
 
+@pytest.mark.parametrize(("size", "parts"), [(32, 2), (33, 3), (31, 31)])
+def test_the_parts_to_try_are_equal(tmp_path, monkeypatch, size, parts):
+    def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no space")
+
+    monkeypatch.setattr(Classification, "loss", limited)
+    cfg = config(tmp_path, f"trainer.batch_size={size}")
+    assert f"Try trainer.accumulate={parts} or" in runner.run(cfg, run_folder(cfg))["error"]
+
+
 def test_micro_batches_are_halved_until_they_fit(small_memory, tmp_path, capsys):
     cfg = config(tmp_path, "trainer.on_oom=halve")
     finished(cfg)
