@@ -240,6 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "wrong hyperparameter": ({"recipe": "sr_ste", "decai": 1.0}, TypeError, "no hyperparameter decai; did you mean decay"),
     "one of several": ({"recipe": "step", "total_steps": 9, "swich": 0.5}, TypeError, "did you mean switch.*it has switch, t_min"),
     "none at all": ({"recipe": "ste", "decay": 1.0}, TypeError, r"ste has no hyperparameter decay \(it has none\)"),
+    "an argument misspelt": ({"patern": "1:4"}, TypeError, r"ste has no hyperparameter patern; did you mean pattern\?"),
     "no such layer": ({"exclude": ["2", "head"]}, ValueError, "exclude: 'head' matches no layer's whole name; there are 0, 2, 4"),
     "a wrong ratio": ({"overrides": {"0": "4:1"}}, ValueError, "4:1 is not an N:M pattern"),
     "a class": ({"recipe": STEP, "total_steps": 9}, ConfigError, r"recipe=STEP is a class: write STEP\(\)"),

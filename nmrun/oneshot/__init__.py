@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
@@ -29,17 +29,19 @@ def lines(layers: Sequence[Mapping[str, Any]], width: int = 0) -> list[str]:
     ]
 
 
-def build(method: str, hyperparameters: Mapping[str, Any]) -> Method:
+def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str] = ()) -> Method:
     """Make a method of ``METHODS`` with hyperparameters of its own. Raises ConfigError for an
-    unknown name or hyperparameter, or a value out of its range."""
+    unknown name or hyperparameter, or a value out of its range. ``others``: what else may have
+    been meant by such a hyperparameter."""
     if method not in METHODS:
         hint = registry.did_you_mean(method, METHODS)
         raise ConfigError(f"method={method}: no such method{hint} (there are {', '.join(METHODS)})")
     kind: Any = registry.find("method", method, METHODS)
     ranges = checks(kind)
     has = ", ".join(ranges) or "none"
+    known = [*ranges, *others]
     problems = [
-        f"{method} has no hyperparameter {key}{registry.did_you_mean(key, ranges)} (it has {has})"
+        f"{method} has no hyperparameter {key}{registry.did_you_mean(key, known)} (it has {has})"
         for key in hyperparameters
         if key not in ranges
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ def prune(
     method: str = "sparsegpt",
     pattern: str | Pattern = "2:4",
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] = "auto",
+    exclude: str | Sequence[str] | None = "auto",
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
     forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -98,7 +99,10 @@ def prune(
         RunError: where the inputs of a layer are not finite, or their Hessian has no inverse. The
             layers before it are pruned then.
     """
-    pruner, pattern = oneshot.build(method, hyperparameters), Pattern.parse(pattern)
+    others = inspect.signature(prune).parameters
+    pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
+    if isinstance(batches, Tensor | Mapping):
+        raise ConfigError("prune takes several batches: give one by itself as [batch]")
     calibration = list(batches)
     if not calibration:
         raise ConfigError("prune needs calibration inputs, and there is no batch")
@@ -135,7 +139,7 @@ def _selection(
     model: nn.Module,
     pattern: Pattern,
     include: str | Sequence[str] | None,
-    exclude: str | Sequence[str],
+    exclude: str | Sequence[str] | None,
     overrides: Mapping[str, str | Pattern] | None,
     pad: bool,
 ) -> tuple[list[LayerMatrix], list[LeftDense]]:

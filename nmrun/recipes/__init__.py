@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
@@ -73,10 +73,12 @@ def find(name: str) -> type[Recipe]:
     return kind
 
 
-def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
+def build(
+    recipe: str | Recipe, hyperparameters: Mapping[str, Any], others: Iterable[str] = ()
+) -> Recipe:
     """Make a recipe of a name and its hyperparameters, or check a recipe that is made already.
     Raises ConfigError for an unknown name or a value out of its range, TypeError for an unknown
-    hyperparameter."""
+    hyperparameter. ``others``: what else may have been meant by such a one."""
     from nmrun.recipes.base import Recipe, check_hyperparameters
 
     if isinstance(recipe, type):
@@ -92,7 +94,10 @@ def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
         fields = list(checks(kind))
         for key in hyperparameters:
             if key not in fields:
-                hint, has = registry.did_you_mean(key, fields), ", ".join(fields) or "none"
+                hint, has = (
+                    registry.did_you_mean(key, [*fields, *others]),
+                    ", ".join(fields) or "none",
+                )
                 raise TypeError(f"{recipe} has no hyperparameter {key}{hint} (it has {has})")
         instance = kind(**hyperparameters)
     check_hyperparameters(instance)

@@ -17,7 +17,7 @@ def check_nm(
     pattern: str | Pattern,
     dim: int = 1,
     include: str | list[str] | None = None,
-    exclude: str | list[str] = (),  # type: ignore[assignment]
+    exclude: str | list[str] | None = (),  # type: ignore[assignment]
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
     dims: Mapping[str, int] | None = None,

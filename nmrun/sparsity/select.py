@@ -59,7 +59,7 @@ def select(
     model: nn.Module,
     pattern: Pattern,
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] = (),
+    exclude: str | Sequence[str] | None = (),
     owned: Collection[int] | None = None,
     overrides: Mapping[str, str | Pattern] | None = None,
     refuses: Refuses | None = None,
@@ -156,7 +156,7 @@ class Options:
         self,
         model: nn.Module,
         include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] = (),
+        exclude: str | Sequence[str] | None = (),
         overrides: Mapping[str, str | Pattern] | None = None,
         dims: Mapping[str, int] | None = None,
     ) -> None:
@@ -270,8 +270,8 @@ def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
     return ends | {each.name: FIRST for each in parameters if each.name in directions}
 
 
-def _several(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
+def _several(texts: str | Sequence[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts or ())
 
 
 def _listing(names: Iterable[str]) -> str:

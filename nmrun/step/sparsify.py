@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def sparsify(
     pattern: str | Pattern = "2:4",
     total_steps: int | None = None,
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] = (),
+    exclude: str | Sequence[str] | None = (),
     overrides: Mapping[str, str | Pattern] | None = None,
     mvue: str | Pattern | None = None,
     fp8: bool = False,
@@ -100,7 +101,7 @@ def sparsify(
         TypeError: for an unknown hyperparameter.
     """
     pattern, estimate = Pattern.parse(pattern), None if mvue is None else Pattern.parse(mvue)
-    recipe = recipes.build(recipe, hyperparameters)
+    recipe = recipes.build(recipe, hyperparameters, inspect.signature(sparsify).parameters)
     if input_gradient not in INPUT_GRADIENTS:
         raise ConfigError(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"

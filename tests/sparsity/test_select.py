@@ -180,6 +180,7 @@ def tower() -> nn.ModuleDict:
         ({"exclude": "layer1"}, ["stem", "layer10", "head"]),
         ({"exclude": ["stem", "head"]}, ["layer1", "layer10"]),
         ({"exclude": []}, ["stem", "layer1", "layer10", "head"]),
+        ({"exclude": None}, ["stem", "layer1", "layer10", "head"]),
         ({"exclude": r"layer\d"}, ["stem", "layer10", "head"]),
         ({"include": r"layer\d+"}, ["layer1", "layer10"]),
         ({"include": "layer1"}, ["layer1"]),
