@@ -6,7 +6,7 @@ The command line imports this module, so it imports neither torch nor Hydra.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +117,12 @@ def written(ratio: Mapping[str, Any]) -> str:
         return "dense"
     rows = ratio.get("v", 1)
     return f"{ratio['n']}:{ratio['m']}" if rows == 1 else f"{rows}:{ratio['n']}:{ratio['m']}"
+
+
+def hold(patterns: Iterable[object]) -> str:
+    """What is said of the patterns of several weights: ``2:4 holds``, or ``1:8, 2:8 hold``."""
+    each = dict.fromkeys(map(str, patterns))
+    return f"{', '.join(each)} {'holds' if len(each) == 1 else 'hold'}"
 
 
 def stepwise(target: Pattern) -> list[Pattern]:

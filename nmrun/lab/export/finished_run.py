@@ -19,7 +19,7 @@ from nmrun.lab import models, tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder
 from nmrun.lab.tasks.base import Task
-from nmrun.patterns import Pattern
+from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm
 
 
@@ -52,8 +52,9 @@ class FinishedRun:
     trusted: bool = False
 
     @property
-    def pattern(self) -> str:
-        return str(self.result["sparsity"]["pattern"])
+    def holds(self) -> str:
+        """Which patterns hold, and in how many layers."""
+        return f"{hold(layer.pattern for layer in self.layers)} in {len(self.layers)} layers"
 
     def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """What goes beside the weights as JSON; ``layers`` are other lines than the report's, where
@@ -149,4 +150,4 @@ def write_plain(run: FinishedRun, folder: Path) -> list[str]:
     """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer."""
     (folder / "model.safetensors").write_bytes(save(run.state))
     write_about(run.about(), folder)
-    return [f"model.safetensors: {run.pattern} holds in {len(run.layers)} layers"]
+    return [f"model.safetensors: {run.holds}"]

@@ -65,7 +65,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     write_about(run.about([layer.plain for layer in layers]), folder)
     notes += _tokenizer(run, folder)
     return [
-        f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(network).__name__}",
+        f"model.safetensors: {run.holds} of {type(network).__name__}",
         *notes,
     ]
 

@@ -31,6 +31,7 @@ from nmrun.lab.export.finished_run import (
     write_about,
 )
 from nmrun.lab.models.texts import GPTNetwork
+from nmrun.patterns import hold
 
 # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 LARGEST = 1 << 30
@@ -82,7 +83,8 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     write_about(about, folder)
     fits, missing = sum(layer["tensorrt"] for layer in layers), len(run.layers) - len(layers)
     return [
-        f"model.onnx: {run.pattern} holds in {len(layers)} layers; onnxruntime's logits differ by {difference:.1g} of the largest",
+        f"model.onnx: {hold(layer.pattern for layer in run.layers)} in {len(layers)} layers; "
+        f"onnxruntime's logits differ by {difference:.1g} of the largest",
         f"  {fits} of them have two non-zeros in every four inputs at most, as TensorRT's sparse kernels need",
         *(
             [f"  {missing} sparse layers are not found in the graph: they count as dense there"]

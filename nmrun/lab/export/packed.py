@@ -56,7 +56,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
     if count := sum(kind == DENSE_INT8 for *_, kind in low.values()):
         which += f" ({count} by dense products, which are faster)"
     return [
-        f"{FILE}: {run.pattern} in {len(run.layers)} layers{which}, {after / before:.1%} of the plain size",
+        f"{FILE}: {run.holds}{which}, {after / before:.1%} of the plain size",
         *lines,
     ]
 

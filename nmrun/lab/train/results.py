@@ -31,6 +31,7 @@ from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
+from nmrun.patterns import hold
 
 
 def write(
@@ -101,7 +102,8 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         metric, sparsity = result["metric"], result["sparsity"]
         layers = sparsity["layers"]
         count = sum(layer["holds"] for layer in layers)
-        pattern = f"; {sparsity['pattern']} holds in {count} of {len(layers)} layers"
+        patterns = hold(layer["pattern"] for layer in layers)
+        pattern = f"; {patterns} in {count} of {len(layers)} layers"
         scores = f"{by_split(final, metric)}{pattern if layers else ''}"
         console.say(f"  {metric}: {scores}; {result['seconds']:.1f} s", style="bold green")
         if best:

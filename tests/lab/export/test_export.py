@@ -314,7 +314,7 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
 def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
     run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
     assert main([str(run), "--to", str(to)]) == 0
-    assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4 holds in 2 layers\n"
+    assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4, 1:8 hold in 2 layers\n"
     assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
     assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     about = json.loads((to / "sparsity.json").read_text())

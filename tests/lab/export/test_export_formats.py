@@ -124,7 +124,7 @@ def test_the_documented_layout_is_read_by_hand():
 def test_the_packed_file_has_what_the_run_has(tmp_path, capsys):
     run, to = small(tmp_path / "run"), tmp_path / "to"
     assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
-    assert capsys.readouterr().out.startswith(f"{to / LAST}: 2:4 in 2 layers, ")
+    assert capsys.readouterr().out.startswith(f"{to / LAST}: 2:4, 1:4 hold in 2 layers, ")
     state, back = load_file(run / "model.safetensors"), packed.load(to)
     assert list(back) == sorted(state)
     assert all(same_bits(back[name], state[name]) for name in state)

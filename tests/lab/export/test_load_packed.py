@@ -245,7 +245,7 @@ def test_a_run_in_int8(
     assert cli.main(words) == 0
     first, second, *more = capsys.readouterr().out.splitlines()
     by = " (1 by dense products, which are faster)" if faster == "dense int8" else ""
-    assert f"1:4 in 1 layers, 1 of them in int8{by}, " in first
+    assert f"1:4 holds in 1 layers, 1 of them in int8{by}, " in first
     assert [line.layer for line in packed.read(low)[1]] == [faster]
     assert not more
     exact, rounded = packed.load(plain), packed.load(low)

@@ -215,3 +215,10 @@ def test_a_limited_evaluation_is_of_so_many_items(tmp_path):
         assert torch.equal(labels, one.splits[split][1][::distance])
     assert torch.equal(one.splits["train"][0], other.splits["train"][0])
     assert run_folder(whole).name != run_folder(some).name
+
+
+def test_layers_of_several_ratios_hold_those(tmp_path, capsys):
+    ratios = "sparsity.overrides={inner.0: 1:4}"
+    cfg = config(tmp_path, "recipe=ste", ratios, "trainer.epochs=1", "trainer.limit_evaluation=8")
+    runner.run(cfg, run_folder(cfg))
+    assert "; 1:4, 2:4 hold in 2 of 2 layers; " in capsys.readouterr().out
