@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -95,7 +96,12 @@ def _main(argv: list[str]) -> int:
         return 0
     verbs.waiting("checking the settings")
     from nmrun.lab.sweeps import jobs
+    from nmrun.lab.words import command_line
 
+    for word in command_line.options(argv).overrides:
+        if "=" not in word and word in all_verbs():
+            others = [each for each in argv if each != word]
+            raise ConfigError(f"a verb comes first: {shlex.join(['nmrun', word, *others])}")
     return jobs.main(argv)
 
 

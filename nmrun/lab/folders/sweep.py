@@ -309,8 +309,8 @@ def summary(folder: Path) -> tuple[str, int]:
     lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in bad:
         words = _plain(line["overrides"])
-        error, place = line.get("error") or "", line.get("folder") or ""
-        lines.append(f"  {line['status']}: {words}: {error}  {place}".rstrip(" :"))
+        said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
+        lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
     return "\n".join(lines), 1 if bad or missing else 0
 
 

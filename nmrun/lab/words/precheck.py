@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -332,6 +333,10 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
         if name not in installed and name in EXTRAS:
             problems.append(
                 f"{LAUNCHER}={name} is not installed: pip install 'nmrun[{EXTRAS[name]}]'"
+            )
+        elif name == "submitit_slurm" and shutil.which("srun") is None:
+            problems.append(
+                f"{LAUNCHER}={name}: there is no srun here; submitit_local does without"
             )
         elif name not in installed:
             problems.append(

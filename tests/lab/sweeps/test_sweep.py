@@ -495,6 +495,14 @@ def ended(folder: Path, jobs: list[str], *outputs: str) -> list[str]:
     return sweep.lines(folder)
 
 
+def test_what_is_not_done_is_named_with_its_reason_and_folder(tmp_path):
+    sweep.begin(tmp_path, 2, "nmrun -m", "out")
+    sweep.add(tmp_path, {"status": "interrupted", "folder": "out/s0"}, ["seed=0"], 1.0)
+    sweep.add(tmp_path, {"status": "refused", "error": "no such file"}, ["seed=1"], 1.0)
+    _, *bad = sweep.summary(tmp_path)[0].splitlines()
+    assert bad == ["  interrupted: seed=0  out/s0", "  refused: seed=1: no such file"]
+
+
 def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path, nmrun_cli):
     fixed = ("sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3", "track=local")
     swept = ("recipe=dense,step", "optimizer.lr=0.01,0.02", "output_dir=a/b")

@@ -109,6 +109,16 @@ def test_an_option_that_is_not_installed(words, option, monkeypatch):
     ]
 
 
+def test_slurm_where_there_is_none(tmp_path, monkeypatch):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    composition.register()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["hydra/launcher=submitit_slurm", "seed=0,1", "track=local"]
+    assert precheck.look(words, multirun=True).problems == [
+        "hydra/launcher=submitit_slurm: there is no srun here; submitit_local does without"
+    ]
+
+
 @pytest.mark.parametrize("name", [*recipes.RECIPES])
 def test_blocks_of_rows_are_refused_as_the_recipe_itself_would(name):
     recipe = recipes.build(name, {})
