@@ -30,7 +30,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 OWN_MASKS = (
     "{0} has masks of its own: {1} ones are for recipes that keep the largest weights "
-    "(asp, sr_ste, ste, step, sqft{2})"
+    "(asp, sr_ste, ste, ste_periodic, step, sqft{2})"
 )
 
 

@@ -66,5 +66,11 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
         raise ConfigError(
             f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs) or 'none of these'}"
         )
+    shape = inputs.get("shape", ())
+    if len(shape) == 1 and name != "mlp" and name in MODELS:
+        raise ConfigError(
+            f"model={name} takes images, and this data set has {shape[0]} features an item: "
+            "model=mlp takes these"
+        )
     model: nn.Module = builder(**inputs, **options)
     return model

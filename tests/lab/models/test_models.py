@@ -206,6 +206,13 @@ def test_sizes_that_do_not_divide(name, changed, message):
         built(name, 32, 10, **changed)
 
 
+@pytest.mark.parametrize("name", ["small_conv", "resnet18", "resnet20", "vit_tiny"])
+def test_networks_for_images_take_no_features(name):
+    with pytest.raises(ConfigError, match=r"has 30 features an item: model=mlp takes these"):
+        models.build(options(name), {"shape": (30,), "classes": 2})
+    models.build(options("mlp"), {"shape": (30,), "classes": 2})
+
+
 def test_timm_networks():
     pytest.importorskip("timm")
     settings = options("timm", name_in_timm="vit_tiny_patch16_224")

@@ -165,7 +165,8 @@ def _from_hub(task: str, spec: Spec, split: str) -> Rows:
     except (OSError, ValueError, RuntimeError) as error:
         line = textwrap.shorten(str(error) or type(error).__name__, 300)
         raise ConfigError(
-            f"dataset=glue: there is no glue/{spec.folder} in NMRUN_DATA, and Hugging Face's datasets cannot load it ({line})"
+            f"dataset=glue: there is no glue/{spec.folder} in {storage.data_folder()} (NMRUN_DATA), "
+            f"and Hugging Face's datasets cannot load it ({line})"
         ) from None
     return list(
         zip(*(table[column] for column in spec.hub_texts or spec.texts), strict=True)
