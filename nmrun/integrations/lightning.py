@@ -59,8 +59,13 @@ class NMCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the weights sparse; the optimizer's state is loaded after this. Raises ConfigError
-        as :func:`nmrun.sparsify`, for several optimizers none of which was named, and for
-        ``WeightAveraging``."""
+        as :func:`nmrun.sparsify`, for several optimizers none of which was named, for
+        ``WeightAveraging``, and for a Trainer of the package ``pytorch_lightning``, whose callbacks
+        are other classes."""
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"this Trainer is of {type(trainer).__module__}: use that of lightning.pytorch"
+            )
         averaging = getattr(callbacks, "WeightAveraging", None)
         if averaging and any(isinstance(each, averaging) for each in _callbacks(trainer)):
             raise ConfigError(

@@ -197,6 +197,38 @@ def test_only_sparse_models_compete_for_the_best(data, tmp_path):
     assert list(tmp_path.glob("dense_checkpoint.best_loss_*.pt"))
 
 
+BECOMES_SPARSE = """
+import sys
+from types import SimpleNamespace
+import torch, nmrun
+from nmrun.integrations.fairseq import plugin
+for name, saves in (("other", False), ("first", True)):
+    trainer = SimpleNamespace(
+        cfg=SimpleNamespace(checkpoint=SimpleNamespace(save_dir=f"{sys.argv[1]}/{name}")),
+        should_save_checkpoint_on_current_rank=saves, get_num_updates=lambda: 0,
+    )
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plugin.compare_anew(trainer, nmrun.sparsify(model, optimizer, "asp", "2:4", 2))
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_the_process_that_saves_renames_alone(tmp_path):
+    """fairseq's own processes have no RANK."""
+    for name in ("other", "first"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.best_loss_1.00.pt").touch()
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    command = [sys.executable, "-W", "ignore", "-c", BECOMES_SPARSE, str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    names = [path.name for name in ("other", "first") for path in (tmp_path / name).iterdir()]
+    assert names == ["checkpoint.best_loss_1.00.pt", "dense_checkpoint.best_loss_1.00.pt"]
+
+
 def test_the_folder_is_printed():
     command = [sys.executable, "-m", "nmrun.integrations.fairseq"]
     process = subprocess.run(command, capture_output=True, text=True, check=True)

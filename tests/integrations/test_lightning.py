@@ -278,6 +278,14 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
         trainer.fit(Two(False), lit.loader())
 
 
+def test_the_trainer_of_the_other_package_is_refused():
+    class Trainer:
+        __module__ = "pytorch_lightning.trainer.trainer"
+
+    with one_line(ConfigError, "is of pytorch_lightning.trainer.trainer: use that of lightning"):
+        callback("sr_ste").on_fit_start(Trainer(), lit.Module())
+
+
 def test_an_optimizer_that_is_not_there_is_refused(tmp_path):
     trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=1)])
     with one_line(ConfigError, "has 1 optimizer: say which one"):

@@ -21,7 +21,7 @@ from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 from fairseq.trainer import Trainer
 
 from nmrun import optim
-from nmrun.errors import ConfigError, RunError, leads, refuse
+from nmrun.errors import ConfigError, RunError, refuse
 from nmrun.integrations.training import Training, warn_if_late
 from nmrun.step.handle import Handle
 
@@ -120,7 +120,8 @@ def compare_anew(trainer: Trainer, handle: Handle) -> None:
             return
         for compared in (checkpoint_utils.save_checkpoint, command.should_stop_early):
             vars(compared).pop("best", None)
-        for path in folder.glob("checkpoint.best_*.pt") if leads() else ():
+        saves = trainer.should_save_checkpoint_on_current_rank
+        for path in folder.glob("checkpoint.best_*.pt") if saves else ():
             path.rename(path.with_name(f"dense_{path.name}"))
 
     handle.optimizer.register_step_pre_hook(before)
