@@ -98,22 +98,24 @@ def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
     assert (run / "model.safetensors").read_bytes() == bits
 
 
-def test_a_yaml_of_its_own_needs_no_name(folder, nmrun_cli):
-    """It is called as its class, in one run and in a sweep."""
+@pytest.mark.parametrize(("line", "name"), [("name: slow\n", "slow"), ("", "saliency")])
+def test_a_yaml_of_its_own_names_it_or_its_class_does(line, name, folder, nmrun_cli):
     (folder / "mine" / "recipe").mkdir(parents=True)
     (text,) = blocks("yaml")
+    assert text.startswith("name: slow\n")
+    text = line + text.removeprefix("name: slow\n")
     (folder / "mine" / "recipe" / "slow.yaml").write_text(text)
     one = nmrun_cli("--config-dir", "mine", "recipe=slow", *QUICK)
     assert one.returncode == 0, one.stderr
     (path,) = folder.rglob("result.json")
     result = json.loads(path.read_text())
     assert result["config"]["recipe"] == {
-        "name": "saliency", "_target_": "saliency.Saliency", "beta": 0.999,
+        "name": name, "_target_": "saliency.Saliency", "beta": 0.999,
     }  # fmt: skip
     words = ("--config-dir", "mine", "recipe=slow,ste", "dry=true", *QUICK)
     swept = nmrun_cli("-m", *words)
     assert swept.returncode == 0, swept.stderr
-    assert "saliency" in swept.stdout
+    assert name in swept.stdout
     page = nmrun_cli("help", "recipe=slow", "--config-dir", "mine").stdout
     assert "recipe.beta" in page
     assert "default 0.999" in page
