@@ -93,8 +93,8 @@ class AST(AdamDecay):
     teacher. Tune ``decay`` together with the learning rate.
 
     Args:
-        decay: the paper's lambda at the end of its rise.
-        rise: the fraction of all steps in which it rises.
+        decay: the paper's lambda, at the end of its rise.
+        rise: the fraction of all steps in which the decay rises from 0.
         interval: optimizer steps that a mask stays.
     """
 

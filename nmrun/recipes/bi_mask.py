@@ -37,8 +37,8 @@ class BiMask(Recipe):
 
     Args:
         decay: SR-STE's lambda.
-        interval: optimizer steps between searches.
-        candidates: permutations drawn in each, other ones for each seed.
+        interval: optimizer steps between searches for a permutation.
+        candidates: permutations that a search draws, other ones for each seed.
 
     Grouped convolutions and what ``layer.install`` leaves alone keep the exact input gradient.
     """

@@ -42,9 +42,9 @@ class Progressive(Recipe):
     Subclasses override :meth:`factor` (D; here 0) or :meth:`frames_to` (the patterns in order).
 
     Args:
-        dense: the fraction of all steps that is dense, at the beginning; this default and the next
-            are ours, the papers' differ by model.
-        final: the fraction at the end that is N:M exactly; with ``dense`` at most 1.
+        dense: the fraction of all steps at the beginning that is dense. Its default and that of
+            ``final`` are ours; the papers' differ by model.
+        final: the fraction of all steps at the end that is N:M exactly; with ``dense`` at most 1.
     """
 
     needs_total_steps: ClassVar[str] = "its phases are fractions of the run"
@@ -118,11 +118,10 @@ class Progressive(Recipe):
 class MdGfLinear(Progressive):
     """Pruned weights fade linearly, ``D(j) = max(0, 1 - tau j)``.
 
-    When to use: in place of ``mdgf_exponential``, which is the compared one. The linear fall
-    was compared on the digits alone.
+    When to use: to compare with ``mdgf_exponential``. It was itself compared on the digits alone.
 
     Args:
-        tau: of D, per step; None spreads the decay over the middle phase.
+        tau: how fast D falls, per step; None spreads the fall over the middle phase.
         grad_mode: the gradient of pruned weights: ``scaled`` by D, or ``ste``, unchanged.
     """
 

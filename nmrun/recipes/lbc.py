@@ -39,7 +39,7 @@ class LBC(MaskScores):
 
     Args:
         t_i: the fraction of all steps at which candidates begin to be dropped.
-        t_f: the fraction at which one is left.
+        t_f: the fraction of all steps at which one candidate is left.
     """
 
     name: ClassVar[str] = "lbc"

@@ -41,7 +41,7 @@ class MaskLLM(MaskScores, FrozenWeights):
 
     Args:
         kappa: factor of the logits, from start to end.
-        temperature: of the softmax, from start to end.
+        temperature: the softmax's temperature, from start to end.
         prior: how much logits start out preferring large weights, or those that ``masks`` keeps.
         masks: the folder of a finished N:M run of the same network, such as that of nmrun prune,
             or a .safetensors file of its parameters; null: the masks of the largest weights.

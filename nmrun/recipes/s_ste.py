@@ -39,9 +39,9 @@ class SSTE(Recipe):
             Other than 0 without a kernel of its own.
         fit: what beta keeps of the weights: ``mse``, the nearest in the mean square, or ``l1``,
             their sum of magnitudes (table 2).
-        beta: a fixed scale for all weights instead; 1 is none (table 2, figure 4a).
-        interval: steps between fits to the weights as they are (figures 4b and 4c); None, the
-            default: one fit, to the initial weights.
+        beta: a fixed scale for all weights, in place of fitted ones; 1 is none (table 2, figure 4a).
+        interval: steps between fits of the scale (figures 4b and 4c); None, the default: one fit,
+            to the initial weights.
     """
 
     name: ClassVar[str] = "s_ste"

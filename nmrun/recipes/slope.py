@@ -31,8 +31,8 @@ from nmrun.sparsity.weight import SparseWeight
 class SLoPe(Recipe):
     """A static mask with double pruning, without adapters.
 
-    When to use: long pre-training where the cost of a step counts: no mask is searched for. It
-    was compared in retraining alone.
+    When to use: long pre-training where the cost of a step counts: the forward mask stays. It was
+    compared in retraining alone.
 
     Args:
         mask: the ``largest`` initial weights, as in the authors' code, or ``random`` ones, drawn anew

@@ -34,8 +34,8 @@ class SQFT(AddedParameters):
     When to use: fine-tuning a pruned network by few trained numbers.
 
     Args:
-        rank: of the adapters.
-        alpha: their product counts ``alpha / rank`` times.
+        rank: the adapters' rank.
+        alpha: the adapters' product counts ``alpha / rank`` times.
     """
 
     name: ClassVar[str] = "sqft"

@@ -37,20 +37,23 @@ class STEP(Recipe):
     Where every recipe is tuned others lead, on text by far.
 
     Args:
-        switch: ``auto`` or ``auto_geometric`` (:mod:`nmrun.recipes.switch`), ``variance_ratio``
-            or ``gradient_norm``, or a fraction of all steps.
-        t_min: a rule fires after more than this fraction of all steps.
-        t_max: and after this fraction in any case.
-        window: AutoSwitch needs its window ``full``, or takes what there is (``partial``).
-        threshold: of AutoSwitch, relative to the mean of v; None: Adam's eps, as in the paper.
+        switch: when phase two begins: by ``auto`` or ``auto_geometric`` (AutoSwitch),
+            ``variance_ratio`` or ``gradient_norm`` (:mod:`nmrun.recipes.switch`), or after a
+            fraction of all steps.
+        t_min: the fraction of all steps before which no rule switches.
+        t_max: the fraction of all steps after which a rule switches in any case.
+        window: whether AutoSwitch waits until its window is ``full``, or takes the samples that
+            there are (``partial``).
+        threshold: AutoSwitch's threshold, relative to the mean of v; None: Adam's eps, as in the
+            paper.
         eps_mode: where Adam's eps stands in the frozen denominator: ``inside`` the root,
             ``outside``, or as its ``floor`` (``nmrun.optim.Adam.freeze_second_moment``).
         bias_correction: whether the frozen moment is bias-corrected.
         second_moment: ``frozen`` at the switch, or ``live``: Adam goes on as it was, so that phase
             two is STE after a dense start (what the freezing is worth).
         decay: SR-STE's lambda in phase two (the paper: 0).
-        lr_factor: of the learning rates in phase two (the paper: 1); what trains best in a sparse phase
-            is often larger than what a dense one stands.
+        lr_factor: factor of the learning rates in phase two (the paper: 1). What trains best there
+            is often more than a dense phase stands.
     """
 
     name: ClassVar[str] = "step"

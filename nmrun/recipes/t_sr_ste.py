@@ -35,9 +35,9 @@ class TSRSTE(PeriodicMask):
     language model at 2:4 it is behind SR-STE; else it was compared on the digits alone.
 
     Args:
-        decay: lambda_W; the authors' scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT).
+        decay: the paper's lambda_W; its scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT).
             ``recipe.decay=auto`` on the command line finds one by the flip rate.
-        interval: steps between masks (DeiT: 10).
+        interval: optimizer steps that a mask stays (the authors' DeiT: 10).
         dense_end: the fraction of all steps at the end that is dense.
     """
 

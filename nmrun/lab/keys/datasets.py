@@ -132,8 +132,8 @@ class Digits(Fractions, Seeded, Dataset):
 
     train_images: ClassVar[int | None] = 1797
 
-    val_fraction: Annotated[float, "of all images"] = 0.15
-    test_fraction: Annotated[float, "of all images"] = 0.2
+    val_fraction: Annotated[float, "share of all images that is for validation"] = 0.15
+    test_fraction: Annotated[float, "share of all images that is for the test"] = 0.2
 
 
 @dataclass(frozen=True)
@@ -388,8 +388,12 @@ class TextFiles(Strided, Fractions, Tokenized, Dataset):
         OPTIONAL_TEXT,
         "file with the test text; null = cut from the training text too, after the validation text",
     ] = None
-    val_fraction: Annotated[float, "of the training file, where val is null"] = 0.05
-    test_fraction: Annotated[float, "of the training file, where test is null"] = 0.05
+    val_fraction: Annotated[
+        float, "share of the training file that is for validation, where val is null"
+    ] = 0.05
+    test_fraction: Annotated[
+        float, "share of the training file that is for the test, where test is null"
+    ] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,9 @@ class Optimizer(Named):
         "learning rate of the layer named head, which is new where the rest is pretrained; "
         "null = lr",
     ] = None
-    weight_decay: Annotated[float, number(0), "of the parameters that decay"] = 0.0
+    weight_decay: Annotated[
+        float, number(0), "weight decay of the parameters that optimizer.decay names"
+    ] = 0.0
     decay: Annotated[
         str | None,
         DECAYED,
@@ -168,7 +170,7 @@ class AdamKeys(Optimizer):
         "decay rates of the running means of the gradient and of its square",
     ] = (0.9, 0.999)
     eps: Annotated[
-        float, number(0, open_low=True), "added to the denominator; STEP compares with it"
+        float, number(0, open_low=True), "added to the denominator; AutoSwitch's threshold"
     ] = 1e-8
 
 
@@ -426,7 +428,9 @@ class Trainer(Group):
 class Track(Named):
     """Where metrics go beside ``metrics.jsonl``: to the loggers of ``also`` alone."""
 
-    tags: Annotated[Sequence[str], TAGS, "beside recipe, ratio, data set and model"] = ()
+    tags: Annotated[
+        Sequence[str], TAGS, "tags of the run, beside recipe, ratio, data set and model"
+    ] = ()
     also: Annotated[Sequence[str], LOGGERS, "more loggers: tensorboard, mlflow"] = ()
 
 
@@ -448,7 +452,7 @@ class TensorBoard(Track):
 class WandB(Track):
     """Weights & Biases: offline unless logged in; never a prompt."""
 
-    project: Annotated[str, TEXT, "in W&B"] = "nmrun"
+    project: Annotated[str, TEXT, "project in W&B"] = "nmrun"
     entity: Annotated[str | None, "user or team; null = the one logged in"] = None
     mode: Annotated[
         str,
