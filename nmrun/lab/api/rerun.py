@@ -18,7 +18,7 @@ MARKS = ("_target_", "${", "@")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="nmrun rerun", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="nmrun rerun", description="Give a run's command once more, with changes.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument(
         "changes",

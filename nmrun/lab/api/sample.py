@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="nmrun sample", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(
+        prog="nmrun sample", description="Let a trained language model continue a prompt."
+    )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="the folder of a finished run")
     add("--prompt", default="\n", metavar="TEXT", help="what is continued (default: a line break)")
@@ -24,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     text = "1: as probable as the model has them (default); below: likely ones more often; 0: the likeliest"
     add("--temperature", type=float, default=1.0, metavar="T", help=text)
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)")
-    add("--seed", type=int, default=0, help="of the choices (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the choices (default: 0)")
     verbs.consent_option(parser)
     options, rest = parser.parse_known_args(argv)
     if rest:

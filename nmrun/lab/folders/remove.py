@@ -20,7 +20,10 @@ Files = dict[Path, tuple[int, int]]  # size and time of change of each
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="nmrun rm", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(
+        prog="nmrun rm",
+        description="Delete the folders of runs that failed, or that have certain settings.",
+    )
     status.path_option(parser)
     parser.add_argument("--failed", action="store_true", help="runs that failed")
     parser.add_argument(

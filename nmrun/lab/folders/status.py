@@ -208,7 +208,11 @@ def folder_of(path: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(
+        prog="nmrun status",
+        description="Show how the runs in a folder and its last sweep stand, also while they run, and "
+        "how to repeat what did not finish.",
+    )
     path_option(parser)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--json", action="store_true", help="the same as JSON, for scripts")

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         "--cost",
         choices=("weights", "flops", "time"),
         default="weights",
-        help="of the budget: weights (those kept; default), flops (of their products), or time (of the three products of a "
+        help="what the budget counts: weights (those kept; default), flops (of their products), or time (of the three products of a "
         "training step, measured on this machine at the run's batch)",
     )
     verbs.consent_option(parser)

@@ -208,7 +208,7 @@ def main(argv: list[str]) -> int:
     """Run ``nmrun prepare`` with these words; returns the exit status."""
     parser = Parser(
         "nmrun prepare",
-        description="Raw parallel text into subwords and fairseq's binary files, for dataset=fairseq (or fairseq-train).",
+        description="Make subwords and fairseq's binary files of pairs of sentences, for dataset=fairseq or fairseq-train.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -217,7 +217,11 @@ def main(argv: list[str]) -> int:
         help="Multi30k below NMRUN_DATA, or any line-by-line text",
     )
     parser.add_argument(
-        "--to", type=Path, required=True, help="the folder to write; it must not be there yet"
+        "--to",
+        type=Path,
+        required=True,
+        default=argparse.SUPPRESS,
+        help="the folder to write; it must not be there yet",
     )
     parser.add_argument(
         "--source", default="de", help="language that is translated from: the ending of its files"
@@ -227,6 +231,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument(
             f"--{split}",
             type=Path,
+            default=argparse.SUPPRESS,
             help=f"parallel: {split} text without .<language> or .<language>.gz",
         )
     parser.add_argument("--vocabulary", type=int, default=8000, help="subwords of BPE")
@@ -244,7 +249,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     languages = options.source, options.target
     if options.corpus == "parallel":
-        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
+        prefixes = {split: getattr(options, split, None) for split in ("train", "valid", "test")}
         if missing := [f"--{split}" for split, prefix in prefixes.items() if prefix is None]:
             raise ConfigError(
                 f"prepare parallel: {', '.join(missing)} missing: the text without its .{options.source} and .{options.target}"
