@@ -95,6 +95,12 @@ def test_mistakes_get_a_line(folder, tmp_path, words, line):
         build(tmp_path, f"dataset.path={folder}", *words)
 
 
+def test_a_damaged_file_is_named_with_its_mistake(folder, tmp_path):
+    (folder / "train.jsonl").write_text('{"body": \n')
+    with one_line(ConfigError, r"train cannot be loaded \(JSON parse error"):
+        build(tmp_path, f"dataset.path={folder}")
+
+
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'nmrun\[texts\]'"):

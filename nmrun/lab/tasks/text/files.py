@@ -170,7 +170,8 @@ def _rows(options: HubText, split: str) -> Any:
             options.path, options.subset, split=split, data_files=options.files
         )
     except Exception as error:  # each format has errors of its own
-        line = textwrap.shorten(str(error) or type(error).__name__, 300)
+        cause = error.__cause__ or error  # datasets says that it failed, its cause how
+        line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
         raise ConfigError(
             f"dataset.path={options.path}: {split} cannot be loaded ({line})"
         ) from None
