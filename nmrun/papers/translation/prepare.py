@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import io
 import json
@@ -209,7 +208,6 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "nmrun prepare",
         description="Make subwords and fairseq's binary files of pairs of sentences, for dataset=fairseq or fairseq-train.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "corpus",
@@ -217,24 +215,25 @@ def main(argv: list[str]) -> int:
         help="Multi30k below NMRUN_DATA, or any line-by-line text",
     )
     parser.add_argument(
-        "--to",
-        type=Path,
-        required=True,
-        default=argparse.SUPPRESS,
-        help="the folder to write; it must not be there yet",
+        "--to", type=Path, required=True, help="the folder to write; it must not be there yet"
     )
     parser.add_argument(
-        "--source", default="de", help="language that is translated from: the ending of its files"
+        "--source",
+        default="de",
+        help="language that is translated from: the ending of its files (default: de)",
     )
-    parser.add_argument("--target", default="en", help="language that is translated into")
+    parser.add_argument(
+        "--target", default="en", help="language that is translated into (default: en)"
+    )
     for split in ("train", "valid", "test"):
         parser.add_argument(
             f"--{split}",
             type=Path,
-            default=argparse.SUPPRESS,
             help=f"parallel: {split} text without .<language> or .<language>.gz",
         )
-    parser.add_argument("--vocabulary", type=int, default=8000, help="subwords of BPE")
+    parser.add_argument(
+        "--vocabulary", type=int, default=8000, help="subwords of BPE (default: 8000)"
+    )
     parser.add_argument(
         "--separate",
         action="store_true",
@@ -244,12 +243,12 @@ def main(argv: list[str]) -> int:
         "--longest",
         type=int,
         default=250,
-        help="training pairs with more subwords on a side are left out",
+        help="training pairs with more subwords on a side are left out (default: 250)",
     )
     options = parser.parse_args(argv)
     languages = options.source, options.target
     if options.corpus == "parallel":
-        prefixes = {split: getattr(options, split, None) for split in ("train", "valid", "test")}
+        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
         if missing := [f"--{split}" for split, prefix in prefixes.items() if prefix is None]:
             raise ConfigError(
                 f"prepare parallel: {', '.join(missing)} missing: the text without its .{options.source} and .{options.target}"
