@@ -41,8 +41,8 @@ def options(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(message)
         word = unknown[1]
         hint = did_you_mean(word.partition("=")[0], parser._option_string_actions)
-        if not hint and word.startswith("--"):
-            hint = f" (keys are written without dashes: {as_key(word.lstrip('-'))})"
+        if word.startswith("--") and (key := as_key(word.lstrip("-"))):
+            hint = f" (keys are written without dashes: {key})"
         raise ConfigError(f"{word}: no such option{hint}")
 
     parser.error = complain  # type: ignore[assignment, method-assign]
@@ -56,12 +56,20 @@ def options(argv: list[str]) -> argparse.Namespace:
 
 
 def as_key(word: str) -> str:
-    """How a word such as ``epochs`` is written, where one key is meant: ``trainer.epochs``."""
+    """How a word such as ``max-steps=3`` is written, ``trainer.steps=3``, where one key is meant;
+    else an empty string."""
     leaf, equals, value = word.partition("=")
+    leaf, own = leaf.replace("-", "_"), groups.keys("")
     meant = suggestions.MEANT.get(leaf, leaf)
-    for group in groups.UNNAMED:
-        if "." not in meant and meant in groups.keys(group):
-            meant = f"{group}.{meant}"
+    if "=" in meant:
+        return meant
+    if "." not in meant and meant not in (*groups.GROUPS, *own, "debug", "experiment"):
+        having = [group for group in groups.GROUPS if suggestions.owners(group, meant)]
+        if len(having) != 1:
+            return ""
+        meant = f"{having[0]}.{meant}"
+    if not equals and meant in own and isinstance(own[meant].default, bool):
+        equals, value = "=", "true"
     return f"{meant}{equals}{value}"
 
 

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "sparsity=2:4": ("n", "m", "density", "amount", "prune_ratio"),
     "output_dir": ("outdir", "output", "out", "save_dir", "log_dir"),
     "seed": ("random_seed", "rng"),
+    "dry": ("dry_run",),
     "optimizer.lr": ("learning_rate", "lrate"),
     "optimizer.weight_decay": ("wd", "l2"),
     "optimizer.betas": ("beta1", "beta2"),
@@ -90,7 +91,7 @@ def option(group: str, name: str, names: Iterable[str]) -> str:
 
 def owners(group: str, leaf: str) -> list[str]:
     """The options of a group that have a key."""
-    names = options.names(group) if group in options.NAMED else []
+    names = options.names(group) if group in options.GROUPS else []
     return [name for name in names if leaf in options.keys(group, name)]
 
 
