@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -21,13 +22,16 @@ from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.signals import end_run
+from nmrun.registry import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that raises ConfigError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        hint = did_you_mean(unknown[1], self._option_string_actions) if unknown else ""
+        raise ConfigError(f"{message}{hint}")
 
 
 @contextlib.contextmanager

@@ -406,7 +406,8 @@ WORDS = {
 VERBS = {
     "table": "outputs: no such folder",
     "table nowhere": "no such folder",
-    "table . --foo": "unrecognized arguments",
+    "table . --foo": "unrecognized arguments: --foo\n",
+    "table . --metrics test/accuracy": "unrecognized arguments: --metrics test/accuracy; did you mean --metric?",
     "table . --format word": "invalid choice",
     "table . --format": "expected one argument",
     "table .": "no run below",
