@@ -393,7 +393,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def benchmark(
-    models: Sequence[str] | None, patterns: Sequence[Pattern] | None, tokens: Sequence[tuple[int, int]] | None,
+    models: Sequence[str] | None, sparsity: Sequence[Pattern] | None, tokens: Sequence[tuple[int, int]] | None,
     precisions: Sequence[str] | None, arms: Sequence[str] | None, threads: int | None, rounds: int, device: str,
 ) -> Benchmark:  # fmt: skip
     if threads is not None:
@@ -418,7 +418,7 @@ def benchmark(
         raise ConfigError(f"--precisions {unsupported[0]}: {why}")
     precisions = precisions or [p for p in PRECISIONS if supported[p]]
     arms = arms or [arm for arm in possible if on_gpu or arm != "packed_compiled"]
-    patterns = patterns or [*map(Pattern.parse, INFERRED_RATIOS[place.type])]
+    patterns = sparsity or [*map(Pattern.parse, INFERRED_RATIOS[place.type])]
     tokens = tokens or [*map(sequences, INFERRED_TOKENS[place.type])]
     omissions: list[str] = []
 

@@ -147,14 +147,14 @@ def page(rows: list[Row]) -> str:
 
 
 def benchmark(
-    patterns: Sequence[Pattern], weights: Sequence[float], arms: Sequence[str], dtype: str, rounds: int,
+    sparsity: Sequence[Pattern], weights: Sequence[float], arms: Sequence[str], dtype: str, rounds: int,
     device: str,
 ) -> Benchmark:  # fmt: skip
     place, numbers = harness.device_of(device), getattr(torch, dtype)
 
     def cases() -> Iterator[list[Row]]:
         for millions in weights:
-            for pattern in patterns:
+            for pattern in sparsity:
                 harness.note(f"{pattern}, {millions:g} million weights")
                 yield measure(pattern, millions, arms, numbers, rounds, place)
 

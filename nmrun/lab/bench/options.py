@@ -187,14 +187,14 @@ def _recipes() -> Parser:
     parser = _parser("recipes", 20)
     # tiny tries the benchmark itself
     _add_list(parser, "--models", WORKLOADS[:-1], choices=WORKLOADS)
-    _add_list(parser, "--patterns", [Pattern(2, 4), Pattern(1, 16)], type=pattern, metavar="N:M")
+    _add_list(parser, "--sparsity", [Pattern(2, 4), Pattern(1, 16)], type=pattern, metavar="N:M")
     _add_list(parser, "--recipes", RECIPES, choices=RECIPES, help="default: all of them")
     return parser
 
 
 def _masks() -> Parser:
     parser, every = _parser("masks", 10), (*ARMS, *FUNCTIONS)
-    _add_list(parser, "--patterns", [*map(narrow, RATIOS)], type=narrow, metavar="N:M")
+    _add_list(parser, "--sparsity", [*map(narrow, RATIOS)], type=narrow, metavar="N:M")
     _add_list(parser, "--weights", [1, 10, 50], type=size, metavar="MILLIONS")
     _add_list(parser, "--arms", every, choices=every, help="default: all of them")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
@@ -203,7 +203,7 @@ def _masks() -> Parser:
 
 def _update() -> Parser:
     parser = _parser("update", 20)
-    _add_list(parser, "--patterns", [Pattern(2, 4)], type=narrow, metavar="N:M")
+    _add_list(parser, "--sparsity", [Pattern(2, 4)], type=narrow, metavar="N:M")
     text = "default: 28, GPT-2's feed-forward layers of six blocks"
     parser.add_argument("--weights", type=size, default=28, metavar="MILLIONS", help=text)
     _add_list(parser, "--recipes", UPDATED, choices=UPDATED, help="default: all of them")
@@ -258,7 +258,7 @@ def _infer() -> Parser:
     text = f"{names} ({_usual(INFERRED)})"
     add("--models", nargs="+", choices=INFERRED_NETWORKS, metavar="NAME", help=text)
     text = _usual(INFERRED_RATIOS)
-    add("--patterns", nargs="+", type=pattern, metavar="N:M", help=text)
+    add("--sparsity", nargs="+", type=pattern, metavar="N:M", help=text)
     text = (
         "of a sequence, or sequences x tokens; for language models sequences, with one new token each "
         f"(NAME_prompt: of a prompt); for resnet18 and vit_large images ({_usual(INFERRED_TOKENS)})"

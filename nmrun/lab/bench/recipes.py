@@ -227,13 +227,13 @@ def measure(
 
 
 def benchmark(
-    models: Sequence[str], patterns: Sequence[Pattern], recipes: Sequence[str], rounds: int
+    models: Sequence[str], sparsity: Sequence[Pattern], recipes: Sequence[str], rounds: int
 ) -> Benchmark:
     omissions: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
         for name in models:
-            for pattern in patterns:
+            for pattern in sparsity:
                 harness.note(f"{name} {pattern}")
                 yield measure(name, pattern, recipes, rounds, omissions)
 

@@ -70,13 +70,13 @@ def measure(
 
 
 def benchmark(
-    patterns: Sequence[Pattern], weights: float, recipes: Sequence[str], rounds: int, device: str
+    sparsity: Sequence[Pattern], weights: float, recipes: Sequence[str], rounds: int, device: str
 ) -> Benchmark:
     place = harness.device_of(device)
     omissions: list[str] = []
 
     def cases() -> Iterator[list[Row]]:
-        for pattern in patterns:
+        for pattern in sparsity:
             for recipe in recipes:
                 harness.note(f"{recipe} {pattern}")
                 try:

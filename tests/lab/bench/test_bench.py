@@ -85,7 +85,7 @@ def test_command_writes_table_and_json(tmp_path, capsys, monkeypatch) -> None:
     options = [
         "--models",
         "tiny",
-        "--patterns",
+        "--sparsity",
         "2:4",
         "1:16",
         "--rounds",
@@ -162,9 +162,9 @@ def test_what_was_measured_is_reported_whatever_comes(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--models tiny --patterns 1:128 --rounds 1", "1:128"),
-        ("masks --patterns 16:2:8", "16:2:8: kernels are timed with N:M"),
-        ("update --patterns 3:7 --weights 3", "no weight of this model can be 3:7 sparse"),
+        ("--models tiny --sparsity 1:128 --rounds 1", "1:128"),
+        ("masks --sparsity 16:2:8", "16:2:8: kernels are timed with N:M"),
+        ("update --sparsity 3:7 --weights 3", "no weight of this model can be 3:7 sparse"),
         ("layer --shapes 64x12", "64x12: inputs x outputs, multiples of 16"),
         ("layer --accumulate -1", "-1"),
         ("infer --device cpu --tokens 8x0", "8x0: a whole number, or two such as"),
@@ -279,7 +279,7 @@ def test_the_functions_measure_what_they_say() -> None:
 
 def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "--patterns",
+        "--sparsity",
         "2:4",
         "3:7",
         "--weights",
@@ -448,7 +448,7 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = [
         "--models",
         "tiny",
-        "--patterns",
+        "--sparsity",
         "1:4",
         "3:7",
         "--tokens",
@@ -583,7 +583,7 @@ def test_infer_of_a_small_language_model(
 @pytest.mark.slow
 @pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
 def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
-    words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
+    words = ["--models", "resnet18", "--sparsity", "1:8", "--tokens", "2", "--rounds", "1"]
     words += ["--arms", "torch", "onednn", "packed", "--precisions", "float32"]
     out = tmp_path / "out"
     assert bench.main(["infer", "--device", "cpu", *words, "--out", str(out)]) == 0

@@ -364,7 +364,7 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
 @pytest.mark.parametrize(
     "words",
     [
-        ("masks", "--weights", "0.1", "--patterns", "2:4"),
+        ("masks", "--weights", "0.1", "--sparsity", "2:4"),
         ("gemm", "--shapes", "256x512", "--tokens", "512"),
         ("layer", "--shapes", "256x512", "--tokens", "512"),
         ("train", "--models", "gpt_tiny", "--steps", "1", "--no-compile"),
