@@ -34,7 +34,8 @@ class STEP(Recipe):
     """Masks learned from a frozen preconditioner.
 
     When to use: images under Adam, where nothing can be tuned, with ``switch=0.5``.
-    Where every recipe is tuned others lead, on text by far.
+    Where every recipe is tuned others lead, on text by far. In long runs with an early switch it
+    wants SR-STE's decay, ``decay=2e-4``.
 
     Args:
         switch: when phase two begins: by ``auto`` or ``auto_geometric`` (AutoSwitch),
