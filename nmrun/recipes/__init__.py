@@ -94,10 +94,8 @@ def build(
         fields = list(checks(kind))
         for key in hyperparameters:
             if key not in fields:
-                hint, has = (
-                    registry.did_you_mean(key, [*fields, *others]),
-                    ", ".join(fields) or "none",
-                )
+                hint = registry.did_you_mean(key, [*fields, *others])
+                has = ", ".join(fields) or "none"
                 raise TypeError(f"{recipe} has no hyperparameter {key}{hint} (it has {has})")
         instance = kind(**hyperparameters)
     check_hyperparameters(instance)

@@ -199,7 +199,7 @@ class _Run:
                 message = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
                 size = trainer.batch_size
                 if trainer.on_oom != "halve" or accumulate > size or several:
-                    # a config takes equal parts alone
+                    # a config takes only equal parts
                     equal = [n for n in range(accumulate, size + 1) if size % n == 0]
                     tries = f". Try trainer.accumulate={equal[0]}" if equal else ""
                     tries += " or trainer.on_oom=halve" if equal and not several else ""

@@ -220,10 +220,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--source",
         default="de",
-        help="language that is translated from: the ending of its files (default: de)",
+        help="language that is translated from: the ending of its files (default: %(default)s)",
     )
     parser.add_argument(
-        "--target", default="en", help="language that is translated into (default: en)"
+        "--target", default="en", help="language that is translated into (default: %(default)s)"
     )
     for split in ("train", "valid", "test"):
         parser.add_argument(
@@ -232,7 +232,7 @@ def main(argv: list[str]) -> int:
             help=f"parallel: {split} text without .<language> or .<language>.gz",
         )
     parser.add_argument(
-        "--vocabulary", type=int, default=8000, help="subwords of BPE (default: 8000)"
+        "--vocabulary", type=int, default=8000, help="subwords of BPE (default: %(default)s)"
     )
     parser.add_argument(
         "--separate",
@@ -243,7 +243,7 @@ def main(argv: list[str]) -> int:
         "--longest",
         type=int,
         default=250,
-        help="training pairs with more subwords on a side are left out (default: 250)",
+        help="training pairs with more subwords on a side are left out (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     languages = options.source, options.target
