@@ -84,7 +84,8 @@ def test_no_seed_diverges(ratio, overrides, seed, tmp_path):
     folder = run_folder(config)
     result = runner.run(config, folder)
     assert result["status"] == "finished"
-    assert result["metrics"]["final"]["test/accuracy"] > 0.8
+    # chance is 0.1; at a constant learning rate a last epoch at 1:16 can be 0.77 and the one before 0.88
+    assert result["metrics"]["final"]["test/accuracy"] > 0.6
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sparse = [row["train/loss"] for row in rows if "train/loss" in row][len(rows) // 2 :]
     # a blow-up shows in the loss first, even where training recovers; chance is ln(10)
