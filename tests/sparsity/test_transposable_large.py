@@ -1,10 +1,6 @@
-"""The best transposable masks of many blocks: against trying all, linear programmes, and greedy
-choices; what holds for any weights.
-"""
+"""The best transposable masks of many blocks against linear programmes; what holds for any weights."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -13,21 +9,9 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from nmrun.sparsity import check_nm, transposable, transposable_mask
-from nmrun.sparsity.transposable import best_masks, block_patterns
+from nmrun.sparsity.transposable import best_masks
 
-RATIOS = [
-    (1, 4),
-    (2, 4),
-    (3, 4),
-    (1, 5),
-    (3, 6),
-    (2, 8),
-    (4, 8),
-    (7, 8),
-    (8, 16),
-    (1, 16),
-    (16, 32),
-]
+RATIOS = [(1, 4), (2, 4), (3, 4), (1, 5), (3, 6), (3, 8), (4, 8), (7, 8), (1, 16), (3, 16), (8, 16), (16, 32)]  # fmt: skip
 
 
 def weights(kind: str, count: int, m: int) -> Tensor:
@@ -64,77 +48,22 @@ def by_programme(block: Tensor, n: int) -> float:
     return -solution.fun * most
 
 
-def greedy(block: Tensor, n: int) -> float:
-    """The largest entries in turn, where row and column have room; then rows and columns that lack
-    one take the best places of others."""
-    m, value = len(block), block.tolist()
-    mask = [[False] * m for _ in range(m)]
-    rows, columns = [n] * m, [n] * m
-    for place in block.flatten().argsort(descending=True).tolist():
-        i, j = divmod(place, m)
-        if rows[i] and columns[j]:
-            mask[i][j], rows[i], columns[j] = True, rows[i] - 1, columns[j] - 1
-    while any(rows):
-        i, j = rows.index(max(rows)), columns.index(max(columns))
-        if mask[i][j]:
-            moves = [
-                (value[i][b] + value[a][j] - value[a][b], a, b)
-                for a, b in itertools.product(range(m), repeat=2)
-                if mask[a][b] and not mask[i][b] and not mask[a][j]
-            ]
-            _, a, b = max(moves)
-            mask[a][b], mask[i][b], mask[a][j] = False, True, True
-        else:
-            mask[i][j] = True
-        rows[i], columns[j] = rows[i] - 1, columns[j] - 1
-    return float(block[torch.tensor(mask)].sum())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "m"), RATIOS)
-def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(n, m, kind):
-    blocks = weights(kind, 4, m)
+def test_both_sides_hold_the_pattern_and_no_mask_keeps_more(n, m, kind):
+    blocks = weights(kind, 3 if m <= 16 else 1, m)
     masks = best_masks(blocks, n)
     assert (masks.sum(1) == n).all()
     assert (masks.sum(2) == n).all()
-    least = torch.tensor([greedy(block, n) for block in blocks], dtype=torch.float64)
-    assert (magnitude(blocks, masks) >= least * (1 - 1e-9)).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_by_trying_all_masks_of_four(n, kind):
-    blocks = weights(kind, 200, 4)
-    best = (blocks.flatten(1) @ block_patterns(n, 4).flatten(1).T).amax(1)
-    torch.testing.assert_close(magnitude(blocks, best_masks(blocks, n)), best, rtol=1e-11, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["normal", "products", "heavy", "ties"])
-@pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 8), (8, 16), (3, 16)])
-def test_by_linear_programmes(n, m, kind):
-    blocks = weights(kind, 6, m)
     best = torch.tensor([by_programme(block, n) for block in blocks], dtype=torch.float64)
-    sums = magnitude(blocks, best_masks(blocks, n))
+    sums = magnitude(blocks, masks)
     torch.testing.assert_close(sums, best, rtol=1e-6, atol=0)  # the solver's tolerance
     assert (sums >= best * (1 - 1e-9)).all()
 
 
-def test_the_regularised_plan_alone_is_near(monkeypatch):
-    """TSENOR without the cycles: N:M both ways, and within a hundredth of the best."""
-    blocks = weights("normal", 50, 16)
-    best = magnitude(blocks, best_masks(blocks, 8))
-    monkeypatch.setattr(transposable, "_improve", lambda *_: None)
-    rounded = best_masks(blocks, 8)
-    assert (rounded.sum(1) == 8).all()
-    assert (rounded.sum(2) == 8).all()
-    share = magnitude(blocks, rounded) / best
-    assert (share <= 1 + 1e-12).all()
-    assert share.mean() > 0.99
-
-
 def test_the_way_there_changes_no_mask(monkeypatch):
     """However good the first masks are, and however many blocks are solved together."""
-    blocks = weights("normal", 40, 8)
+    blocks = weights("normal", 12, 8)
     masks = best_masks(blocks, 4)
     assert torch.equal(best_masks(blocks, 4), masks)
     assert torch.equal(torch.cat([best_masks(block[None], 4) for block in blocks]), masks)
