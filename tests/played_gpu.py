@@ -50,7 +50,7 @@ def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     )
 
 
-COMPRESSED = semi_structured.Path(semi_structured._separately(two_values), multiply)
+COMPRESSED = semi_structured.Path(semi_structured.separately(two_values), multiply)
 
 
 def cslt_compress(weight: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     setattr(cusparselt, "multiply", cusparselt_multiply)
     setattr(cusparselt, "algorithms", lambda packed, x, out=None: 1)
     setattr(semi_structured, "milliseconds", machine.milliseconds)
-    setattr(probe, "_machine", lambda device: "Test GPU")
+    setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU")
     setattr(measurement, "cache_folder", lambda: cache)
     setattr(probe, "obstacle", lambda device: "")
     setattr(acceleration, "_side", lambda device: probe)

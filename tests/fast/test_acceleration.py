@@ -21,7 +21,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.acceleration import accelerate
-from nmrun.fast.gpu import probe, semi_structured
+from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Choice, Times
@@ -230,12 +230,13 @@ def test_measured_once_a_shape_and_remembered(
     accelerate(handle, passing(model, tokens=48))
     assert machine.timed == 2 * measured
     known = json.loads((tmp_path / "probe24.json").read_text())
-    assert set(known) == {"Test GPU"}
-    assert len(known["Test GPU"]) == 4
-    monkeypatch.setattr(probe, "_machine", lambda device: "Another GPU")
+    ((name, shapes),) = known.items()
+    assert name.startswith(f"Test GPU, torch {torch.__version__}, cuSPARSELt ")
+    assert len(shapes) == 4
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
     accelerate(handle, passing(model))
     assert machine.timed == 3 * measured
-    (tmp_path / "probe24.json").write_text('{"Test GPU": [')
+    (tmp_path / "probe24.json").write_text('{"Another GPU": [')
     assert accelerate(handle, passing(model))[0].path == "compressed"
     assert machine.timed == 4 * measured
     assert [file.name for file in tmp_path.iterdir()] == ["probe24.json"]

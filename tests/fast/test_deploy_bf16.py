@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
 from bf16_emulated import HAS_INSTRUCTION, emulation
+from deployed import gradient, share, stays_itself
 from operands import normal, normal_bf16
 from perceptrons import pruned
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 import nmrun
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
-from nmrun.kernels import compiler
 
 
 @pytest.fixture(autouse=True)
@@ -68,25 +67,15 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     dense = copy.deepcopy(model)
     for one in (model, other):
         nmrun.deploy(one, x)
-    with torch.no_grad():
-        expected = model(x)
     names = ("values", "index", "counts")
     assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
-    reloaded = copy.deepcopy(other)
-    reloaded.load_state_dict(model.state_dict())
-    again = pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            assert torch.equal(one(x), expected)
+    reloaded = stays_itself(model, other, x)
     wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
     with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
         reloaded.load_state_dict(wrong)
     for i in (0, 2):
         assert torch.equal(model[i].dense(), dense[i].weight)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(a).sum().backward()
-    dense(b).sum().backward()
-    assert float((a.grad - b.grad).norm() / b.grad.norm()) < 0.1  # a ReLU may see another sign
+    assert share(gradient(model, x), gradient(dense, x)) < 0.1  # a ReLU may see another sign
     parts = [getattr(model[0], name) for name in (*names, "start", "bias")]
     operands = (normal_bf16(3, 80).requires_grad_(), *parts, 50, 80)
     torch.library.opcheck(torch.ops.nmrun.bf16_linear.default, operands)
@@ -110,19 +99,6 @@ def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
     choices = nmrun.deploy(mlp(), x)
     assert [c.path for c in choices] == ["packed"] * 2
     assert torch.equal(model[0].dense(), mlp()[0].weight)  # what was packed can be had dense
-
-
-def test_a_cache_shared_between_machines_hands_none_the_others_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is built depends on the processor, and so does its file."""
-    built = []
-    monkeypatch.setattr(compiler, "_build", lambda *args: built.append(args[-1]))
-    monkeypatch.setattr(compiler, "_trusted", lambda path: False)
-    for flags in ("flags : avx512f", "flags : avx512f avx512_bf16"):
-        monkeypatch.setattr(compiler, "_processor", lambda flags=flags: flags)
-        replace(bf16.KERNELS).obstacle()
-    assert len(set(built)) == 2
 
 
 @pytest.mark.usefixtures("no_compiler")

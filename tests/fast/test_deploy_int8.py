@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 import torch
+from deployed import gradient, share, stays_itself
 from perceptrons import pruned
-from torch import Tensor, nn
+from torch import nn
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -25,10 +26,6 @@ needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNE
 def faster(deploy_times: dict[str, float]) -> None:
     """int8 is faster than packed, and that than dense."""
     deploy_times.update({"packed": 0.5, "int8": 0.25})
-
-
-def share(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 @needs_int8
@@ -56,27 +53,16 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     dense = copy.deepcopy(model)
     for one in (model, other):
         nmrun.deploy(one, x, precision="int8")
-    with torch.no_grad():
-        expected = model(x)
     names = ("values", "index", "counts", "scales")
     assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
-    reloaded = copy.deepcopy(other)
-    reloaded.load_state_dict(model.state_dict())
-    again = pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            assert torch.equal(one(x), expected)
+    reloaded = stays_itself(model, other, x)
     wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
     with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
         reloaded.load_state_dict(wrong)
     for i in (0, 2):  # gradients are those of the rounded weight
         dense[i].weight.data = model[i].dense()
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(a).sum().backward()
-    dense(b).sum().backward()
-    assert share(a.grad, b.grad) < 0.2  # a ReLU may see another sign
-    layer = model[0]
-    parts = [getattr(layer, name) for name in (*names, "start", "sums", "bias")]
+    assert share(gradient(model, x), gradient(dense, x)) < 0.2  # a ReLU may see another sign
+    parts = [getattr(model[0], name) for name in (*names, "start", "sums", "bias")]
     operands = (torch.randn(3, 80, requires_grad=True), *parts, 50, 80)
     torch.library.opcheck(torch.ops.nmrun.int8_linear.default, operands)
 

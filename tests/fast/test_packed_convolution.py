@@ -5,13 +5,13 @@ a reason. Times are made up where the outcome depends on them.
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from convolutions import prune
+from deployed import gradient, share, stays_itself
 from test_deploy import by_name
 from torch import Tensor, nn
 
@@ -90,20 +90,12 @@ def test_the_memory_is_that_of_the_non_zeros_and_their_places(pattern: str, shar
 @pytest.mark.usefixtures("faster")
 def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     model, other, x = prune(net(), "1:4"), prune(net(), "2:4"), torch.randn(5, 8, 6, 7)
-    dense, expected = copy.deepcopy(model), model(x).detach()
+    dense = copy.deepcopy(model)
     for one in (model, other):
         assert [c.path for c in nmrun.deploy(one, x)] == ["packed"] * 2
-    model, reloaded = pickle.loads(pickle.dumps(model)), copy.deepcopy(other)
     assert {"0.values", "0.index", "0.start", "0.bias", "3.start"} <= set(model.state_dict())
-    reloaded.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        for one in (model, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            torch.testing.assert_close(one(x), expected)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(a).square().sum().backward()
-    dense(b).square().sum().backward()
-    torch.testing.assert_close(a.grad, b.grad)
-    layer = reloaded[0]
+    layer = stays_itself(model, other, x)[0]
+    assert share(gradient(model, x), gradient(dense, x)) < 1e-5
     operands = (x.clone().requires_grad_(), [layer.values, layer.index, layer.start], layer.bias,
                 [20, 8], [3, 3], [1, 1], [1, 1], [1, 1])  # fmt: skip
     torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)

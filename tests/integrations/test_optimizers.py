@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import reference
 import torch
-from errors import one_line
 from torch import Tensor, nn
 from torch.func import functional_call
 from training import TOTAL, attach, batch, everything, net, stored, train
@@ -165,19 +164,6 @@ def test_bitsandbytes_resumes_with_the_same_bits(recipe, stop, order):
     assert everything(again, other, second) == everything(model, optimizer, handle)
     second.finalize()
     nmrun.sparsity.check_nm(again, "2:4", exclude="4")
-
-
-def test_step_refuses_moments_of_eight_bits():
-    model = net()
-    with one_line(ValueError, r"AdamW8bit cannot: use nmrun\.optim\.Adam"):
-        attach(model, eight_bit(model), "step")
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS][:14])
-def test_step_takes_nmrun_s_own_alone(name):
-    model = net()
-    with one_line(ValueError, r"use nmrun\.optim\.Adam"):
-        nmrun.sparsify(model, OPTIMIZERS[name](list(model.parameters())), "step", "2:4", STEPS)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -383,26 +384,9 @@ def test_without_a_cache_folder_it_still_compiles(trouble, tmp_path, monkeypatch
     assert torch.equal(bits(compiled), bits(expected))
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_the_cache_is_used_and_knows_what_it_was_built_from(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    built: list[Path] = []
-    build = c_library._build
-    monkeypatch.setattr(c_library, "_build", lambda *args: (built.append(args[-1]), build(*args)))
-    for pattern in (Pattern(2, 5), Pattern(2, 5), Pattern(3, 5)):
-        cpu.load.cache_clear()  # as in a new process
-        assert cpu.load(pattern) is not None
-    assert len(built) == len(set(built)) == 2
-    monkeypatch.setattr(c_library, "_processor", lambda: "another machine")
-    cpu.load.cache_clear()
-    cpu.load(Pattern(2, 5))
-    assert len(set(built)) == 3
-    assert {path.parent for path in built} == {tmp_path / "nmrun" / "kernels"}
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o002, 0o007, 0o000])
-def test_what_was_built_is_found_again_whatever_the_umask(umask, tmp_path, monkeypatch):
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Ask for a library; returns how often the compiler, which is played, has been called."""
     compiler, calls = tmp_path / "cc", tmp_path / "calls"
     compiler.write_text(
         f'#!/bin/bash\necho >> {calls}\nfor last; do :; done; echo no > "${{@: -2:1}}"\n'
@@ -410,13 +394,31 @@ def test_what_was_built_is_found_again_whatever_the_umask(umask, tmp_path, monke
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def ask(source: str = "nm_parts", *flags: str) -> int:
+        c_library.library("nm", (source,), flags)
+        return calls.read_text().count("\n")
+
+    return ask
+
+
+def test_what_was_built_is_of_its_sources_flags_and_processor(builds, tmp_path, monkeypatch):
+    """A cache may be shared between machines: none is handed the other's code."""
+    asked = [("nm_parts",), ("nm_parts", "-DN=2"), ("nm_parts", "-DN=3"), ("nm_split",)]
+    assert [builds(*words) for words in asked] == [1, 2, 3, 4]
+    assert [builds(*words) for words in asked] == [4] * 4
+    monkeypatch.setattr(c_library, "cpuinfo", lambda: {"flags": "avx512f avx512_bf16"})
+    assert [builds(*words) for words in asked] == [5, 6, 7, 8]
+    assert len(list((tmp_path / "nmrun" / "kernels").glob("nm-*.so"))) == 8
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o007, 0o000])
+def test_what_was_built_is_found_again_whatever_the_umask(umask, builds):
     before = os.umask(umask)
     try:
-        for _ in range(3):
-            c_library.library("nm_parts", ("nm_parts",))
+        assert [builds() for _ in range(3)] == [1] * 3
     finally:
         os.umask(before)
-    assert calls.read_text().count("\n") == 1
 
 
 def test_compiler_of_the_environment_comes_first(tmp_path, monkeypatch):

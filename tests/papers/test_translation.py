@@ -161,7 +161,7 @@ def test_batches_are_a_function_of_seed_and_epoch_alone():
 
 def test_batches_are_those_of_fairseqs_collater():
     task = translation()
-    batch = task._batch("train", np.arange(12))
+    (batch,) = task.micro_batches(0, 0, 1)
     collate = fairseq("data.language_pair_dataset").collate
     samples = [
         {"id": i, "source": torch.tensor(s), "target": torch.tensor(t)}
@@ -236,9 +236,9 @@ def test_the_model_computes_what_fairseqs_own_does():
         ours.cfg, Namespace(source_dictionary=task.source, target_dictionary=task.target)
     )
     theirs.load_state_dict(ours.state_dict())
-    source, previous, where, _ = task._batch("train", np.arange(12))
-    assert (source == 1).any()
-    assert (previous == 1).any()
+    batches = (task.micro_batches(0, i, 1)[0] for i in range(task.batches_per_epoch))
+    # both sides with padding
+    source, previous, where, _ = next(b for b in batches if all((t == 1).any() for t in b[:2]))
     for mode in (True, False):
         mine, expected = (
             ours.train(mode)(source, None, previous, where)[0],
@@ -315,7 +315,14 @@ def rigged(table: torch.Tensor, vocabulary: Symbols) -> nn.Module:
     return Model(Encoder(vocabulary), Decoder(vocabulary)).eval()
 
 
-def test_beam_search_finds_what_greedy_search_does_not():
+def test_beam_search_finds_what_greedy_search_does_not(monkeypatch):
+    translations: list[list[str]] = []
+
+    def noted(hypotheses, references):
+        translations.append(hypotheses)
+        return corpus_bleu(hypotheses, references)
+
+    monkeypatch.setattr("nmrun.papers.translation.task.corpus_bleu", noted)
     vocabulary = Symbols(["a", "b", "c"])
     a, b, c, end = 4, 5, 6, 2
     table = torch.full((7, 7), 1e-9)
@@ -354,9 +361,8 @@ def test_beam_search_finds_what_greedy_search_does_not():
             beam=beam,
             length_penalty=penalty,
         )
-        source = task.micro_batches(0, 0, 1)[0][0]
-        assert list(task._translations(task._generator(model), source)) == [expected] * len(source)
-    metrics = task.evaluate(model, "val")
+        metrics = task.evaluate(model, "val")
+        assert translations.pop() == [" ".join(expected)] * 2
     steps = [(end, a), (a, b), (b, end), (end, c), (c, end)]
     wanted_loss = -sum(math.log(table[step]) for step in steps) / 5
     assert metrics["loss"] == pytest.approx(wanted_loss, rel=1e-4)
@@ -439,9 +445,9 @@ def written(folder: Path, german: list[str] = GERMAN, english: list[str] = ENGLI
     return folder
 
 
-def preprocessed(tmp_path: Path, *options: str) -> Path:
+def preprocessed(tmp_path: Path, *options: str, english: list[str] = ENGLISH) -> Path:
     """A folder that fairseq's own program has written."""
-    raw = written(tmp_path / "raw")
+    raw = written(tmp_path / "raw", english=english)
     words = ["-s", "de", "-t", "en", "--destdir", str(tmp_path / "bin"), "--workers", "1", *options]
     for split in ("train", "valid", "test"):
         words += [f"--{split}pref", str(raw / split)]
@@ -506,9 +512,9 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path):
     assert "it has 1 lines for 4 sentences" in complaint()
     (folder / "test.de-en.en.txt").unlink()
 
+    short = preprocessed(tmp_path / "short", english=ENGLISH[:3])
     for suffix in ("bin", "idx"):  # a test text with one sentence less on one side
-        shorter = preprocessed_side(tmp_path / "short", ENGLISH[:3]) / f"test.de-en.en.{suffix}"
-        shorter.replace(folder / shorter.name)
+        (short / f"test.de-en.en.{suffix}").replace(folder / f"test.de-en.en.{suffix}")
     assert (
         complaint() == "test: 4 source sentences, but 3 target sentences; it takes as many of both"
     )
@@ -525,16 +531,6 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path):
         complaint()
         == f"{folder}/train.de-en.de: not a binarised text of fairseq: the .bin is empty"
     )
-
-
-def preprocessed_side(tmp_path: Path, lines: list[str]) -> Path:
-    """The test text of a folder in which both sides have these lines."""
-    vocabulary = fairseq("data").Dictionary()
-    for word in sorted({word for line in lines for word in line.split()}):
-        vocabulary.add_symbol(word)
-    tmp_path.mkdir(exist_ok=True)
-    prepare._binarise([line.split() for line in lines], vocabulary, tmp_path / "test.de-en.en")
-    return tmp_path
 
 
 def test_prepared_text_comes_back_and_only_once_is_prepared(tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Operations
 from reference import LR, SPARSE, TOTAL, Net, Weights, data, loss, top, train_step
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmrun
 from nmrun.recipes.proxsparse import proximal
@@ -441,16 +441,6 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between():
     assert torch.equal(model[0].weight != 0, mask)
 
 
-class Products(TorchDispatchMode):
-    """Counts the products of matrices."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_sqft_multiplies_its_adapters_once_a_step():
     """With the two gradients of the adapters that is three products for each weight."""
     model = Net()
@@ -460,7 +450,7 @@ def test_sqft_multiplies_its_adapters_once_a_step():
     for t in range(3):
         x, y = batches(t)[0]
         (model(x) - y).square().mean().backward()
-        with Products() as products:
+        with Operations(lambda each: each is torch.ops.aten.mm.default) as products:
             optimizer.step()
         optimizer.zero_grad()
         assert products.count == (4 if t == 0 else 3) * len(handle.sparse)

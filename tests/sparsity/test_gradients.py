@@ -7,22 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from counting import Operations
 
 from nmrun.rule import Rule
 from nmrun.sparsity.projections import edit_gradient, edit_gradients
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's operations: on a GPU each is a launch, or one for dozens of weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def weights(count: int, device: str) -> list[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Operations
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmrun
 from nmrun.recipes.ste import STE
@@ -253,17 +253,6 @@ def test_packed_masks_come_back(shape):
     assert torch.equal(unpack(packed, shape), mask)
 
 
-class Launches(TorchDispatchMode):
-    """Counts torch's operations but for views: on a GPU each is a launch, or one for dozens of
-    tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 def made_sparse(count: int, device: str) -> tuple[list[SparseWeight], Any]:
     """Weights under 2:4 masks, and an Adam that has stepped."""
     torch.manual_seed(0)
@@ -289,7 +278,7 @@ def test_launches_do_not_grow_with_the_weights():
         weights, optimizer = made_sparse(count, "meta")
         measure = metrics.MaskMetrics(SimpleNamespace(is_sparse=True), weights)
         measure.begin()
-        with Launches() as launches:
+        with Operations(lambda each: not each.is_view) as launches:
             measure.before()
             measure.sums(optimizer)
         counts.append(launches.count)

@@ -63,7 +63,7 @@ class Path:
         return self.pack(estimators.mvue(x, pattern, 0).t(), None)[0]
 
 
-def _separately(
+def separately(
     compress: Callable[[Tensor], Parts],
 ) -> Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]:
     return lambda w, v: (
@@ -189,7 +189,7 @@ CUSPARSELT = Path(
     estimate=lambda x, pattern: [compression.estimated(x, pattern)],
 )
 # torch's kernel: compiled for compute capability 8.x, refused elsewhere
-CUTLASS = Path(_separately(_cutlass_compress), _cutlass)
+CUTLASS = Path(separately(_cutlass_compress), _cutlass)
 # Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs:
 # elsewhere results are wrong. What is not 2:4 both ways it prunes by a rule of its own.
 ONE_PASS = Path(_one_pass, _cutlass)

@@ -54,7 +54,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     refuse_pruned_activations(run)
     model, name, example, sizes = _build(run)
     graph = _graph(model, name, example(2), sizes)
-    layers = _locate(graph.graph, run, onnx.numpy_helper)
+    layers = locate(graph.graph, run, onnx.numpy_helper)
     about = run.about(layers)
     metadata = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
     onnx.helper.set_model_props(graph, metadata)
@@ -139,7 +139,7 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
         ) from None
 
 
-def _locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
+def locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     """The sparse weights in the graph, with the axis that is summed over; they get the model's
     names back, and +0.0 for -0.0. ValueError if one is no longer N:M along that axis."""
     stored = {initializer.name: initializer for initializer in graph.initializer}

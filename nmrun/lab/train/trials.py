@@ -164,9 +164,9 @@ def find_decay(config: Config) -> DecaySearch:
     began, flops = time.perf_counter(), Counter[str]()
 
     def rate(decay: float, dense: bool) -> float:
-        probe = _probe(config, decay, dense)
-        flops.update(probe.flops)
-        return probe.flip_rate
+        found = probe(config, decay, dense)
+        flops.update(found.flops)
+        return found.flip_rate
 
     dense = rate(0.0, dense=True)
     if dense == 0:
@@ -190,7 +190,8 @@ def find_decay(config: Config) -> DecaySearch:
     return DecaySearch(GRID[best], event, time.perf_counter() - began, flops)
 
 
-def _probe(config: Config, decay: float, dense: bool) -> Probe:
+def probe(config: Config, decay: float, dense: bool) -> Probe:
+    """Train a tenth of the run with this decay; ``dense``: with masks that only look on."""
     plain = copy.deepcopy(config.plain)
     plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
     trial = Config(plain, config.pattern)

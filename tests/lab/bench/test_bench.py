@@ -364,7 +364,7 @@ def rounded(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played_gpu.Machine:
     machine = played_gpu.play(monkeypatch.setattr, tmp_path)
     monkeypatch.setattr(options, "no_gpu", lambda: False)
-    right = semi_structured.Path(semi_structured._separately(played_gpu.two_values), rounded)
+    right = semi_structured.Path(semi_structured.separately(played_gpu.two_values), rounded)
     wrong = semi_structured.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
     monkeypatch.setattr(
         semi_structured,

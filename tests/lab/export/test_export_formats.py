@@ -552,7 +552,7 @@ def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path):
 def test_folded_and_transposed_weights_are_found_in_the_graph():
     onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     from nmrun.lab.export.finished_run import FinishedRun, SparseLayer
-    from nmrun.lab.export.onnx_graph import _locate
+    from nmrun.lab.export.onnx_graph import locate
 
     conv, linear = sparse((2, 8, 1, 1), "2:4", 1), sparse((6, 8), "2:4", 1)
     folded = conv * torch.tensor([-1.0, 2.0])[:, None, None, None]
@@ -566,7 +566,7 @@ def test_folded_and_transposed_weights_are_found_in_the_graph():
     ]
     graph = onnx.helper.make_graph(nodes, "g", [], [], tensors)
     layers = [SparseLayer("c", Pattern(2, 4), 1), SparseLayer("l", Pattern(2, 4), 1)]
-    lines = _locate(
+    lines = locate(
         graph, FinishedRun(Path(), {}, {"c": conv, "l": linear}, layers), onnx.numpy_helper
     )
     assert [(line["name"], line["dim"], line["tensorrt"]) for line in lines] == [
@@ -579,7 +579,7 @@ def test_folded_and_transposed_weights_are_found_in_the_graph():
     assert not stored.signbit()[stored == 0].any()
     dense = onnx.numpy_helper.from_array(torch.ones(2, 8, 1, 1).numpy(), "c")
     with pytest.raises(ValueError, match="c is not 2:4 in the graph"):
-        _locate(
+        locate(
             onnx.helper.make_graph(nodes[:1], "g", [], [], [dense]),
             FinishedRun(Path(), {}, {"c": conv}, layers[:1]),
             onnx.numpy_helper,

@@ -23,7 +23,6 @@ import pytest
 from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import OmegaConf
 from runs import result_of
 
 from nmrun.errors import ConfigError
@@ -354,7 +353,10 @@ def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path):
     assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
 
 
-def test_what_matters_most_of_several_seeds(monkeypatch):
+def test_what_matters_most_of_several_seeds(tmp_path, monkeypatch):
+    sweep.begin(tmp_path, 1, "nmrun", "out")
+    with composing():
+        job = composed(["seeds=[0,1]"], {})
     for first, second, most in (
         ("finished", "running", "running"),
         ("running", "failed", "failed"),
@@ -363,10 +365,8 @@ def test_what_matters_most_of_several_seeds(monkeypatch):
         ("skipped", "finished", "finished"),
     ):
         ends = iter([{"status": first}, {"status": second}])
-        monkeypatch.setattr(jobs, "_run_outcome", lambda *_, ends=ends: next(ends))
-        assert jobs._job_outcome(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None) == {
-            "status": most
-        }
+        monkeypatch.setattr(jobs, "one", lambda *_, ends=ends: next(ends))
+        assert jobs.of_sweep(tmp_path, 1, job, [], "nmrun")["status"] == most
 
 
 # --- locks and pipes ------------------------------------------------------------------------------

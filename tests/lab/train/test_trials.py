@@ -75,7 +75,7 @@ def reference_rate(
 def test_the_rate_is_that_of_a_plain_loop(tmp_path, decay, epochs, interval, steps):
     words = (*MODEL, f"trainer.epochs={epochs}")
     cfg = config(tmp_path, *AUTO, words[-1], f"recipe.interval={interval}")
-    rate = trials._probe(cfg, decay or 0.0, dense=decay is None).flip_rate
+    rate = trials.probe(cfg, decay or 0.0, dense=decay is None).flip_rate
     assert rate > 0.01
     assert rate == pytest.approx(
         reference_rate(config(tmp_path, "recipe=dense", *words), decay, interval, steps), rel=1e-9
@@ -102,7 +102,7 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
         tried.append(decay)
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
-    monkeypatch.setattr(trials, "_probe", probe)
+    monkeypatch.setattr(trials, "probe", probe)
     choice, event, _, used = find_decay(config(tmp_path, *AUTO))
     assert used == {"training_hardware": 2 * len(tried)}
     start = GRID.index(2e-4)
@@ -189,7 +189,7 @@ def test_the_flops_of_a_probe_are_those_of_its_steps(tmp_path):
     a third of those of sparse layers, two products of three, are halved.
     """
     cfg = config(tmp_path, *AUTO, "recipe.interval=5")
-    dense, sparse = (trials._probe(cfg, 0.0, dense=each).flops for each in (True, False))
+    dense, sparse = (trials.probe(cfg, 0.0, dense=each).flops for each in (True, False))
     items = 10 * 32  # two intervals of batches
     first, inner, head = 64 * 16, 2 * 16 * 16, 16 * 10
     assert dense == dict.fromkeys(
@@ -278,23 +278,14 @@ def test_schedule_and_phases_end_with_the_budget(clock, tmp_path):
     assert sum(result["flops"].values()) > 0
 
 
-def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(monkeypatch, tmp_path):
-    configs = [config(tmp_path / name, "recipe=maskllm", BUDGET) for name in ("a", "b")]
-    monkeypatch.setattr(trials, "SHORTEST", 4)
-    monkeypatch.setattr(trials, "LONGEST", 4)
-    trial, tried = trials._trial, itertools.count()
-
-    def timed(*args):
-        next(tried)
-        return 2 / 15, trial(*args)[1]
-
-    monkeypatch.setattr(trials, "_trial", timed)
-    runner.run(configs[0], run_folder(configs[0]))
-    assert next(tried) == 2
-    monkeypatch.setattr(trials, "steps_of_budget", lambda config: (15, "as before"))
-    runner.run(configs[1], run_folder(configs[1]))
-    weights = [(run_folder(one) / "model.safetensors").read_bytes() for one in configs]
-    assert weights[0] == weights[1]
+def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(clock, monkeypatch, tmp_path):
+    words = ("recipe=maskllm", "trainer.budget=seconds:0.5")
+    configs = [config(tmp_path / name, *words) for name in ("a", "b")]
+    steps = finished(configs[0])["steps"]
+    monkeypatch.setattr(trials, "steps_of_budget", lambda config: (steps, "as before"))
+    finished(configs[1])
+    first, second = (weights(run_folder(one)) for one in configs)
+    assert first == second
 
 
 @pytest.mark.parametrize("recipe", ["step", "t_sr_ste"])
@@ -318,15 +309,14 @@ def test_a_resumed_run_keeps_its_number_of_steps(recipe, monkeypatch, tmp_path):
 
 def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(monkeypatch, clock, tmp_path):
     lengths: list[int | None] = []
-    trial = trials._trial
 
-    def noted(config, total_steps, steps, log_every):
+    def noted(config, total_steps):
         lengths.append(total_steps)
         if total_steps is not None and total_steps < 50:
             raise ConfigError("too few steps for the phases")
-        return trial(config, total_steps, steps, log_every)
+        return build(config, total_steps)
 
-    monkeypatch.setattr(trials, "_trial", noted)
+    monkeypatch.setattr(trials, "build", noted)
     trials.steps_of_budget(config(tmp_path, "recipe=ste", BUDGET))
     assert lengths == [None, 30, 60]
     with pytest.raises(ConfigError, match="too few steps for the phases"):

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import terminal
-from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +26,6 @@ from verbs import python, verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
 from nmrun.lab.sweeps import jobs
-from nmrun.lab.words import command_line, composition
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -226,18 +224,17 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(number, tmp_path, nmrun_cl
     assert "sweep of 2: 2 finished" in again.stdout
 
 
-def test_several_seeds_in_one_job(tmp_path):
-    words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
-    composition.register()
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        typed = command_line.of_job(words)
-        outcome = jobs._job_outcome(compose("nmrun", words), None, typed)
-        again = jobs._job_outcome(compose("nmrun", words), None, typed)
+def test_several_seeds_in_one_job(tmp_path, capsys):
+    short = [word for word in TINY if "epochs" not in word]
+    words = [*short, "trainer.epochs=1", "recipe=ste", f"output_dir={tmp_path}", "seeds=[3,5]"]
+    assert jobs.main([*words]) == 0
+    assert "finished already" not in capsys.readouterr().out
+    assert jobs.main([*words]) == 0
+    assert capsys.readouterr().out.count("finished already") == 2
     assert sorted(
         p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
     ) == ["s3", "s5"]
     results = [result_of(p.parent) for p in sorted(tmp_path.rglob("result.json"))]
-    assert (outcome["status"], again["status"]) == ("finished", "skipped")
     assert [result["config"]["seed"] for result in results] == [3, 5]
     assert "seeds" not in results[0]["config"]
     for result in results:
@@ -404,12 +401,7 @@ def test_a_run_or_a_sweep_is_composed_once(monkeypatch, tmp_path):
         calls.append(kwargs)
         return compose(*args, **kwargs)
 
-    class Plans:
-        @staticmethod
-        def run(*_):
-            return {"status": "planned", "folder": None}
-
-    monkeypatch.setattr(jobs, "_runner", lambda: Plans)
+    monkeypatch.setattr(jobs, "one", lambda *_: {"status": "planned", "folder": None})
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
     for words in (
         ["recipe=ste", "sparsity=1:8", "trainer.epochs=3"],

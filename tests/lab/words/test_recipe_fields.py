@@ -62,8 +62,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sample_recipes", raising=False)
-    fields.recipe_fields.cache_clear()
-    fields._tree.cache_clear()
     return "sample_recipes.mine.Mine"
 
 
