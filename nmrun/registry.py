@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
@@ -24,9 +24,7 @@ def find(kind: str, name: str, paths: Mapping[str, str]) -> Any:
         module, _, attribute = paths[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
     if "." not in name:
-        hint = did_you_mean(name, paths)
-        what = kind.partition(".")[0]
-        raise ConfigError(f"{kind}={name}: no such {what}{hint} (there are {', '.join(paths)})")
+        raise ConfigError(f"{kind}={name}: {no_such(kind.partition('.')[0], name, paths)}")
     try:
         return imported(name, f"{kind}={name}")
     except ValueError as error:
@@ -71,6 +69,12 @@ ALSO = {
     "wb": "wandb",
     "none": "local",
 }
+
+
+def no_such(what: str, name: str, options: Collection[str]) -> str:
+    """``no such recipe; did you mean step? (there are ...)``, of a name that is none of the options."""
+    listing = f" (there are {', '.join(options)})" if options else ""
+    return f"no such {what}{did_you_mean(name, options)}{listing}"
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -34,8 +34,7 @@ def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str]
     unknown name or hyperparameter, or a value out of its range. ``others``: what else may have
     been meant by such a hyperparameter."""
     if method not in METHODS:
-        hint = registry.did_you_mean(method, METHODS)
-        raise ConfigError(f"method={method}: no such method{hint} (there are {', '.join(METHODS)})")
+        raise ConfigError(f"method={method}: {registry.no_such('method', method, METHODS)}")
     kind: Any = registry.find("method", method, METHODS)
     ranges = checks(kind)
     has = ", ".join(ranges) or "none"

@@ -15,7 +15,7 @@ from nmrun.lab.compare.runs import filtered, read, summary, typed
 from nmrun.lab.show import cli, plots
 from nmrun.lab.show.style import Layout
 from nmrun.lab.verbs import files_of_the_command
-from nmrun.registry import did_you_mean
+from nmrun.registry import no_such
 
 Paths = str | Path | Sequence[str | Path]
 Keys = str | Sequence[str] | None
@@ -155,6 +155,4 @@ def _texts(name: str, value: Paths, such: str = "") -> tuple[str, ...]:
 
 def _check(name: str, value: str, names: Sequence[str]) -> None:
     if value not in names:
-        raise ConfigError(
-            f"{name}={value}: no such {name}{did_you_mean(value, names)} (there are {', '.join(names)})"
-        )
+        raise ConfigError(f"{name}={value}: {no_such(name, value, names)}")

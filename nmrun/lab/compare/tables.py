@@ -37,7 +37,7 @@ from nmrun.lab.compare.statistics import (
 )
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.oneshot import METHODS
-from nmrun.registry import did_you_mean
+from nmrun.registry import no_such
 
 Run = Mapping[Any, Any]  # a row of ``collect``
 Place = tuple[Key, Key]  # row and column
@@ -510,9 +510,7 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     recipe = keys.index("recipe") if "recipe" in keys else 0
     matches = [by_name[name]] if name in by_name else [row for row in rows if row[recipe] == name]
     if not matches:
-        raise ConfigError(
-            f"--baseline {name}: no such row{did_you_mean(name, by_name)} (there are {', '.join(by_name)})"
-        )
+        raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name)}")
     return matches
 
 

@@ -27,7 +27,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.words import command_line, composition, schema
 from nmrun.lab.words.composition import Cache, composed, composing
 from nmrun.lab.words.identity import run_folder
-from nmrun.registry import did_you_mean
+from nmrun.registry import did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flips", "autoswitch", "flops")
@@ -72,9 +72,7 @@ class Experiment:
         Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
         """
         if scale not in self.scales:
-            raise ConfigError(
-                f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})"
-            )
+            raise ConfigError(f"scale={scale}: {no_such('scale', scale, self.scales)}")
         sweeps = []
         for sweep in self.sweeps[scale]:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *changes]
@@ -106,9 +104,7 @@ def load(name: str) -> Experiment:
     """
     is_file = name.endswith(".yaml")
     if not is_file and name not in names():
-        raise ConfigError(
-            f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
-        )
+        raise ConfigError(f"experiment={name}: {no_such('experiment', name, names())}")
     file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
     content = options.read_yaml(file, f"experiment={name}")
     try:
@@ -131,9 +127,7 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
     for figure in content.get("report", {}).get("figures", []):
         kind = figure.partition(" ")[0]
         if kind not in FIGURES:
-            raise ValueError(
-                f"report.figures: {kind}: no such kind{did_you_mean(kind, FIGURES)} (there are {', '.join(FIGURES)})"
-            )
+            raise ValueError(f"report.figures: {kind}: {no_such('kind', kind, FIGURES)}")
     if set(content["scales"]) - set(SCALES):
         raise ValueError(f"scales: they are called {', '.join(SCALES)}")
     paper, sweep = content.get("paper") or {"source": "", "values": {}}, content["sweep"]

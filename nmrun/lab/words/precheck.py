@@ -26,6 +26,7 @@ from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import command_line, rules, schema, suggestions
 from nmrun.lab.words.composition import RATIO, Cache, composed, composing
 from nmrun.patterns import Pattern, PatternError
+from nmrun.registry import no_such
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
@@ -339,7 +340,6 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
                 f"{LAUNCHER}={name}: there is no srun here; submitit_local does without"
             )
         elif name not in installed:
-            problems.append(
-                suggestions.no_option(LAUNCHER, LAUNCHER, name, sorted({*installed, *EXTRAS}))
-            )
+            names = sorted({*installed, *EXTRAS})
+            problems.append(f"{LAUNCHER}={name}: {no_such(LAUNCHER, name, names)}")
     return name, problems

@@ -19,7 +19,7 @@ from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES
-from nmrun.registry import did_you_mean
+from nmrun.registry import did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
 
@@ -173,8 +173,7 @@ def _find(among: list[Option], group: str, name: str) -> Option:
         if option.name == name:
             return option
     names = [option.name for option in among if option.name]
-    listing = f" (there are {', '.join(names)})" if names else ""
-    raise ConfigError(f"{group}={name}: no such {group}{did_you_mean(name, names)}{listing}")
+    raise ConfigError(f"{group}={name}: {no_such(group, name, names)}")
 
 
 def _hint(topic: str) -> str:

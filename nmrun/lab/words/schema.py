@@ -17,10 +17,11 @@ from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED
 from nmrun.lab.words import rules
-from nmrun.lab.words.suggestions import no_key, no_option, wrong_keys
+from nmrun.lab.words.suggestions import no_key, wrong_keys
 from nmrun.patterns import Pattern, written
 from nmrun.ranges import Check, value_text, wrong_values
 from nmrun.recipes import RECIPES
+from nmrun.registry import no_such
 
 # what a model of the user's own need not say
 ALL_LAYERS: dict[str, Any] = {"include": None, "exclude": None}
@@ -130,7 +131,7 @@ def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
         return {f"{group}.name: missing; {how}": group}
     names = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
     if name not in names:
-        line = no_option(f"{group}.name", group, value_text(name), names)
+        line = f"{group}.name={value_text(name)}: {no_such(group, value_text(name), names)}"
         timms = (
             "; timm's networks are named by model.name_in_timm" if "name_in_timm" in content else ""
         )

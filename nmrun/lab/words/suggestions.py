@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from nmrun.lab.keys import options
 from nmrun.oneshot import METHODS
-from nmrun.registry import did_you_mean, nearest
+from nmrun.registry import did_you_mean, nearest, no_such
 
 RATIOS = "sparsity.overrides"
 # What others call it, by the last part of the key.
@@ -76,7 +76,7 @@ def _belongs(what: str, group: str, having: list[str]) -> str:
     return f"; {what} belongs to {group}={names}"
 
 
-def option(group: str, name: str, names: Iterable[str]) -> str:
+def option(group: str, name: str, names: Collection[str]) -> str:
     """The line for an option that a group does not have, beside those that there are."""
     if name.startswith("["):
         listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
@@ -84,9 +84,9 @@ def option(group: str, name: str, names: Iterable[str]) -> str:
     if group == "recipe" and name in METHODS:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
-    if group == "optimizer":
-        return f"{no_option(group, group, name, names)}; nmrun.sparsify takes any in your own loop"
-    return no_option(group, group, name, names)
+    line = f"{group}={name}: {no_such(group, name, names)}"
+    more = "; nmrun.sparsify takes any in your own loop" if group == "optimizer" else ""
+    return line + more
 
 
 def owners(group: str, leaf: str) -> list[str]:
@@ -116,9 +116,3 @@ def listed(key: str, keys: Iterable[str]) -> str:
     group = key.rpartition(".")[0]
     has = ", ".join(name.rpartition(".")[2] for name in sorted(keys))
     return f"{group} has {has}" if group else f"there are {has}"
-
-
-def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:
-    """The line for an option that a group does not have."""
-    hint = did_you_mean(option, options)
-    return f"{key}={option}: no such {group}{hint} (there are {', '.join(options)})"
