@@ -16,7 +16,9 @@ from nmrun.lab.export.finished_run import (
     refuse_pruned_activations,
     write_about,
 )
-from nmrun.lab.models import MODELS, hugging_face
+from nmrun.lab.keys.models import GPT
+from nmrun.lab.keys.options import KINDS, kind
+from nmrun.lab.models import hugging_face
 from nmrun.lab.models.hugging_face import EncoderClassifier
 from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.tasks.hugging_face import fetch
@@ -25,7 +27,7 @@ from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")
 ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
-OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.lab.models.texts.GPTNetwork")
+OURS = tuple(n for n in KINDS["model"] if kind("model", n).builder == GPT.builder)
 
 
 def write(run: FinishedRun, folder: Path) -> list[str]:

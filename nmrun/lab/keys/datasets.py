@@ -23,8 +23,7 @@ class Dataset(Named):
 
     ``train_images`` there are, before any are put aside; None where that depends. ``within`` says
     what is in the folder ``dataset.path``, if there is such a key; ``places`` are the keys that
-    name another file or folder. ``builder`` is of an installed package's: the dotted path of what
-    builds its task.
+    name another file or folder. ``builder`` is the dotted path of what builds its task.
     """
 
     data: ClassVar[str] = IMAGES
@@ -131,6 +130,7 @@ class Digits(Fractions, Seeded, Dataset):
     """
 
     train_images: ClassVar[int | None] = 1797
+    builder: ClassVar[str] = "nmrun.lab.tasks.vision.images.digits"
 
     val_fraction: Annotated[float, "share of all images that is for validation"] = 0.15
     test_fraction: Annotated[float, "share of all images that is for the test"] = 0.2
@@ -139,6 +139,8 @@ class Digits(Fractions, Seeded, Dataset):
 @dataclass(frozen=True)
 class Images(Augmented, Subset, Dataset):
     """Images of classes, all of which fit into memory."""
+
+    builder: ClassVar[str] = "nmrun.lab.tasks.vision.images.torchvision_files"
 
     crop_padding: Annotated[
         int,
@@ -186,6 +188,7 @@ class ImageFolder(Images):
     """
 
     within: ClassVar[str] = CLASSES
+    builder: ClassVar[str] = "nmrun.lab.tasks.vision.images.image_folder"
 
     path: Annotated[
         str,
@@ -206,6 +209,7 @@ class ImageNet(FromDisk, Augmented, Subset, Dataset):
     """
 
     within: ClassVar[str] = CLASSES
+    builder: ClassVar[str] = "nmrun.lab.tasks.vision.images.imagenet"
 
     path: Annotated[str, PATH, "the folder, in NMRUN_DATA or else in the current folder"] = (
         "imagenet"
@@ -249,6 +253,7 @@ class GeneratedText(Encoding, Seeded, Dataset):
     """
 
     data: ClassVar[str] = TEXTS
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled.generated_text"
 
     size: Annotated[
         int,
@@ -267,6 +272,7 @@ class Glue(Encoding, Seeded, Dataset):
     """
 
     data: ClassVar[str] = TEXTS
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled.glue"
 
     task: Annotated[
         str,
@@ -325,6 +331,7 @@ class StdlibText(Strided, Context, Dataset):
     """
 
     data: ClassVar[str] = RUNNING_TEXT
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.files.stdlib"
 
     sha256: Annotated[str, TEXT, "hash of the text, which differs between versions of Python"] = (
         "${stdlib_sha256:stdlib_text}"
@@ -345,6 +352,7 @@ class WikiText2(Strided, Tokenized, Dataset):
     """WikiText-2, NMRUN_DATA/wikitext-2/wiki.{train,valid,test}.tokens (or {train,valid,test}.txt)."""
 
     data: ClassVar[str] = RUNNING_TEXT
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.files.wikitext"
 
     tokenizer: str = "word"
     context: int = 128
@@ -362,6 +370,7 @@ class Shakespeare(Strided, Fractions, Tokenized, Dataset):
     """tiny Shakespeare, NMRUN_DATA/tinyshakespeare/input.txt: 1.1 million characters of plays."""
 
     data: ClassVar[str] = RUNNING_TEXT
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.files.shakespeare"
 
     val_fraction: Annotated[float, "share of the text, which comes before the test text"] = 0.05
     test_fraction: Annotated[float, "share of the text, at its end"] = 0.05
@@ -374,6 +383,7 @@ class TextFiles(Strided, Fractions, Tokenized, Dataset):
 
     data: ClassVar[str] = RUNNING_TEXT
     places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.files.text_files"
 
     train: Annotated[
         str, PATH, "file with the training text, in NMRUN_DATA or else in the current folder"
@@ -403,6 +413,7 @@ class HubText(Strided, Tokenized, Dataset):
     """
 
     data: ClassVar[str] = RUNNING_TEXT
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.files.hub"
 
     path: Annotated[
         str,
@@ -440,6 +451,7 @@ class TokenBin(Strided, Context, Dataset):
 
     data: ClassVar[str] = RUNNING_TEXT
     places: ClassVar[tuple[str, ...]] = ("folder",)
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.files.token_bin"
 
     folder: Annotated[
         str,

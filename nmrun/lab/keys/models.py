@@ -23,7 +23,7 @@ class Model(Named):
 
     ``decays`` says which parameters its literature lets decay, for ``optimizer.decay=null``;
     ``data`` what it takes; ``trained`` whether it can come trained to the last layer. ``builder``
-    is of an installed package's: the dotted path of what builds it.
+    is the dotted path of what builds it.
     """
 
     decays: ClassVar[str] = "all"
@@ -72,6 +72,8 @@ def _in_a_row(widths: Sequence[int]) -> dict[str, int]:
 class SmallConv(Model):
     """3x3 convolutions with ReLU, max-pooled twice, and a linear head; no normalisation."""
 
+    builder: ClassVar[str] = "nmrun.lab.models.images.small_conv"
+
     channels: Annotated[
         Sequence[int], WIDTHS, "channels of the stem and the inner convolutions"
     ] = (
@@ -92,10 +94,14 @@ class SmallConvBN(SmallConv):
     each ReLU.
     """
 
+    builder: ClassVar[str] = "nmrun.lab.models.images.small_conv_bn"
+
 
 @dataclass(frozen=True)
 class MLP(Model):
     """A perceptron over the raw pixels, some of which are always zero."""
+
+    builder: ClassVar[str] = "nmrun.lab.models.images.MLPNetwork"
 
     hidden: Annotated[Sequence[int], WIDTHS, "widths of the hidden layers"] = (64, 64)
     exclude: Sequence[str] | None = ("stem", "head")
@@ -110,6 +116,8 @@ class ResNet20(Model):
     """ResNet-20 for CIFAR, 0.27 million parameters, shortcuts without parameters (He et al. 2016,
     4.2).
     """
+
+    builder: ClassVar[str] = "nmrun.lab.models.images.CifarResNet"
 
     depth: Annotated[int, whole(8), "6n + 2 layers"] = 20
     exclude: Sequence[str] | None = ("conv1", "fc")
@@ -127,6 +135,8 @@ class ResNet32(ResNet20):
 @dataclass(frozen=True)
 class Torchvision(Model):
     """A network of torchvision."""
+
+    builder: ClassVar[str] = "nmrun.lab.models.images.of_torchvision"
 
     form: Annotated[
         str,
@@ -227,6 +237,7 @@ class Timm(Model):
 
     decays: ClassVar[str] = "matrices"  # timm's own training, for all networks
     trained: ClassVar[bool] = True
+    builder: ClassVar[str] = "nmrun.lab.models.images.of_timm"
 
     name_in_timm: Annotated[str, TEXT, "the first argument of timm.create_model"] = (
         "vit_tiny_patch16_224"
@@ -283,6 +294,8 @@ class Activated(Transformer):
 class TextEncoder(Activated):
     """A small Transformer encoder for texts, from scratch (torch's nn.TransformerEncoder)."""
 
+    builder: ClassVar[str] = "nmrun.lab.models.texts.TextEncoderNetwork"
+
     dropout: Annotated[float, "dropout of embeddings, attention and both parts of a layer"] = 0.1
     exclude: Annotated[Sequence[str] | None, "embeddings and head stay dense"] = ("head",)
 
@@ -292,6 +305,7 @@ class GPT(Activated):
     """GPT-2's architecture."""
 
     data: ClassVar[str] = RUNNING_TEXT
+    builder: ClassVar[str] = "nmrun.lab.models.texts.GPTNetwork"
 
     bias: Annotated[bool, FLAG, "biases in linear layers and norms; nanoGPT has none"] = True
     include: Annotated[Sequence[str] | None, FEED_FORWARD] = None
@@ -346,6 +360,7 @@ class GPTClassifier(GPT2):
     """
 
     data: ClassVar[str] = TEXTS
+    builder: ClassVar[str] = "nmrun.lab.models.texts.gpt_classifier"
 
     context: Annotated[
         int, whole(1), "number of positions: dataset.context of the run that is fine-tuned"
@@ -363,6 +378,7 @@ class ViT(Activated):
     """Vision Transformers."""
 
     data: ClassVar[str] = IMAGES
+    builder: ClassVar[str] = "nmrun.lab.models.images.vit"
 
     patch: Annotated[
         int | None,
@@ -433,6 +449,7 @@ class HFCausal(Model):
     decays: ClassVar[str] = "matrices"  # BERT's code, and the Trainer of transformers
     data: ClassVar[str] = RUNNING_TEXT
     trained: ClassVar[bool] = True
+    builder: ClassVar[str] = "nmrun.lab.models.hugging_face.causal"
 
     pretrained: Annotated[
         str, TEXT, "a name on the hub, or a folder that save_pretrained wrote"
@@ -443,6 +460,8 @@ class HFCausal(Model):
 @dataclass(frozen=True)
 class HFGPT2(HFCausal):
     """A pretrained GPT-2 from Hugging Face, for fine-tuning (needs nmrun[transformers])."""
+
+    builder: ClassVar[str] = "nmrun.lab.models.hugging_face.gpt2"
 
     dropout: Annotated[
         float, FRACTION, "dropout of embeddings, attention and both outputs of a layer"
@@ -457,6 +476,7 @@ class HFEncoder(Model):
 
     decays: ClassVar[str] = "matrices"  # BERT's code, and the Trainer of transformers
     data: ClassVar[str] = TEXTS
+    builder: ClassVar[str] = "nmrun.lab.models.hugging_face.encoder"
 
     pretrained: Annotated[
         str, TEXT, "a name on the hub, or a folder with config.json, weights and tokenizer"

@@ -153,12 +153,13 @@ def _load(group: str, name: str) -> Any:
     return cls
 
 
-def find_builder(group: str, name: str, builders: Mapping[str, str]) -> Any:
-    """What builds ``group=name``, of nmrun's ``builders`` or an installed package's. Raises
-    ConfigError for an unknown name.
+def find_builder(group: str, name: str) -> Any:
+    """What builds ``group=name``: the ``builder`` of its class. Raises ConfigError for an unknown
+    name.
     """
-    others = {name: kind(group, name).builder} if name in points(group) else {}
-    return registry.find(f"{group}.name", name, {**others, **builders})
+    if name not in (every := names(group)):
+        raise ConfigError(f"{group}.name={name}: {registry.no_such(group, name, every)}")
+    return registry.find(f"{group}.name", name, {name: kind(group, name).builder})
 
 
 def read_yaml(file: Path | Traversable, what: str) -> Any:

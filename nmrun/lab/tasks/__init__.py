@@ -15,24 +15,6 @@ if TYPE_CHECKING:  # what a mistake needs of this package is found without torch
     from nmrun.lab.keys.config import Config
     from nmrun.lab.tasks.base import Task
 
-DATASETS = {
-    "digits": "nmrun.lab.tasks.vision.images.digits",
-    **dict.fromkeys(
-        ("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.tasks.vision.images.torchvision_files"
-    ),
-    "image_folder": "nmrun.lab.tasks.vision.images.image_folder",
-    "imagenet": "nmrun.lab.tasks.vision.images.imagenet",
-    "generated_text": "nmrun.lab.tasks.text.labelled.generated_text",
-    "glue": "nmrun.lab.tasks.text.labelled.glue",
-    **dict.fromkeys(("stdlib_text", "stdlib_text_all"), "nmrun.lab.tasks.text.files.stdlib"),
-    "text": "nmrun.lab.tasks.text.files.text_files",
-    "hub_text": "nmrun.lab.tasks.text.files.hub",
-    "shakespeare": "nmrun.lab.tasks.text.files.shakespeare",
-    "wikitext2": "nmrun.lab.tasks.text.files.wikitext",
-    "wikitext103": "nmrun.lab.tasks.text.files.wikitext",
-    "token_bin": "nmrun.lab.tasks.text.files.token_bin",
-}
-
 
 def build(config: Config, device: torch.device) -> Task:
     """The task of a run: what ``build(config, device)`` of its data set gives, or what
@@ -43,7 +25,7 @@ def build(config: Config, device: torch.device) -> Task:
     if isinstance(config.dataset, OwnDataset):
         task = _own_task(config.dataset.target, config, device)
     else:
-        task = find_builder("dataset", config.dataset.name, DATASETS)(config, device)
+        task = find_builder("dataset", config.dataset.name)(config, device)
     if not config.trainer.test:
         task.has_test = False
     return task

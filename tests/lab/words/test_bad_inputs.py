@@ -68,7 +68,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", [name for name in options.names("model") if "fairseq" not in name])
 def test_what_a_model_takes_is_what_its_builder_asks_for(name):
-    asked = set(inspect.signature(find_builder("model", name, models.MODELS)).parameters)
+    asked = set(inspect.signature(find_builder("model", name)).parameters)
     fitting = [data for data, needs in GIVEN.items() if needs <= asked]
     assert options.kind("model", name).data in fitting
 
