@@ -1,5 +1,5 @@
-"""What a config must not ask for: keys that do not go together, as a table of rules. And what the
-run itself would refuse, told before it begins.
+"""What a config must not ask for: keys that do not go together. And what the run itself would
+refuse, told before it begins.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,17 @@ class Facts:
         self.output_dir: Any = plain.get("output_dir")
         groups = ("recipe", "optimizer", "model", "dataset", "trainer", "sparsity")
         self.recipe, self.optimizer, self.model, self.dataset, self.trainer, self.sparsity = (
-            plain.get(group) or {} for group in groups
+            content if isinstance(content := plain.get(group), dict) else {} for group in groups
         )
 
-    def good(self, key: str) -> bool:
-        """Whether a rule may look at a key; ``recipe.*`` is a built-in recipe and all its keys."""
-        if key == "recipe.*":
-            keys = (f"recipe.{name}" for name in self.recipe)
-            return self.own_rules and self._good("recipe", *keys)
-        return self._good(key)
+    def good(self, *keys: str) -> bool:
+        """Whether a rule may look at these keys; ``recipe.*`` is a built-in recipe and all its
+        keys.
+        """
+        if keys == ("recipe.*",):
+            every = (f"recipe.{name}" for name in self.recipe)
+            return self.own_rules and self._good("recipe", *every)
+        return self._good(*keys)
 
     @functools.cached_property
     def own_rules(self) -> bool:
@@ -137,199 +138,123 @@ class Facts:
         good = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
         return None if good else existing
 
-    @property
-    def fp8_differs(self) -> bool:
-        """Whether ``trainer.fp8`` contradicts the one way to 2:4 products that is named."""
-        way = self.trainer["acceleration"]
-        named = way not in ("auto", "off", "force")
-        return named and self.trainer["fp8"] != (way == "cusparselt_fp8")
-
-
-@dataclass(frozen=True)
-class ConfigRule:
-    """``sentence`` holds for a config that is ``broken`` and whose ``needs``, keys, are right."""
-
-    needs: tuple[str, ...]
-    broken: Callable[[Facts], bool]
-    sentence: Callable[[Facts], str]
-
-
-def _above(low: str, high: str) -> ConfigRule:
-    return ConfigRule(
-        ("recipe.*",),
-        lambda facts: (
-            low in facts.recipe and high in facts.recipe and facts.recipe[low] > facts.recipe[high]
-        ),
-        lambda facts: (
-            f"recipe.{low}={facts.recipe[low]} is above recipe.{high}={facts.recipe[high]}"
-        ),
-    )
-
-
-def _widths(widths: list[int]) -> str:
-    return ", ".join(map(str, dict.fromkeys(widths)))
-
-
-def _products(facts: Facts) -> str:
-    return f"trainer.acceleration={facts.trainer['acceleration']}: 2:4 products"
-
-
-ACCELERATION = ("trainer.acceleration", "trainer.fp8")
-RULES = (
-    ConfigRule((), lambda facts: facts.no_pattern is not None, lambda facts: str(facts.no_pattern)),
-    ConfigRule(
-        ("optimizer.name",),
-        lambda facts: (
-            facts.own_rules
-            and facts.recipe["name"] == "step"
-            and facts.optimizer["name"] not in ("adam", "adamw")
-        ),
-        lambda facts: (
-            f"recipe=step freezes Adam's second moment, which {facts.optimizer['name']} has not: use optimizer=adam or adamw"
-        ),
-    ),
-    ConfigRule(
-        ("recipe.*", "trainer.budget"),
-        lambda facts: facts.recipe.get("decay") == "auto" and facts.trainer["budget"] is not None,
-        lambda facts: (
-            "recipe.decay=auto is a search that comes on top of trainer.budget; "
-            "give the decay that a run without a budget finds"
-        ),
-    ),
-    _above("t_min", "t_max"),
-    _above("t_i", "t_f"),
-    ConfigRule(
-        ("recipe.*",),
-        lambda facts: facts.recipe.get("dense", 0) + facts.recipe.get("final", 0) > 1,
-        lambda facts: (
-            f"recipe.dense={facts.recipe['dense']} and recipe.final={facts.recipe['final']} are "
-            "fractions of one run: at most 1 together"
-        ),
-    ),
-    ConfigRule(
-        ("recipe.*",), lambda facts: isinstance(facts.path, str), lambda facts: str(facts.path)
-    ),
-    ConfigRule(
-        ("recipe.*",),
-        lambda facts: (
-            isinstance(facts.path, list)
-            and bool(facts.path)
-            and any(width % facts.path[0].m for width in facts.divided)
-        ),
-        lambda facts: (
-            f"recipe={facts.recipe['name']} sparsity={facts.pattern}: its first pattern, {facts.path[0]}, "
-            f"does not divide all layers' inputs ({_widths(facts.divided)})"
-            + ("; fewer recipe.frames start smaller" if "frames" in facts.recipe else "")
-            + "; sparsity.pad=true allows that"
-        ),
-    ),
-    ConfigRule(
-        (),
-        lambda facts: (
-            facts.own_rules
-            and facts.pattern is not None
-            and facts.pattern.v > 1
-            and facts.recipe["name"] not in BLOCKS
-        ),
-        lambda facts: (
-            f"recipe={facts.recipe['name']} sparsity={facts.pattern}: V:N:M masks are for recipes that "
-            f"keep the largest weights ({', '.join(BLOCKS)})"
-        ),
-    ),
-    ConfigRule(
-        ("optimizer.nesterov", "optimizer.momentum"),
-        lambda facts: bool(facts.optimizer.get("nesterov") and not facts.optimizer.get("momentum")),
-        lambda facts: "optimizer.nesterov=true needs optimizer.momentum above 0",
-    ),
-    ConfigRule(
-        ("trainer.batch_size", "trainer.accumulate"),
-        lambda facts: facts.trainer["batch_size"] % facts.trainer["accumulate"] != 0,
-        lambda facts: (
-            f"trainer.batch_size={facts.trainer['batch_size']} cannot be split into "
-            f"trainer.accumulate={facts.trainer['accumulate']} equal micro-batches"
-        ),
-    ),
-    ConfigRule(
-        (),
-        lambda facts: bool(
-            facts.inputs and not facts.sparsity.get("overrides") and not facts.divided
-        ),
-        lambda facts: (
-            f"sparsity={facts.pattern}: model {facts.model['name']} has no layer whose inputs are a "
-            f"multiple of {facts.pattern and facts.pattern.m} (its inner layers have "
-            f"{_widths(facts.inputs)} inputs); sparsity.pad=true allows that"
-        ),
-    ),
-    ConfigRule(
-        ("trainer.steps", "trainer.budget"),
-        lambda facts: (
-            facts.trainer["steps"] is not None
-            and facts.trainer["budget"] not in (None, "flops:dense")
-        ),
-        lambda facts: (
-            f"trainer.steps={facts.trainer['steps']} and trainer.budget={facts.trainer['budget']} each "
-            "say how long the run is: give one of them"
-        ),
-    ),
-    ConfigRule(
-        ("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"),
-        lambda facts: (
-            facts.trainer["steps"] is None
-            and facts.trainer["budget"] is None
-            and facts.trainer["average"] > facts.trainer["epochs"]
-        ),
-        lambda facts: (
-            f"trainer.average={facts.trainer['average']}: there are trainer.epochs={facts.trainer['epochs']} to average over"
-        ),
-    ),
-    ConfigRule(
-        ("dataset.val_fraction", "dataset.test_fraction"),
-        lambda facts: (
-            "_target_" not in facts.dataset
-            and facts.dataset.get("val_fraction", 0) + facts.dataset.get("test_fraction", 0) >= 1
-        ),
-        lambda facts: (
-            f"dataset.val_fraction={facts.dataset['val_fraction']} and dataset.test_fraction="
-            f"{facts.dataset['test_fraction']} leave nothing to train with"
-        ),
-    ),
-    ConfigRule(
-        ACCELERATION,
-        lambda facts: facts.fp8_differs,
-        lambda facts: (
-            f"{_products(facts)} by it go with trainer.fp8={str(not facts.trainer['fp8']).lower()}"
-        ),
-    ),
-    ConfigRule(
-        ACCELERATION,
-        lambda facts: (
-            facts.trainer["acceleration"] not in ("auto", "off")
-            and not facts.fp8_differs
-            and facts.pattern is not None
-            and not facts.sparsity.get("overrides")
-            and not facts.pattern.fits_2_4
-        ),
-        lambda facts: (
-            f"{_products(facts)} take 2:4 weights and sparser ones whose groups fit in "
-            f"(1:M, 2:M with M a multiple of 4), not {facts.pattern}"
-        ),
-    ),
-    ConfigRule(
-        ("output_dir",),
-        lambda facts: facts.unwritable is not None,
-        lambda facts: (
-            f"output_dir={Path(facts.output_dir)}: {facts.unwritable} is not a folder that can be written to"
-        ),
-    ),
-)
-
 
 def broken(plain: dict[str, Any], good: Good) -> Iterator[str]:
     """One line for each rule that a resolved config breaks."""
     facts = Facts(plain, good)
-    for rule in RULES:
-        if all(map(facts.good, rule.needs)) and rule.broken(facts):
-            yield rule.sentence(facts)
+    if facts.no_pattern is not None:
+        yield facts.no_pattern
+    yield from _wrong_recipe(facts)
+    yield from _wrong_training(facts)
+    yield from _wrong_acceleration(facts)
+    if facts.good("output_dir") and facts.unwritable is not None:
+        yield (
+            f"output_dir={Path(facts.output_dir)}: {facts.unwritable} is not a folder that can be "
+            "written to"
+        )
+
+
+def _wrong_recipe(facts: Facts) -> Iterator[str]:
+    recipe, name, pattern = facts.recipe, facts.recipe.get("name"), facts.pattern
+    if facts.good("optimizer.name") and facts.own_rules and name == "step":
+        optimizer = facts.optimizer["name"]
+        if optimizer not in ("adam", "adamw"):
+            yield (
+                f"recipe=step freezes Adam's second moment, which {optimizer} has not: "
+                "use optimizer=adam or adamw"
+            )
+    if facts.good("recipe.*"):
+        searched = recipe.get("decay") == "auto"
+        if searched and facts.good("trainer.budget") and facts.trainer["budget"] is not None:
+            yield (
+                "recipe.decay=auto is a search that comes on top of trainer.budget; "
+                "give the decay that a run without a budget finds"
+            )
+        for low, high in (("t_min", "t_max"), ("t_i", "t_f")):
+            if low in recipe and high in recipe and recipe[low] > recipe[high]:
+                yield f"recipe.{low}={recipe[low]} is above recipe.{high}={recipe[high]}"
+        if recipe.get("dense", 0) + recipe.get("final", 0) > 1:
+            yield (
+                f"recipe.dense={recipe['dense']} and recipe.final={recipe['final']} are "
+                "fractions of one run: at most 1 together"
+            )
+        if isinstance(facts.path, str):
+            yield facts.path
+        elif facts.path and any(width % facts.path[0].m for width in facts.divided):
+            fewer = "; fewer recipe.frames start smaller" if "frames" in recipe else ""
+            yield (
+                f"recipe={name} sparsity={pattern}: its first pattern, {facts.path[0]}, does not "
+                f"divide all layers' inputs ({_widths(facts.divided)}){fewer}; sparsity.pad=true "
+                "allows that"
+            )
+    if facts.own_rules and pattern is not None and pattern.v > 1 and name not in BLOCKS:
+        yield (
+            f"recipe={name} sparsity={pattern}: V:N:M masks are for recipes that keep the largest "
+            f"weights ({', '.join(BLOCKS)})"
+        )
+
+
+def _wrong_training(facts: Facts) -> Iterator[str]:
+    optimizer, trainer, dataset = facts.optimizer, facts.trainer, facts.dataset
+    nesterov = facts.good("optimizer.nesterov", "optimizer.momentum") and optimizer.get("nesterov")
+    if nesterov and not optimizer.get("momentum"):
+        yield "optimizer.nesterov=true needs optimizer.momentum above 0"
+    sizes = facts.good("trainer.batch_size", "trainer.accumulate")
+    if sizes and trainer["batch_size"] % trainer["accumulate"]:
+        yield (
+            f"trainer.batch_size={trainer['batch_size']} cannot be split into "
+            f"trainer.accumulate={trainer['accumulate']} equal micro-batches"
+        )
+    if facts.inputs and not facts.sparsity.get("overrides") and not facts.divided:
+        pattern = facts.pattern
+        assert pattern is not None  # there are no inputs without one
+        yield (
+            f"sparsity={pattern}: model {facts.model['name']} has no layer whose inputs are a "
+            f"multiple of {pattern.m} (its inner layers have {_widths(facts.inputs)} inputs); "
+            "sparsity.pad=true allows that"
+        )
+    if facts.good("trainer.steps", "trainer.budget"):
+        steps, budget = trainer["steps"], trainer["budget"]
+        if steps is not None and budget not in (None, "flops:dense"):
+            yield (
+                f"trainer.steps={steps} and trainer.budget={budget} each say how long the run is: "
+                "give one of them"
+            )
+    if facts.good("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"):
+        by_epochs = trainer["steps"] is None and trainer["budget"] is None
+        if by_epochs and trainer["average"] > trainer["epochs"]:
+            yield (
+                f"trainer.average={trainer['average']}: there are "
+                f"trainer.epochs={trainer['epochs']} to average over"
+            )
+    if facts.good("dataset.val_fraction", "dataset.test_fraction") and "_target_" not in dataset:
+        val, test = dataset.get("val_fraction", 0), dataset.get("test_fraction", 0)
+        if val + test >= 1:
+            yield (
+                f"dataset.val_fraction={val} and dataset.test_fraction={test} leave nothing to "
+                "train with"
+            )
+
+
+def _wrong_acceleration(facts: Facts) -> Iterator[str]:
+    if not facts.good("trainer.acceleration", "trainer.fp8"):
+        return
+    way, fp8, pattern = facts.trainer["acceleration"], facts.trainer["fp8"], facts.pattern
+    products = f"trainer.acceleration={way}: 2:4 products"
+    one_way = way not in ("auto", "off", "force")
+    if one_way and fp8 != (way == "cusparselt_fp8"):
+        yield f"{products} by it go with trainer.fp8={str(not fp8).lower()}"
+        return
+    unfit = pattern is not None and not pattern.fits_2_4 and not facts.sparsity.get("overrides")
+    if unfit and way not in ("auto", "off"):
+        yield (
+            f"{products} take 2:4 weights and sparser ones whose groups fit in "
+            f"(1:M, 2:M with M a multiple of 4), not {pattern}"
+        )
+
+
+def _widths(widths: list[int]) -> str:
+    return ", ".join(map(str, dict.fromkeys(widths)))
 
 
 def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[str]:
