@@ -323,7 +323,7 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
         labels = runs[key].map(label)
         fitting = set[str]()
         for value in values:
-            same = {t for t in set(labels) if settings.same(t, value.replace(" ", ""))}
+            same = {t for t in set(labels) if settings.same(t, value)}
             if not same:
                 listing = ", ".join(sorted(set(labels) - {"-"}))
                 raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {listing}")

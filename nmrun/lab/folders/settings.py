@@ -44,6 +44,8 @@ def alternatives(condition: str) -> tuple[str, list[str]]:
 
 
 def same(a: str, b: str) -> bool:
+    """Whether two texts are one value: ``0.001`` and ``1e-3``, ``[1,2]`` and ``[1, 2]``."""
+    a, b = a.replace(" ", ""), b.replace(" ", "")
     try:
         return a == b or float(a) == float(b)
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -327,6 +328,17 @@ def test_one_refusal_names_the_settings_of_all_cells(write, table):
         "step": {"2:4": "80.0 +- 0.0 (2)"},
     }
     assert table("--rows", f"recipe,{','.join(named)}")[0] == 0
+
+
+def test_a_refusal_that_names_a_value_with_spaces_is_obeyed_as_well(write, table):
+    for seed in (0, 1):
+        place = f"outputs/digits/small_conv/dense/dense/s{seed}-0123456789"
+        write("ste", "2:4", seed, 0.9, init=f"{place}/best.safetensors")
+    write("ste", "2:4", 2, 0.1)
+    write("ste", "2:4", 3, 0.2, init=place)
+    choice = shlex.split(table()[2].split("--filter ")[1])
+    assert choice == ["init=dense (best)"]
+    assert cells(table("--filter", *choice)[1]) == {"ste": {"2:4": "90.0 +- 0.0 (2)"}}
 
 
 def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table):

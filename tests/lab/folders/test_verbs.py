@@ -67,7 +67,7 @@ def runs(write) -> dict[str, Path]:
         "good": write("ste", "2:4", 0, 0.5),
         "failed": write("ste", "2:4", 1, status="failed"),
         "dense": write("dense", "dense", 0, 0.5),
-        "other": write("step", "2:4", 0, 0.5, trainer__epochs=2),
+        "other": write("step", "2:4", 0, 0.5, trainer__epochs=2, model__hidden=[32, 64]),
     }
 
 
@@ -81,6 +81,7 @@ def runs(write) -> dict[str, Path]:
         (("--filter", "sparsity=dense,2:4", "trainer.epochs=2"), {"other"}),
         (("--filter", "sparsity=dense"), {"dense"}),
         (("--filter", "trainer.epochs=2.0"), {"other"}),
+        (("--filter", "model.hidden=[32, 64]"), {"other"}),
     ],
 )
 def test_what_is_deleted(runs, words, gone, tmp_path, capsys):
