@@ -22,6 +22,11 @@ class RunError(Exception):
     """Work that started and could not go on: exit status 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the stack that torch adds; its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def leads() -> bool:
     """Whether this process speaks, of those that torchrun starts for one run."""
     return os.environ.get("RANK", "0") == "0"

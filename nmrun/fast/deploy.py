@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.fast import measurement
 from nmrun.fast.cpu import dense_int8
 from nmrun.fast.cpu import probe as on_cpu
@@ -160,7 +160,7 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
             exact = site.product(site.tokens.float(), site.weight.float(), bias)
             off = float((layer(site.tokens).float() - exact).norm() / exact.norm())
         except (*measurement.ERRORS, MemoryError) as error:
-            notes.append(f"{name}: {measurement.first_line(error)}")
+            notes.append(f"{name}: {first_line(error)}")
             continue
         if off <= tolerance:  # NaN is not
             near[name] = layer
@@ -267,7 +267,7 @@ def _try(site: Site, graph: bool, algorithms: dict[Any, str]) -> tuple[str, Patt
                 layer.path = algorithms.setdefault(key, layer.path)
             problem = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
         except (*measurement.ERRORS, MemoryError) as error:
-            problem = measurement.first_line(error)
+            problem = first_line(error)
         if problem:
             wrong.append(f"{name}: {problem}")
         else:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from nmrun import atomic
+from nmrun.errors import first_line
 from nmrun.kernels.compiler import cache_folder
 
 ONEDNN = "onednn"  # the path of dense products by oneDNN
@@ -170,11 +171,6 @@ def _near(actual: Tensor, expected: Tensor, dtype: torch.dtype, fp8: bool) -> bo
         )
     bound = ALLOWED.get(dtype, 1e-4)
     return torch.allclose(actual, expected, rtol=bound, atol=bound * spread)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the stack that torch adds."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nmrun.errors import first_line
 from nmrun.fast import measurement
 from nmrun.fast.gpu import linear, semi_structured
 from nmrun.fast.gpu.kernels import compression, cusparselt
@@ -98,7 +99,7 @@ def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times
         except torch.OutOfMemoryError:
             by_path[name] = Times(wrong=NO_MEMORY)
         except measurement.ERRORS as error:
-            by_path[name] = Times(wrong=measurement.first_line(error))
+            by_path[name] = Times(wrong=first_line(error))
     return by_path
 
 
@@ -125,7 +126,7 @@ def _times(
             raise
         except measurement.ERRORS as error:
             weight_gradient = float("inf")  # then it stays dense
-            why = measurement.first_line(error)
+            why = first_line(error)
             logging.getLogger("nmrun").info(f"no 2:4 weight gradient by {name}, {shape}: {why}")
     whole = weight.float()
     packed = SemiStructuredProducts(name, whole, None, shape.dtype, shape.both)

@@ -16,8 +16,9 @@ from torch.nn import functional
 from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
+from nmrun.errors import first_line
 from nmrun.fast.gpu.kernels import compression, cusparselt
-from nmrun.fast.measurement import ERRORS, fault, first_line
+from nmrun.fast.measurement import ERRORS, fault
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
 from nmrun.sparsity import estimators

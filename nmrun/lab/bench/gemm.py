@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear
 from nmrun.fast.gpu import semi_structured
@@ -87,7 +87,7 @@ def measure(
             except torch.OutOfMemoryError:
                 raise
             except measurement.ERRORS as error:
-                rows.append({**about, "path": name, "wrong": measurement.first_line(error)})
+                rows.append({**about, "path": name, "wrong": first_line(error)})
             else:
                 multiply = semi_structured.named(algorithms[name]).multiply
                 calls[name] = partial(multiply, x, parts, None)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from nmrun.errors import ConfigError
-from nmrun.fast import acceleration, measurement
+from nmrun.errors import ConfigError, first_line
+from nmrun.fast import acceleration
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.deploy import deploy
@@ -314,7 +314,7 @@ def measure(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of the compiler, or of a graph
-            missing[" ".join(filter(None, arm))] = measurement.first_line(error)
+            missing[" ".join(filter(None, arm))] = first_line(error)
     times = rounds({arm: calls[arm] for arm in errors}, count, _clock(device))
     if device.type == "cuda":
         skipped, breaks = counters["inductor"]["cudagraph_skips"], len(counters["graph_break"])

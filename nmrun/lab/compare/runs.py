@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.errors import ConfigError, RunError, tell
+from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.runs import documents
@@ -162,9 +162,7 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
             except (KeyError, TypeError, AttributeError, ValueError):
                 others += 1
     except Exception as error:
-        raise ConfigError(
-            f"{WANDB}{project}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-        ) from None
+        raise ConfigError(f"{WANDB}{project}: {first_line(error)}") from None
     if others:
         print(
             f"nmrun: {WANDB}{project}: {others} runs left out, not of nmrun or not ended",

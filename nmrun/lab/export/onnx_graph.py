@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     network,
@@ -135,7 +135,7 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
         return program.model_proto
     except Exception as error:  # the exporter has many kinds, each with pages of text
         raise ValueError(
-            f"torch's ONNX exporter cannot take this model: {str(error).strip().splitlines()[0]}"
+            f"torch's ONNX exporter cannot take this model: {first_line(error)}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab import verbs
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.lab.verbs import Parser
@@ -159,7 +159,7 @@ def _composed(words: Sequence[str], config_dir: str | None) -> Config:
         return config_of(command_line.own_recipe(list(words)), config_dir)
     except HydraException as error:
         raise ConfigError(
-            f"its settings cannot be given in a command: {str(error).splitlines()[0]}"
+            f"its settings cannot be given in a command: {first_line(error)}"
         ) from None
 
 

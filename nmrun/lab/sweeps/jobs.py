@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError, leads, refuse, tell
+from nmrun.errors import ConfigError, first_line, leads, refuse, tell
 from nmrun.lab import verbs
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
@@ -323,8 +323,7 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         first: BaseException = error  # numpy says the reason below forty lines of advice
         while before := first.__cause__ or first.__context__:
             first = before
-        why = (str(first).strip().splitlines() or [type(first).__name__])[0]
-        line = f"torch, or what a run needs beside it, cannot be loaded: {why}"
+        line = f"torch, or what a run needs beside it, cannot be loaded: {first_line(first)}"
         refuse([line])
         return {"status": "failed", "folder": str(folder), "error": line}
     return run(config, folder, sweep, command)

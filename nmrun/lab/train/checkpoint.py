@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from nmrun import atomic
+from nmrun.errors import first_line
 from nmrun.lab import ranks
 
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
@@ -196,7 +197,7 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # damage can surface as anything
-        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise ValueError(first_line(error)) from error
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}")
     return state

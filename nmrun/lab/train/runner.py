@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, RunError, tell
+from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
@@ -196,7 +196,7 @@ class _Run:
                 else:
                     accumulate, fresh = 2 * self.loop.steps.accumulate, False
                     where = f"step {self.loop.steps.step + 1}"
-                message = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
+                message = f"{where}: out of memory ({first_line(error)})"
                 size = trainer.batch_size
                 if trainer.on_oom != "halve" or accumulate > size or several:
                     # a config takes only equal parts

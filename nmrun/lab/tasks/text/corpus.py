@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 
 LEVELS = ("byte", "character", "word")
 END, UNKNOWN = "<eos>", "<unk>"
@@ -159,7 +159,7 @@ def _tokenizer(name: str) -> Any:
         )
     except Exception as error:  # the library raises bare Exceptions
         raise ConfigError(
-            f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer can be had under that name ({str(error).splitlines()[0]})"
+            f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer can be had under that name ({first_line(error)})"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

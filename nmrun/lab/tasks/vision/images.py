@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.vision import Classification
@@ -402,7 +402,7 @@ def _unpack(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
                     "space is left: free some, or set TMPDIR to another folder"
                 ) from None
             raise ConfigError(
-                f"dataset={dataset}: {archive} is damaged, or not a tar archive ({str(error).splitlines()[0]})"
+                f"dataset={dataset}: {archive} is damaged, or not a tar archive ({first_line(error)})"
             ) from None
 
 
