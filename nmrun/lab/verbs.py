@@ -51,6 +51,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def quantity(count: int, noun: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def is_terminal(stream: Any) -> bool:
     """Whether lines of a stream can be drawn anew."""
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from nmrun.lab.verbs import Parser
+from nmrun.lab.verbs import Parser, quantity
 
 # inputs and outputs of the layers in the speed table
 SHAPES = (
@@ -37,7 +37,6 @@ def main(argv: Sequence[str]) -> int:
 
     from nmrun.kernels.compiler import find_compiler
     from nmrun.kernels.cpu import load
-    from nmrun.lab.bench.harness import amount
     from nmrun.lab.train.track import logged_in
     from nmrun.patterns import Pattern
 
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         ("python", platform.python_version()),
         (
             "torch",
-            f"{torch.__version__}, {amount(torch.get_num_threads(), 'thread')}, CUDA {torch.version.cuda or 'not built in'}",
+            f"{torch.__version__}, {quantity(torch.get_num_threads(), 'thread')}, CUDA {torch.version.cuda or 'not built in'}",
         ),
         *gpus(),
         ("cuSPARSELt", cusparselt()),

@@ -28,6 +28,7 @@ from nmrun.fast import acceleration
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.kernels.compiler import cpuinfo
 from nmrun.lab.show.formats import aligned
+from nmrun.lab.verbs import quantity
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host
 # to get ahead
@@ -101,16 +102,11 @@ def nvidia_smi(*fields: str, gpu: str = "0") -> list[str]:
     return [value.strip() for value in output.split(",")]
 
 
-def amount(number: int, noun: str) -> str:
-    """``1 thread``, ``2 threads``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def machine_line(machine: Machine) -> str:
     if "gpu" in machine:
         more = ", ".join(str(machine[key]) for key in ("power", "clock") if key in machine)
         return f"{machine['gpu']} ({more}), torch {machine['torch']}, CUDA {machine['cuda']}, cuSPARSELt {machine['cusparselt']}"
-    cores, threads = amount(machine["cores"], "core"), amount(machine["threads"], "thread")
+    cores, threads = quantity(machine["cores"], "core"), quantity(machine["threads"], "thread")
     return f"{machine['cpu']}, {cores}, {threads}, load {machine['load']}, torch {machine['torch']}"
 
 

@@ -43,6 +43,7 @@ from nmrun.lab.bench.options import (
     PRECISIONS,
     sequences,
 )
+from nmrun.lab.verbs import quantity
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 
@@ -459,7 +460,7 @@ def page(rows: list[Row], count: int, device: torch.device) -> str:
                 if f"over_{base}" in row
             ]
     threads = torch.get_num_threads()
-    clock = f"{harness.cpu_clock_name()}, {harness.amount(threads, 'thread')}"
+    clock = f"{harness.cpu_clock_name()}, {quantity(threads, 'thread')}"
     if device.type == "cuda":
         clock = "between two events of the GPU"
     parts = [

@@ -12,7 +12,7 @@ from pathlib import Path
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.folders import settings, status
 from nmrun.lab.runs import locks
-from nmrun.lab.verbs import Parser, agreed
+from nmrun.lab.verbs import Parser, agreed, quantity
 from nmrun.registry import did_you_mean
 
 REMNANT = re.compile(rf"{re.escape(status.DELETED)}s-?\d+-[0-9a-f]+-\d+")  # of a run, see _delete
@@ -107,7 +107,7 @@ def _files(folder: Path) -> Files:
 
 def _amount(runs: Collection[Files]) -> str:
     size = sum(size for files in runs for size, _ in files.values())
-    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}, {size / 1e6:.1f} MB"
+    return f"{quantity(len(runs), 'run')}, {size / 1e6:.1f} MB"
 
 
 def _delete(folder: Path, listed: Files) -> str:

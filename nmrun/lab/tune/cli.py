@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError
-from nmrun.lab.verbs import Parser, files_of_the_command
+from nmrun.lab.verbs import Parser, files_of_the_command, quantity
 
 FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             comparison.check(cell)
     seeds = max(len(cell.seeds) for cell in cells)
     counts = {"cell": len(cells), "trial": options.trials, "seed": seeds}
-    of_cells, *of_each = (plan.quantity(count, noun) for noun, count in counts.items())
+    of_cells, *of_each = (quantity(count, noun) for noun, count in counts.items())
     print(f"{of_cells}, {' and '.join(of_each)} each; {folder}", flush=True)
     far = comparison.TuningProgress(cells, options.trials)
 

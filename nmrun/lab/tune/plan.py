@@ -20,6 +20,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import recipe_fields
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
+from nmrun.lab.verbs import quantity
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import jobs_of
 from nmrun.lab.words.identity import identity
@@ -139,10 +140,6 @@ def total(cells: Sequence[TuningCell], trials: int) -> int:
 
 def _repeats(trials: int) -> int:
     return min(trials, FINALISTS) * len(AGAIN)
-
-
-def quantity(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 RATE = "optimizer.lr"
