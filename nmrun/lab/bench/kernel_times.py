@@ -4,11 +4,12 @@ products can make faster, and what bounds them."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from nmrun.errors import tell
 
 # by words in the names of CUDA kernels, the first that fits
 KINDS = {
@@ -43,7 +44,7 @@ def kernels_of(stretch: Callable[[], object], steps: int) -> dict[str, float]:
             stretch()
             torch.cuda.synchronize()
     except RuntimeError as error:
-        print(f"nmrun: not profiled: {error}", file=sys.stderr)
+        tell([f"not profiled: {error}"])
         return {}
     return {
         event.key: event.self_device_time_total / 1e3 / steps

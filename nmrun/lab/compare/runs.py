@@ -9,7 +9,6 @@ import csv
 import io
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,10 +163,7 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
     except Exception as error:
         raise ConfigError(f"{WANDB}{project}: {first_line(error)}") from None
     if others:
-        print(
-            f"nmrun: {WANDB}{project}: {others} runs left out, not of nmrun or not ended",
-            file=sys.stderr,
-        )
+        tell([f"{WANDB}{project}: {others} runs left out, not of nmrun or not ended"])
     return rows
 
 
@@ -350,11 +346,7 @@ def verify(runs: pd.DataFrame) -> None:
     if wrong:
         raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
     if unsealed:
-        print(
-            "nmrun: runs finished by an earlier nmrun, which kept no hashes; not verified: "
-            f"{unsealed}",
-            file=sys.stderr,
-        )
+        tell([f"runs finished by an earlier nmrun, which kept no hashes; not verified: {unsealed}"])
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -395,7 +387,7 @@ def as_text(lines: Lines, style: str) -> str | bytes:
         return out.getvalue()
     head, *rest = lines
     if style == "json":
-        records = [dict(zip(head, map(_finite, line), strict=True)) for line in rest]
+        records = [documents.strict(dict(zip(head, line, strict=True))) for line in rest]
         return json.dumps(records, indent=1, default=str, allow_nan=False) + "\n"
     frame = pd.DataFrame(rest, columns=head, dtype=object)
     of_one_kind = typed(frame.loc[:, ~frame.columns.duplicated()]).apply(_of_one_kind)
@@ -405,13 +397,6 @@ def as_text(lines: Lines, style: str) -> str | bytes:
     except ImportError:
         raise ConfigError("--format parquet needs pyarrow: pip install 'nmrun[parquet]'") from None
     return packed.getvalue()
-
-
-def _finite(value: Any) -> Any:
-    """A value of JSON, which has no word for infinity."""
-    if isinstance(value, list):
-        return [*map(_finite, value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _of_one_kind(column: pd.Series) -> pd.Series:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +67,7 @@ def sections(
         except Unfinished as error:
             if len(every) == 1:
                 raise
-            print(f"nmrun: left out: {error}", file=sys.stderr)
+            tell([f"left out: {error}"])
             continue
         if intact:
             verify(collected)
