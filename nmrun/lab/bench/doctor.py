@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from nmrun.lab.verbs import Parser, quantity
 
@@ -37,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
     from nmrun.kernels.compiler import find_compiler
     from nmrun.kernels.cpu import load
+    from nmrun.lab.tasks import storage
     from nmrun.lab.train.track import logged_in
     from nmrun.patterns import Pattern
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         else "plain torch (no working C compiler): slower, same results"
     )
     speed, copy = bandwidth()
-    data = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
+    data = storage.data_folder()
     wandb = os.environ.get("WANDB_MODE") or (
         "online, logged in" if logged_in() else "offline, not logged in"
     )

@@ -22,10 +22,8 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError, first_line, leads, refuse, tell
 from nmrun.lab import verbs
@@ -33,11 +31,15 @@ from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
-from nmrun.lab.signals import of_interrupt
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import SweepTable
 from nmrun.lab.words import command_line, composition, experiment, precheck, schema
-from nmrun.lab.words.composition import Cache, jobs_of, without_others_configs
+from nmrun.lab.words.composition import (
+    Cache,
+    jobs_of,
+    plain_errors,
+    without_others_configs,
+)
 from nmrun.lab.words.identity import run_folder, title
 
 # Ends of runs, the one that matters most last.
@@ -148,12 +150,8 @@ def _launch_beside(folder: Path, launcher: str, flags: list[str], overrides: lis
 def _hydra(flags: list[str], overrides: list[str]) -> None:
     sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises its errors, and prints no traceback
-    try:
+    with plain_errors():
         _job()
-    except (HydraException, OmegaConfBaseException) as error:
-        if of_interrupt(error):
-            raise KeyboardInterrupt from None
-        raise ConfigError(str(error).splitlines()[0]) from None
 
 
 # --- one job --------------------------------------------------------------------------------------

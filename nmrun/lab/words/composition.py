@@ -31,7 +31,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun import recipes
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import defaults
@@ -127,6 +127,17 @@ def _digest(dataset: str) -> str:
     return str(find("dataset.sha256", "nmrun.lab.tasks.text.files.stdlib_digest", {})(dataset))
 
 
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn errors of Hydra and OmegaConf into ConfigErrors of one line, while entered."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        if of_interrupt(error):
+            raise KeyboardInterrupt from None
+        raise ConfigError(first_line(error)) from None
+
+
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
 Cache = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
 
@@ -218,13 +229,8 @@ def jobs_of(
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             every = BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
         for words in every:
-            try:
-                with composing(config_dir):
-                    job = composed(words, cache)
-            except (HydraException, OmegaConfBaseException) as error:
-                if of_interrupt(error):
-                    raise KeyboardInterrupt from None
-                raise ConfigError(str(error).splitlines()[0]) from None
+            with plain_errors(), composing(config_dir):
+                job = composed(words, cache)
             yield [command_line.unescaped(word) for word in words], job
 
 

@@ -16,15 +16,12 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
-from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import command_line, rules, schema, suggestions
-from nmrun.lab.words.composition import RATIO, Cache, composed, composing
+from nmrun.lab.words.composition import RATIO, Cache, composed, composing, plain_errors
 from nmrun.patterns import Pattern, PatternError
 from nmrun.registry import no_such
 
@@ -74,15 +71,9 @@ def look(
         findings.problems.append(f"--config-dir {config_dir}: no such folder")
         config_dir = None
     try:
-        with composing(config_dir):
+        with plain_errors(), composing(config_dir):
             _Look(words, multirun, findings).check_jobs(multirun)
-    except (HydraException, OmegaConfBaseException) as error:
-        if of_interrupt(error):
-            raise KeyboardInterrupt from None
-        findings.problems.append(str(error).splitlines()[0])
-    except yaml.YAMLError as error:  # of a file in config_dir, which it names
-        findings.problems.append(options.unreadable(error))
-    except OSError as error:
+    except (yaml.YAMLError, OSError) as error:  # of a file in config_dir, which it names
         findings.problems.append(options.unreadable(error))
     except UnicodeDecodeError as error:
         findings.problems.append(options.unreadable(error, f"a file in --config-dir {config_dir}"))
