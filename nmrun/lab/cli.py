@@ -25,7 +25,6 @@ VERBS = {
     "table": "nmrun.lab.show.cli.table",
     "plot": "nmrun.lab.show.cli.plot",
     "report": "nmrun.lab.show.cli.report",
-    "sample": "nmrun.lab.api.sample.main",
     "export": "nmrun.lab.export.cli.main",
     "bench": "nmrun.lab.bench.main",
     "prune": "nmrun.lab.pruning.prune.main",

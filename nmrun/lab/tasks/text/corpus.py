@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +19,6 @@ END, UNKNOWN = "<eos>", "<unk>"
 PIECE = 1 << 20  # characters that a Hugging Face tokenizer gets at once; pieces end with a line
 
 Encoded = tuple[dict[str, NDArray[Any]], int]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Between text and token numbers. ``encode`` raises ConfigError for what no token writes;
-    ``decode`` writes bytes that are no UTF-8 as U+FFFD.
-    """
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
-
-
-def vocabulary(texts: Mapping[str, bytes], tokenizer: str) -> Vocabulary:
-    """The vocabulary by which :func:`encode` numbers texts; of words, a line break is ``<eos>``."""
-    if tokenizer == "byte":
-        return Vocabulary(
-            lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
-        )
-    if tokenizer not in LEVELS:
-        pieces = _tokenizer(tokenizer)
-        return Vocabulary(
-            lambda text: list(pieces.encode(text, add_special_tokens=False).ids),
-            lambda tokens: str(pieces.decode(list(tokens))),
-        )
-    decoded = {name: _decode(name, text) for name, text in texts.items()}
-    if tokenizer == "character":
-        characters = sorted(set().union(*decoded.values()))
-        numbers = {character: number for number, character in enumerate(characters)}
-        return Vocabulary(
-            lambda text: [_number(numbers, character, "characters") for character in text],
-            lambda tokens: "".join(characters[token] for token in tokens),
-        )
-    words = list(dict.fromkeys(itertools.chain.from_iterable(_lines(decoded["train"]))))
-    index = {word: number for number, word in enumerate(words)}
-    return Vocabulary(
-        lambda text: [
-            _number(index, word, "words") for word in text.replace("\n", f" {END} ").split()
-        ],
-        lambda tokens: "".join(
-            "\n" if words[token] == END else f"{words[token]} " for token in tokens
-        ),
-    )
-
-
-def _number(numbers: Mapping[str, int], piece: str, what: str) -> int:
-    number = numbers.get(piece, numbers.get(UNKNOWN))
-    if number is None:
-        raise ConfigError(f"{piece!r} is none of the {len(numbers)} {what} of the data")
-    return number
 
 
 def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:

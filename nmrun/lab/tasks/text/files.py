@@ -121,9 +121,7 @@ def of_texts(
         )
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
-    return LanguageModelling.of(
-        config, arrays, vocabulary, device, unit, lambda: corpus.vocabulary(read(), tokenizer)
-    )
+    return LanguageModelling.of(config, arrays, vocabulary, device, unit)
 
 
 def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[str, bytes]:
@@ -258,9 +256,7 @@ def stdlib(config: Config, device: torch.device) -> LanguageModelling:
             f"dataset.sha256={sha256}: the library of this Python has another text, {stdlib_digest(name)}"
         )
     splits = {split: np.frombuffer(text, np.uint8) for split, text in stdlib_sources(name).items()}
-    return LanguageModelling.of(
-        config, splits, 256, device, "byte", lambda: corpus.vocabulary({}, "byte")
-    )
+    return LanguageModelling.of(config, splits, 256, device, "byte")
 
 
 # tokens at the beginning of each file; the others are looked at as they are used

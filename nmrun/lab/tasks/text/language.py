@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,16 +26,6 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
-class Letters(Protocol):
-    """Between text and token numbers."""
-
-    @property
-    def encode(self) -> Callable[[str], list[int]]: ...
-
-    @property
-    def decode(self) -> Callable[[Sequence[int]], str]: ...
-
-
 class LanguageModelling(Categorical):
     """Cross entropy of the next token of running text.
 
@@ -47,8 +37,7 @@ class LanguageModelling(Categorical):
 
     ``splits`` are token numbers (tokens,), in memory or mapped from a file. ``unit`` is what a
     token is, such as ``byte``; bits are per unit. As many windows are evaluated at once as a batch
-    has in ``accumulate`` micro-batches. ``vocabulary_of`` gives the vocabulary; None where the data
-    are token numbers alone. Raises ConfigError for a split that is shorter than a window, and a
+    has in ``accumulate`` micro-batches. Raises ConfigError for a split that is shorter than a window, and a
     longer stride.
     """
 
@@ -68,7 +57,6 @@ class LanguageModelling(Categorical):
         device: torch.device | str = "cpu",
         compiled: bool = False,
         stride: int | None = None,
-        vocabulary_of: Callable[[], Letters] | None = None,
     ) -> None:
         for name, text in splits.items():
             if len(text) <= context:
@@ -81,7 +69,6 @@ class LanguageModelling(Categorical):
             )
         self.has_test = "test" in splits
         self.splits, self.unit, self.device = splits, unit, torch.device(device)
-        self.vocabulary_of = vocabulary_of
         self.vocabulary, self.context, self.stride = vocabulary, context, stride or context
         self.inputs = {"vocabulary": vocabulary, "context": context}
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
@@ -107,7 +94,6 @@ class LanguageModelling(Categorical):
         vocabulary: int,
         device: torch.device,
         unit: str = "token",
-        vocabulary_of: Callable[[], Letters] | None = None,
     ) -> LanguageModelling:
         context = config.dataset.as_kind(Context).context
         most = config.trainer.limit_evaluation
@@ -124,7 +110,6 @@ class LanguageModelling(Categorical):
             device=device,
             compiled=bool(config.trainer.compile),
             stride=config.dataset.mapping().get("stride"),
-            vocabulary_of=vocabulary_of,
         )
 
     def micro_batches(
