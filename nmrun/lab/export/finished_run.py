@@ -23,10 +23,6 @@ from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm
 
 
-class NoRun(ConfigError):
-    """The folder holds no finished run; the message says what it holds."""
-
-
 @dataclass(frozen=True)
 class SparseLayer:
     """A sparse weight, and the dimension that groups run along."""
@@ -85,15 +81,17 @@ def load(folder: Path, trusted: bool = False) -> FinishedRun:
 
 def read(folder: Path, trusted: bool = False) -> FinishedRun:
     """Read a run, sparse or dense, and check it against the hashes of its files. ValueError if it
-    is damaged, changed, or not N:M after all; NoRun if it is not finished."""
+    is damaged, changed, or not N:M after all; ConfigError if it is not finished."""
     run = RunFolder(folder)
     result, source = run.result, folder / FINAL
     if result and not run.is_finished:
-        raise NoRun(f"{folder} holds no finished run (the run is {result['status']}, not finished)")
+        raise ConfigError(
+            f"{folder} holds no finished run (the run is {result['status']}, not finished)"
+        )
     if not result and not run.problem:
-        raise NoRun(f"{folder} holds no finished run (there is no {RESULT})")
+        raise ConfigError(f"{folder} holds no finished run (there is no {RESULT})")
     if not source.exists():
-        raise NoRun(f"{folder} holds no finished run (there is no {FINAL})")
+        raise ConfigError(f"{folder} holds no finished run (there is no {FINAL})")
     for name, problem in run.broken(contents=True).items():
         raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
     run.tell_unverified()
