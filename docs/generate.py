@@ -29,6 +29,7 @@ from pathlib import Path
 import pandas as pd
 
 from nmrun.lab import cli
+from nmrun.lab.compare.notation import named
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
@@ -199,7 +200,7 @@ def _cells(command: str) -> pd.DataFrame:
         sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
 
     def name(cell: pd.Series) -> str:
-        own = [in_papers(str(cell[key])) for key in _labels(found) if cell[key] != "-"]
+        own = [named(key, in_papers(str(cell[key]))) for key in _labels(found) if cell[key] != "-"]
         return in_papers(cell.recipe) + (f" ({', '.join(own)})" if own else "")
 
     shown = sign * found.difference.where(found.p < 0.05) if "p" in found else 0
@@ -235,10 +236,11 @@ def _baseline(command: str) -> str:
 
 
 def _losses(command: str) -> list[str]:
-    """How many recipes dense training is ahead of, by ratio."""
+    """How many recipes dense training is significantly ahead of, by ratio."""
     found = _cells(f"{command} --baseline dense")
     found = found[found.difference.notna()]
-    return [f"- **Worse than dense training (exploratory):** {_counted(found, found.behind)}."]
+    shown = _counted(found, found.behind)
+    return [f"- **Recipes significantly worse than dense training (exploratory):** {shown}."]
 
 
 def _leads(command: str) -> list[str]:
