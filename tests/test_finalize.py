@@ -7,10 +7,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import one_rank
 import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 from training import (
     SPARSE,
@@ -316,6 +318,31 @@ def test_layers_compute_with_the_dense_weights_inside():
         assert torch.equal(torch.autograd.grad(model(x), x, dz)[0], dz @ dense)
     pruned_again = nmrun.sparsity.hard_threshold(model[0].weight.detach(), "2:4", 0)
     torch.testing.assert_close(torch.autograd.grad(model(x), x, dz)[0], dz @ pruned_again)
+
+
+def test_an_evaluation_of_shards_leaves_the_training_as_it_is():
+    """FSDP's outermost module keeps what it has gathered after a forward pass without a backward one."""
+
+    def losses(evaluates: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+        options = {"recipe": "proxsparse", "total_steps": 6, "dense": 0.3}
+        handle = nmrun.sparsify(model, optimizer, **options)
+        x, values = torch.randn(8, 16), []
+        for _ in range(6):
+            if evaluates:
+                with handle.evaluation_weights(), torch.no_grad():
+                    model(x)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    with one_rank.group():
+        assert losses(True) == losses(False)
 
 
 class Yolo:

@@ -150,6 +150,7 @@ class Handle:
         if not self.recipe.evaluates_final:
             yield
             return
+        self._reshard()
         self.stepper.notice_changes()
         with torch.no_grad():
             for weight in self.sparse:
@@ -157,6 +158,7 @@ class Handle:
         try:
             yield
         finally:
+            self._reshard()
             self.refresh()
 
     def _reshard(self) -> None:
