@@ -8,6 +8,7 @@ import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -117,6 +118,14 @@ def test_compiled_as_a_whole_it_computes_the_same(model):
         actual.sum().backward()
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(model[0].weight.grad, gradient)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:2:8"])
+def test_a_compiler_is_told_how_the_result_lies_in_memory(pattern):
+    turned = torch.randn(16, 8).t()
+    with FakeTensorMode() as mode:
+        told = keep_largest(mode.from_tensor(turned), Pattern.parse(pattern))
+    assert keep_largest(turned, Pattern.parse(pattern)).stride() == told.stride()
 
 
 def test_what_is_measured(model):

@@ -230,7 +230,8 @@ def _keep_largest(activations: Tensor, n: int, m: int, v: int) -> Tensor:
     tokens = activations.reshape(-1, activations.shape[-1])
     filled = functional.pad(tokens, (0, 0, 0, -len(tokens) % v))
     sparse = hard_threshold(filled, Pattern(n, m, v=v))
-    return sparse[: len(tokens)].reshape(activations.shape)
+    # a projection lies in memory as its operand does
+    return sparse[: len(tokens)].contiguous().view(activations.shape)
 
 
 @_keep_largest.register_fake
