@@ -68,7 +68,7 @@ class LayerMatrix:
         """The layer's input as (tokens, columns); a convolution's tokens are its output positions."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if not isinstance(self.module, nn.Conv1d | nn.Conv2d):
-            return x.flatten(0, -2)
+            return x.reshape(-1, x.shape[-1])
         conv: Any = self.module
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x = functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode)

@@ -335,6 +335,15 @@ def test_the_same_inputs_give_the_same_bits():
         assert torch.equal(a, b)
 
 
+def test_inputs_without_a_batch_are_tokens():
+    model, rows = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), torch.randn(20, 8)
+    alone, together = copy.deepcopy(model), copy.deepcopy(model)
+    nmrun.prune(alone, list(rows), "wanda", exclude=(), pad=True)
+    nmrun.prune(together, [rows], "wanda", exclude=(), pad=True)
+    for layer, other in zip(alone[::2], together[::2], strict=True):
+        assert torch.equal(layer.weight, other.weight)
+
+
 def test_overrides_and_include():
     model = gpt()
     pruned = nmrun.prune(
