@@ -102,9 +102,10 @@ class OnePass:
 
 def supports(o: Operands, fused: bool) -> bool:
     """Whether a kernel does this step: float32 tensors stored alike, on the CPU only for ``fused``
-    optimizers, whose bits it has."""
+    optimizers, whose bits it has. A fixed mask is then all that the projection is made of."""
     dense, rule = o.update.dense, o.update.rule
-    if rule.soft_threshold_gamma:
+    beside_mask = rule.pruned_weight_factor or rule.soft_threshold_scale is not None
+    if rule.soft_threshold_gamma or (rule.mask is not None and beside_mask):
         return False
     by_triton = projection.by_triton(dense, o.update.pattern)
     if not by_triton and not (fused and dense.is_cpu):

@@ -22,6 +22,7 @@ from nmrun.optim import one_pass
 from nmrun.patterns import Pattern
 from nmrun.recipes.ste import STE
 from nmrun.rule import Rule
+from nmrun.sparsity import reference
 
 pytestmark = [
     pytest.mark.skipif(c_library.find_compiler() is None, reason="no C compiler here"),
@@ -325,6 +326,37 @@ def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(monkeypatch
             optimizer.step()
         assert (set(asked), len(steps)) == ({expected} - {""}, 0 if expected else 2)
         assert kind is not Projects or torch.equal(model.weight, handle.sparse[0].dense * 0.5)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_fixed_mask_with_more_than_zeros_beside_it_is_as_the_rule_says(soft):
+    class Held(STE):
+        name = "held"
+
+        def attach(self, weights, optimizer):
+            for weight in weights:
+                weight["mask"] = nmrun.sparsity.nm_mask(weight.dense, "2:4")
+
+        def rule(self, weight):
+            scale = weight.dense.new_tensor(2.0) if soft else None
+            faded = 0.0 if soft else 0.25
+            return Rule(mask=weight["mask"], pruned_weight_factor=faded, soft_threshold_scale=scale)
+
+        @property
+        def is_sparse(self):
+            return soft
+
+    model = nn.Linear(16, 8)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    handle = nmrun.sparsify(model, optimizer, Held(), "2:4")
+    for _ in range(2):
+        model(torch.randn(2, 16)).square().sum().backward()
+        optimizer.step()
+    w, mask = handle.sparse[0].dense, handle.sparse[0]["mask"]
+    expected = 2 * reference.soft_threshold(w, Pattern(2, 4), 1)
+    torch.testing.assert_close(
+        model.weight.detach(), expected if soft else torch.where(mask, w, 0.25 * w)
+    )
 
 
 def test_devices_without_kernels_are_torchs(monkeypatch):
