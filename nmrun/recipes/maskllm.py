@@ -25,9 +25,10 @@ from nmrun.errors import ConfigError
 from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
 from nmrun.recipes.base import drawn_seed
 from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates
+from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.reference import by_group
-from nmrun.sparsity.weight import SparseWeight, plain_name
+from nmrun.sparsity.weight import SparseWeight
 
 Span = Sequence[float]
 

@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.weight import plain_name
 
 EMBEDDING = "an embedding"
 COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parametrization)"
@@ -161,6 +160,14 @@ ADAPTER = re.compile(r"lora_.*|ia3_.*", re.IGNORECASE)
 
 # --- parameters under all their names -------------------------------------------------------------
 
+# the parts of a parameter's name that wrappers add
+WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_forward_module|_original_module)\."
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what DDP, FSDP, ``torch.compile`` and Fabric add to it."""
+    return re.sub(WRAPPED, "", name)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -226,7 +233,7 @@ def named_parameters(model: nn.Module) -> list[Candidate]:
     names: dict[int, list[str]] = {}
     for each in parameters:
         names.setdefault(id(each.parameter), []).extend((each.name, plain_name(each.name)))
-    return [replace(each, names=tuple(names[id(each.parameter)])) for each in parameters]
+    return [replace(p, names=tuple(dict.fromkeys(names[id(p.parameter)]))) for p in parameters]
 
 
 def with_axes(

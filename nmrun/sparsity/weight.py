@@ -11,7 +11,6 @@ state where it finds none.
 from __future__ import annotations
 
 import copy
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,20 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.kernels.layout import local, part_like
-from nmrun.patterns import Pattern
+from nmrun.sparsity.layers import Candidate
 from nmrun.sparsity.reference import grouped, holds
 
 PREFIX = "nmrun_"
-# the parts of a parameter's name that wrappers add
-WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_forward_module|_original_module)\."
 # the parameters that are sparse now, by id, of all handles
 LIVE: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 FIRST_MASK = "first_mask"  # packed bits, see nmrun.sparsity.metrics
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what DDP, FSDP, ``torch.compile`` and Fabric add to it."""
-    return re.sub(WRAPPED, "", name)
 
 
 class SparseWeight:
@@ -47,28 +39,18 @@ class SparseWeight:
             sharded, shares its storage or is captured by a CUDA graph.
     """
 
-    def __init__(
-        self,
-        module_name: str,
-        module: nn.Module,
-        attribute: str,
-        pattern: Pattern,
-        dim: int,
-        outputs: int,
-    ) -> None:
-        self.module_name, self.module, self.attribute = module_name, module, attribute
-        self.parameter: nn.Parameter = getattr(module, attribute)
-        self.pattern, self.dim, self.outputs = pattern, dim, outputs
+    def __init__(self, selected: Candidate) -> None:
+        assert selected.pattern is not None
+        self.name, self.module_name = selected.name, selected.module_name
+        self.module, self.attribute = selected.module, selected.attribute
+        self.parameter = selected.parameter
+        self.pattern, self.dim, self.outputs = selected.pattern, selected.dim, selected.outputs
         self.dependents: list[Callable[[SparseWeight], None]] = []
         self.layer: Any = None
         self.copies = False
         self.version = self.parameter._version
         self._tensors: dict[str, Tensor] = {}
         self._address: Tensor | None = None  # in a step: the memory of the projected weight
-
-    @property
-    def name(self) -> str:
-        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
     def shape(self) -> torch.Size:

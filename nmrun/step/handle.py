@@ -14,8 +14,9 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.check import layer_report, weights_report
+from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.select import LeftDense
-from nmrun.sparsity.weight import SparseWeight, plain_name
+from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.stepper import Stepper
 
 

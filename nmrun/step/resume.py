@@ -18,8 +18,9 @@ from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
+from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import global_sum
-from nmrun.sparsity.weight import PREFIX, SparseWeight, plain_name
+from nmrun.sparsity.weight import PREFIX, SparseWeight
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved

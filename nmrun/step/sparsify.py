@@ -15,7 +15,6 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.layers import Candidate
 from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
 from nmrun.sparsity.weight import LIVE, SparseWeight
@@ -128,7 +127,7 @@ def sparsify(
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
     saved = saved_settings(optimizer.param_groups)
-    sparse = [_weight(c, pattern) for c in entries]
+    sparse = [SparseWeight(entry) for entry in entries]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
         recipe.check_blocks(blocks[0])
     check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else "")
@@ -262,17 +261,6 @@ def _refuse_masked(model: nn.Module) -> None:
                 f"{name or 'the model'} has a mask of ModelOpt's: make it a plain layer first "
                 "(modelopt.torch.sparsity.export)"
             )
-
-
-def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:
-    return SparseWeight(
-        candidate.module_name,
-        candidate.module,
-        candidate.attribute,
-        candidate.pattern or pattern,
-        candidate.dim,
-        candidate.outputs,
-    )
 
 
 def _install_products(

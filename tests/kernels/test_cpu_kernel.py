@@ -19,6 +19,7 @@ from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
 from nmrun.recipes.ste import STE
 from nmrun.sparsity import reference
+from nmrun.sparsity.select import select
 from nmrun.sparsity.weight import SparseWeight
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
@@ -331,10 +332,10 @@ def test_what_it_leaves_to_the_reference(monkeypatch):
 
 def _project(recipe: type[STE] | type[SSTE], weight: Tensor) -> Tensor:
     """What a recipe's forward pass would use, by whichever way it finds."""
-    layer, rule = nn.Linear(1, 1), recipe()
+    layer, rule = nn.Linear(*weight.shape[::-1], bias=False), recipe()
     layer.weight = nn.Parameter(weight)
     rule.begin(Pattern(2, 4), 10)
-    sparse = SparseWeight("", layer, "weight", Pattern(2, 4), 1, 0)
+    sparse = SparseWeight(select(layer, Pattern(2, 4))[0][0])
     sparse["scale"] = torch.tensor(1.5)
     out = torch.empty_like(weight)
     with torch.no_grad():

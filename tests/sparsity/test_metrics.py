@@ -15,6 +15,7 @@ import nmrun
 from nmrun.recipes.ste import STE
 from nmrun.sparsity import metrics
 from nmrun.sparsity.metrics import energies, gradient_variance, layer_metrics, mask_of, pack, unpack
+from nmrun.sparsity.select import select
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.handle import Handle
 
@@ -258,7 +259,7 @@ def made_sparse(count: int, device: str) -> tuple[list[SparseWeight], Any]:
     torch.manual_seed(0)
     layers = [nn.Linear(8 * (i % 3 + 1), 3 * i + 5, device=device) for i in range(count)]
     pattern = nmrun.Pattern(2, 4)
-    weights = [SparseWeight(str(i), m, "weight", pattern, 1, 0) for i, m in enumerate(layers)]
+    weights = [SparseWeight(each) for each in select(nn.ModuleList(layers), pattern)[0]]
     optimizer = torch.optim.Adam([weight.parameter for weight in weights])
     for weight in weights:
         weight.begin_sparse()

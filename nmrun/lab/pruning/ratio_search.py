@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -177,7 +177,7 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -
     costs: Costs = {}
     for name in names:
         weights = [
-            SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs)
+            SparseWeight(replace(c, pattern=every))
             for c in candidates(model)
             if c.module_name == name
         ]
