@@ -23,7 +23,7 @@ from nmrun.fast.cpu.kernels import attention, bf16, gelu
 from nmrun.fast.cpu.onednn import FASTER
 from nmrun.fast.measurement import Choice
 from nmrun.fast.sites import compute, places
-from nmrun.sparsity.layers import forward_class
+from nmrun.sparsity.layers import forward_class, is_touched
 
 FUSED, FUSED_BF16 = "fused", "fused bf16"
 TORCH = "torch"
@@ -155,7 +155,7 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
 
 
 def _kind(module: nn.Module) -> Callable[[Any, Tensor, bool], dict[str, nn.Module]] | None:
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    if is_touched(module):
         return None
     kind = forward_class(module)
     return KINDS.get(f"{kind.__module__}.{kind.__qualname__}")

@@ -21,7 +21,7 @@ from nmrun.fast.cpu.convolution import window_of
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.measurement import first_input, watched
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import forward_class
+from nmrun.sparsity.layers import forward_class, is_embedding, is_touched
 
 QUERY, KEY_VALUE, OUT = "in_proj_weight[queries]", "in_proj_weight[keys, values]", "out_proj.weight"
 MOST_TOKENS = 128  # tokens that are kept, evenly far apart
@@ -160,8 +160,7 @@ def weights(module: nn.Module) -> Weights:
     packed one can stand for: of another class, with a ``forward``, hooks or a parametrization of
     its own.
     """
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    if hooked or "forward" in vars(module) or hasattr(module, "parametrizations"):
+    if is_touched(module) or hasattr(module, "parametrizations"):
         return {}
     kind = forward_class(module)
     find = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -196,7 +195,7 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
                     reasons[name] = str(error)
                 else:
                     by_module.setdefault(module, []).append(site)
-        if not layer_weights and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if not layer_weights and not is_embedding(module):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 1:
                     reasons[f"{path}.{attribute}".lstrip(".")] = (

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from nmrun.sparsity.layers import is_touched
+
 # modules whose functions are known by name
 HOMES = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
 
@@ -332,7 +334,7 @@ class _Ties:
         """Follow a value through a module; None where the channels that go in must be fixed."""
         module: Any = self.modules[name]
         kind = type(module)
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if is_touched(module):
             return None
         if kind is nn.Linear or kind in CONVOLUTIONS:
             outputs, inputs, *_ = module.weight.shape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import compute_dtype, convolution, linear
-from nmrun.sparsity.layers import forward_class
+from nmrun.sparsity.layers import forward_class, is_plain_linear
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
@@ -287,10 +287,9 @@ def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | N
     # MultiheadAttention.out_proj, which nobody calls
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None
-    owner = forward_class(module)
-    if owner is nn.Linear or owner.__name__ == "Conv1D":
+    if is_plain_linear(module):
         return _linear_forward(layer)
-    if owner in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    if forward_class(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return _convolution_forward(layer)
     return None
 

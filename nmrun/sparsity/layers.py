@@ -43,6 +43,18 @@ def forward_class(module: nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module has the ``forward`` of ``nn.Linear`` or of Hugging Face's Conv1D."""
+    kind = forward_class(module)
+    return kind is nn.Linear or (kind.__name__ == "Conv1D" and is_conv1d(module))
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Whether a call of a module does more than its class: it has hooks or a ``forward`` of its own."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooked) or "forward" in vars(module)
+
+
 def axes(module: nn.Module) -> dict[str, Axes]:
     """The axes of the weights that a known layer multiplies its input with, by attribute,
     submodules apart."""

@@ -15,7 +15,7 @@ from torch import nn
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
 from nmrun.sparsity.layers import Candidate as Candidate
-from nmrun.sparsity.layers import axes, is_embedding, named_parameters, with_axes
+from nmrun.sparsity.layers import axes, is_conv1d, is_embedding, named_parameters, with_axes
 
 Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, pattern) -> reason
 
@@ -329,8 +329,7 @@ def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
     if ends or not layers or _headless(core):
         return ends
     last = model.get_submodule(layers[-1])
-    linear = isinstance(last, nn.Linear) or type(last).__name__ == "Conv1D"
-    return {layers[-1]} if linear else set()
+    return {layers[-1]} if isinstance(last, nn.Linear) or is_conv1d(last) else set()
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:

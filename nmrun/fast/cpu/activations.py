@@ -30,7 +30,7 @@ from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, first_input, kn
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import forward_class, is_conv1d
+from nmrun.sparsity.layers import is_plain_linear
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest
 
@@ -328,7 +328,7 @@ def _around(
         for module in map(model.get_submodule, names)
     ]
     for module in model.modules():
-        if forward_class(module) is nn.Linear or is_conv1d(module):
+        if is_plain_linear(module):
             hooks += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(behind, with_kwargs=True),

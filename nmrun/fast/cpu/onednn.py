@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nmrun.fast.measurement import ONEDNN, Times
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import forward_class
+from nmrun.sparsity.layers import is_plain_linear
 
 # of torch's time: what is closer than that differs from probe to probe
 FASTER = 0.97
@@ -49,14 +49,9 @@ def best_gradient(times: Mapping[str, Times]) -> str:
 def weight_of(module: Any) -> Tensor | None:
     """The weight of a linear layer as (outputs, inputs); None for any other module, and for one
     with a ``forward`` of its own."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) or not is_plain_linear(module):
         return None
-    owner = forward_class(module)
-    if owner is nn.Linear:
-        return module.weight
-    if f"{owner.__module__}.{owner.__name__}" == "transformers.pytorch_utils.Conv1D":
-        return module.weight.t()
-    return None
+    return module.weight if isinstance(module, nn.Linear) else module.weight.t()
 
 
 def takes(module: nn.Module, x: Tensor) -> bool:
