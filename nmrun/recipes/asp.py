@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
@@ -56,8 +56,6 @@ class ASP(Recipe):
         self.prune_step = self.dense_steps = round(self.prune_at * (total_steps or 0))
         self.dense_forward = True
         self.channels: dict[str, Channels] = {}
-        # (parameter, dim, index): what became ``parameter.index_select(dim, index)``
-        self.reordered: list[tuple[str, int, Tensor]] = []
 
     @property
     def looks_across_rows(self) -> bool:

@@ -46,6 +46,8 @@ class Recipe:
         dense_steps: how many steps at the beginning are planned to be dense, at most.
         transposable: masks are N:M along the outputs as well.
         events: sentences for the log.
+        reordered: what channel permutation did in this step: (parameter, dim, index) where it became
+            ``parameter.index_select(dim, index)``.
     """
 
     name: ClassVar[str] = ""
@@ -60,6 +62,7 @@ class Recipe:
     dense_steps: int = field(init=False, repr=False, default=0)
     transposable: bool = field(init=False, repr=False, default=False)
     events: list[str] = field(init=False, repr=False, default_factory=list)
+    reordered: list[tuple[str, int, Tensor]] = field(init=False, repr=False, default_factory=list)
 
     # --- what a recipe may override --------------------------------------------------------------
 

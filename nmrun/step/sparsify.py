@@ -308,10 +308,10 @@ class _Undo:
         self.values = [(w, w.parameter.data, w.parameter.detach().clone()) for w in sparse]
 
     def __call__(self) -> None:
-        if reordered := getattr(self.recipe, "reordered", ()):
+        if self.recipe.reordered:
             from nmrun.permutation.permute import put_back  # torch.fx takes half a second
 
-            put_back(self.model, reordered, self.optimizer)
+            put_back(self.model, self.recipe.reordered, self.optimizer)
         with torch.no_grad():
             for weight, memory, values in self.values:
                 weight.parameter.data = memory

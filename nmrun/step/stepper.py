@@ -165,10 +165,10 @@ class Stepper:
                 "planned its run: give sparsify the number of steps that you make"
             )
         self.recipe.after_step(self.sparse, optimizer)
-        for name, dim, index in getattr(self.recipe, "reordered", ()):
+        for name, dim, index in self.recipe.reordered:
             for follow in self.followers:
                 follow(name, dim, index)
-        getattr(self.recipe, "reordered", []).clear()
+        self.recipe.reordered.clear()
         self.refresh()
         self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         for weight in self.sparse:
