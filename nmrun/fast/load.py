@@ -50,8 +50,7 @@ def load_packed(path: Path | str, model: Model) -> Model:
         tensors, lines = packed.read(path)
         dense = {name: list(t.shape) for name, t in tensors.items()}
         for line in lines:
-            for part in packed.PARTS:
-                dense.pop(f"{line.name}.{part}", None)
+            line.drop(dense)
             dense[line.name] = line.shape
         _same_model(model, dense)
         if products.KERNELS.obstacle():
@@ -68,8 +67,7 @@ def load_packed(path: Path | str, model: Model) -> Model:
         names = {_stored(name) for name in layers}
         for line in lines:
             weight = None if line.name in names else line.dense(tensors)
-            for part in packed.PARTS:
-                tensors.pop(f"{line.name}.{part}", None)
+            line.drop(tensors)
             if weight is not None:
                 tensors[line.name] = weight
     except ValueError as error:
@@ -131,7 +129,7 @@ def _layers(
 
 
 def _convolution(site: Site, line: Line, tensors: dict[str, Tensor]) -> Tensor:
-    weight = packed.unpack(*line.parts(tensors), line.pattern, line.dim, line.shape)
+    weight = line.dense(tensors)
     return weight if site.weight.is_meta else weight.to(site.weight.dtype)
 
 

@@ -47,7 +47,9 @@ def load(path: Path | str) -> dict[str, Tensor]:
     """
     tensors, layers = read(path)
     for line in layers:
-        tensors[line.name] = line.dense(tensors)
+        weight = line.dense(tensors)
+        line.drop(tensors)
+        tensors[line.name] = weight
     return dict(sorted(tensors.items()))
 
 
@@ -70,13 +72,15 @@ class Line:
         return tensors.get(f"{self.name}.scales")
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Its weight with the zeros, out of the file's tensors, which lose its parts."""
+        """Its weight with the zeros, float32 of an int8 one, from the file's tensors."""
         weight = unpack(*self.parts(tensors), self.pattern, self.dim, self.shape)
-        if (scales := self.scales(tensors)) is not None:
-            weight = scaled(weight, scales, self.dim)
+        scales = self.scales(tensors)
+        return weight if scales is None else scaled(weight, scales, self.dim)
+
+    def drop(self, tensors: dict[str, Any]) -> None:
+        """Take its parts out of what the file has by name."""
         for part in PARTS:
             tensors.pop(f"{self.name}.{part}", None)
-        return weight
 
 
 def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
