@@ -242,13 +242,11 @@ def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
     no linear layer, and what :func:`install` leaves alone."""
     left_alone = []
     for weight in weights:
-        linear_layer = weight.parameter.dim() == 2
-        if not linear_layer or weight.shape[weight.outputs] % weight.pattern.m:
+        is_matrix, pattern = weight.parameter.dim() == 2, weight.pattern
+        if not is_matrix or weight.shape[weight.outputs] % pattern.m or not ensured(weight):
             left_alone.append(weight.name)
-        elif ensured(weight):
-            weight.layer.input_mvue = Pattern(weight.pattern.n, weight.pattern.m)
         else:
-            left_alone.append(weight.name)
+            weight.layer.input_mvue = Pattern(pattern.n, pattern.m)
     return left_alone
 
 

@@ -52,6 +52,8 @@ def check_nm(
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
     for name, weight, along, ratio in weights:
         groups, _, d = grouped(weight, ratio, along, pad)
+        if holds(groups, ratio, d):
+            continue
         count = (groups != 0).sum(d)
         if bool((count > ratio.n).any()):
             first = (count > ratio.n).nonzero()[0].tolist()
@@ -63,10 +65,9 @@ def check_nm(
             raise ValueError(
                 f"{name} is not {ratio}: {int(count[tuple(first)])} of {end - start} weights at [{place}] are non-zero"
             )
-        if not holds(groups, ratio, d):
-            raise ValueError(
-                f"{name} is not {ratio}: {ratio.v} outputs have non-zeros in more than {COLUMNS} of {ratio.m} columns"
-            )
+        raise ValueError(
+            f"{name} is not {ratio}: {ratio.v} outputs have non-zeros in more than {COLUMNS} of {ratio.m} columns"
+        )
     return [name for name, *_ in weights]
 
 
