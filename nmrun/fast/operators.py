@@ -11,16 +11,22 @@ from torch import Tensor
 from nmrun.products.simulation import compute_dtype
 
 
+def followed(
+    x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """``operator`` where a compiler or autograd follows x, which know it; else ``product`` itself,
+    which is faster."""
+    differentiated = x.requires_grad and torch.is_grad_enabled()
+    return operator if torch.compiler.is_compiling() or differentiated else product
+
+
 def over_tokens(
     x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor], *operands: Any
 ) -> Tensor:
     """A product of tokens (tokens, in_features) for x (..., in_features), in the dtype that autocast
-    computes in: by ``operator``, which a compiler and autograd know, else by ``product`` itself,
-    which is faster.
-    """
+    computes in, as :func:`followed` chooses."""
     x = x.to(compute_dtype(x))
-    differentiated = x.requires_grad and torch.is_grad_enabled()
-    call = operator if torch.compiler.is_compiling() or differentiated else product
+    call = followed(x, operator, product)
     if x.dim() == 2:
         return call(x, *operands)
     out = call(x.reshape(-1, x.shape[-1]), *operands)

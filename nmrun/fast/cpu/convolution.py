@@ -27,10 +27,7 @@ def window_of(module: nn.Conv2d) -> Window:
         padding = (top, left) if (top, left) == (bottom, right) else padding
     if module.padding_mode != "zeros" or isinstance(padding, str):
         raise ValueError(f"padding {module.padding_mode}, {module.padding} is not packed")
-    taps, stride, padding, dilation = (
-        (p[0], p[1]) for p in (module.kernel_size, module.stride, padding, module.dilation)
-    )
-    return Window(taps, stride, padding, dilation)
+    return Window.of(module.kernel_size, module.stride, padding, module.dilation)
 
 
 class ConvolutionProducts(nn.Module):
@@ -100,24 +97,20 @@ def by_taps(weight: Tensor) -> Tensor:
     return weight.detach().permute(0, 2, 3, 1).contiguous().flatten(1)
 
 
-def _window(weight: Tensor, moves: Sequence[Sequence[int]]) -> Window:
-    stride, padding, dilation = ((move[0], move[1]) for move in moves)
-    return Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
-
-
 @torch.library.custom_op("nmrun::convolution_cpu", mutates_args=())
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    window = _window(weight, (stride, padding, dilation))
+    window = Window.of(weight.shape[2:], stride, padding, dilation)
     matrix = matrix_of(forward, weight.shape[0], weight.shape[1], window.positions)
     return convolve(x, matrix, bias, window)
 
 
 @convolution.register_fake
 def _(x, weight, bias, forward, backward, stride, padding, dilation):  # type: ignore[no-untyped-def]
-    height, width = _window(weight, (stride, padding, dilation)).out(x.shape[2], x.shape[3])
+    window = Window.of(weight.shape[2:], stride, padding, dilation)
+    height, width = window.out(x.shape[2], x.shape[3])
     return x.new_empty((x.shape[0], height, width, weight.shape[0])).permute(0, 3, 1, 2)
 
 
@@ -127,7 +120,7 @@ def convolution_back(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """The gradient of an input of height and width ``size``."""
-    window = _window(weight, (stride, padding, dilation))
+    window = Window.of(weight.shape[2:], stride, padding, dilation)
     matrix = matrix_of(parts, weight.shape[1], weight.shape[0], window.positions)
     return convolve_back(dz, matrix, window, (size[0], size[1]))
 

@@ -21,6 +21,7 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.linear import PARTS, matrix_of
+from nmrun.fast.operators import followed
 
 
 class PackedConvolution(nn.Module):
@@ -80,9 +81,7 @@ class PackedConvolution(nn.Module):
         bfloat16 any, which is rounded."""
         batch = input if input.dim() == 4 else input.unsqueeze(0)
         shape = [self.out_channels, self.in_channels]
-        # an operator is what a compiler and autograd know; the call alone is faster
-        differentiated = input.requires_grad and torch.is_grad_enabled()
-        call = packed_convolution if torch.compiler.is_compiling() or differentiated else _convolved
+        call = followed(input, packed_convolution, _convolved)
         z = call(batch, self._parts(), self.bias, shape, *_moves(self.window))
         return z if batch is input else z.squeeze(0)
 
@@ -134,11 +133,6 @@ def _moves(window: Window) -> tuple[list[int], ...]:
     return tuple(list(p) for p in (window.taps, window.stride, window.padding, window.dilation))
 
 
-def _window(*moves: Sequence[int]) -> Window:
-    taps, stride, padding, dilation = ((move[0], move[1]) for move in moves)
-    return Window(taps, stride, padding, dilation)
-
-
 def _size(x: Tensor, window: Window) -> Pair:
     return window.out(x.shape[2], x.shape[3])
 
@@ -147,7 +141,7 @@ def _convolved(
     x: Tensor, parts: list[Tensor], bias: Tensor | None, shape: Sequence[int], taps: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    window, values = _window(taps, stride, padding, dilation), parts[0]
+    window, values = Window.of(taps, stride, padding, dilation), parts[0]
     matrix = matrix_of(parts, shape[0], shape[1], window.positions)
     low = isinstance(matrix, Bf16Matrix)
     if x.device.type != "cpu" or values.device.type != "cpu":
@@ -174,7 +168,7 @@ def packed_convolution(
 
 @packed_convolution.register_fake
 def _(x, parts, bias, shape, *moves):  # type: ignore[no-untyped-def]
-    size = _size(x, _window(*moves))
+    size = _size(x, Window.of(*moves))
     return x.new_empty((x.shape[0], *size, shape[0])).permute(0, 3, 1, 2)
 
 

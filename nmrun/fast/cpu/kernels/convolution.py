@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ class Window:
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
+
+    @classmethod
+    def of(cls, *moves: Sequence[int]) -> Window:
+        """From taps, stride, padding and dilation as operators and modules have them."""
+        taps, stride, padding, dilation = ((move[0], move[1]) for move in moves)
+        return cls(taps, stride, padding, dilation)
 
     @property
     def positions(self) -> int:
