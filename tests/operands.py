@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,18 @@ def sparse(rows: int, columns: int, pattern: str) -> Tensor:
     """A weight with zeros by ``pattern`` along its rows."""
     weight = normal(rows, columns, seed=rows + columns)
     return torch.where(nm_mask(weight, pattern, 1, pad=True), weight, 0.0)
+
+
+def cases(
+    patterns: Sequence[str], shapes: Sequence[tuple[int, int]], of_all: tuple[int, int]
+) -> list[tuple[str, int, int]]:
+    """Every pattern at the shape ``of_all``, and every shape with three of the patterns in turn:
+    where a matrix ends has nothing to do with how many non-zeros its rows have.
+    """
+    turns = [
+        (patterns[(3 * i + k) % len(patterns)], *s) for i, s in enumerate(shapes) for k in range(3)
+    ]
+    return list(dict.fromkeys([*((pattern, *of_all) for pattern in patterns), *turns]))
 
 
 def under_autocast(model: nn.Module, x: Tensor) -> Callable[[], None]:

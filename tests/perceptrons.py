@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,17 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def resumes(begin: Callable[[], tuple[nn.Module, Any]], low: bool = False) -> None:
+    """A run that is cut off after five of eight steps ends with the bits of one left alone."""
+    (whole, optimizer), (first, early), (second, late) = begin(), begin(), begin()
+    losses = train(whole, optimizer, low=low)
+    cut = train(first, early, range(5), low=low)
+    for part, saved in ((second, first), (late, early)):
+        part.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert cut + train(second, late, range(5, 8), low=low) == losses
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
 
 
 def pruned(pattern: str = "1:4") -> nn.Sequential:

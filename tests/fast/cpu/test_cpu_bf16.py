@@ -12,7 +12,7 @@ from pathlib import Path
 import operands
 import pytest
 import torch
-from operands import normal_bf16
+from operands import cases, normal_bf16
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
@@ -22,6 +22,7 @@ from nmrun.kernels import compiler
 pytestmark = pytest.mark.usefixtures("every_bf16")
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (40, BLOCK + 3), (20, 3 * BLOCK + 40), (1090, 33))
+CASES = cases(PATTERNS, SHAPES, (33, 300))
 TOKENS = (1, 2, 3, 4, 7, 8, MOST - 1, MOST, MOST + 1, 37)
 
 
@@ -44,8 +45,7 @@ def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     assert bool((off <= last * expected.abs() + 1.01 * steps * 2**-24 * size).all())
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
 def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, columns: int) -> None:
     weight, bias, x = sparse(rows, columns, pattern), normal(rows, seed=1), normal(37, columns)
     matrix, low = bf16.packed(weight), x.bfloat16()
@@ -58,8 +58,7 @@ def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, colum
     assert bf16.multiply(low[:0], matrix).shape == (0, rows)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
 def test_the_transpose(pattern: str, rows: int, columns: int) -> None:
     """Whose rows have any number of non-zeros."""
     weight, d = sparse(rows, columns, pattern), normal(19, rows, seed=2)
@@ -69,8 +68,7 @@ def test_the_transpose(pattern: str, rows: int, columns: int) -> None:
     check(bf16.multiply(d.bfloat16(), matrix), d, weight.t())
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
 def test_gradients_of_kept_weights(pattern: str, rows: int, columns: int) -> None:
     weight = sparse(rows, columns, pattern)
     for tokens in (1, 2, 7, 300):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import normal, sparse
+from operands import cases, normal, sparse
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
@@ -14,6 +14,7 @@ from nmrun.kernels import compiler
 pytestmark = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (100, 129), (64, 2080))
+CASES = cases(PATTERNS, SHAPES, (33, 300))
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -35,8 +36,7 @@ def exactly(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
 def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, columns: int) -> None:
     weight, bias = sparse(rows, columns, pattern), normal(rows, seed=1)
     matrix, x = packed(weight), normal(70, columns, seed=2)

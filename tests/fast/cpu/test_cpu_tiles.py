@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import normal, sparse
+from operands import cases, normal, sparse
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products, tiles
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "4:16", "3:7", "2:5", "1:32", "3:4", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 128), (33, 300), (100, 129), (64, 1024))
+CASES = cases(PATTERNS, SHAPES, (33, 300))
 
 
 def tiled(weight: Tensor) -> TiledMatrix:
@@ -33,8 +34,7 @@ def near(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     assert bool(((result.double() - exact).abs() <= 2**-20 * scale + own).all())
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
 def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, columns: int) -> None:
     weight, bias = sparse(rows, columns, pattern), normal(rows, seed=1)
     matrix, x = tiled(weight), normal(150, columns, seed=2)

@@ -392,12 +392,3 @@ def test_the_plan_says_it_and_small_networks_are_left_alone(
     assert "reads" not in line
     assert "feeds 2:4 activations" in line
     assert not any("N:M products in" in line for line in lines)
-
-
-def test_a_run_without_pruned_activations_keeps_its_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured(monkeypatch, FAST)
-    monkeypatch.setattr(build, "LARGE", 1)
-    parts = build.build(config(tmp_path, *GPT, "recipe=dense", "trainer.activations=null"))
-    assert not [choice for choice in parts.accelerated if choice.path == NAME]
