@@ -69,12 +69,12 @@ INTERRUPTED = ("checkpoint.pt", "checkpoint.pt checkpoint.previous.pt", "metrics
 FINISHED = (RESULT, *SEALED)
 
 
-def some(files: tuple[str, ...]) -> list[Any]:
-    """All pairs of a file and a damage. By default all damages of the first, and of the others each
-    third, another third of each.
+def some(files: tuple[str, ...], each: int) -> list[Any]:
+    """All pairs of a file and a damage. By default all damages of the first, and of the others one
+    in so many, other ones of each.
     """
     return [
-        pytest.param(file, kind, marks=() if i == 0 or (i + j) % 3 == 0 else pytest.mark.minutes)
+        pytest.param(file, kind, marks=() if i == 0 or (i + j) % each == 0 else pytest.mark.minutes)
         for i, file in enumerate(files)
         for j, kind in enumerate(KINDS)
     ]
@@ -146,7 +146,7 @@ def again(cfg: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tupl
     return status, "".join([status, *capsys.readouterr()])
 
 
-@pytest.mark.parametrize(("names", "kind"), some(INTERRUPTED))
+@pytest.mark.parametrize(("names", "kind"), some(INTERRUPTED, 3))
 def test_of_an_interrupted_run(names, kind, interrupted, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg, folder = copied(interrupted, tmp_path)
@@ -164,7 +164,8 @@ def run_folder_of(root: Path) -> Path:
     return run_folder(tiny(root))
 
 
-@pytest.mark.parametrize(("name", "kind"), some(FINISHED))
+# they are known by their hashes, whatever the damage
+@pytest.mark.parametrize(("name", "kind"), some(FINISHED, 6))
 def test_of_a_finished_run(name, kind, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg, folder = copied(whole, tmp_path)
