@@ -305,6 +305,18 @@ def test_dense_weights_is_a_look_and_what_is_written_inside_stays():
     assert not [event for event in handle.pop_events() if "outside" in event]
 
 
+def test_dense_weights_within_dense_weights_end_with_the_outer_ones():
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    before = everything(model, optimizer, handle)
+    with handle.dense_weights():
+        dense = model[0].weight.detach().clone()
+        with handle.dense_weights():
+            assert torch.equal(model[0].weight, dense)
+        assert torch.equal(model[0].weight, dense)
+    assert everything(model, optimizer, handle) == before
+
+
 def test_layers_compute_with_the_dense_weights_inside():
     """Also in training, and the gradient of their input: not with what was pruned again."""
     model = nn.Sequential(nn.Linear(16, 8))

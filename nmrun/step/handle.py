@@ -120,7 +120,10 @@ class Handle:
     def dense_weights(self) -> Iterator[None]:
         """Let the parameters be the dense weights, while the context is entered. Averages (EMA),
         dense evaluation and dense checkpoints read them. A parameter that is written inside
-        keeps its new values as the dense weight."""
+        keeps its new values as the dense weight. Entered again inside, it changes nothing."""
+        if any(weight.shows_dense for weight in self.sparse):
+            yield
+            return
         self._reshard()
         self.stepper.notice_changes()
         # layers would compute with copies of the projected weights, packed or pruned again
