@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words.composition import config_of
 
@@ -140,7 +140,7 @@ def each(
         try:
             yield [{"model": name, **row} for row in measure(NETWORKS[name])]
         except (ConfigError, HydraException) as error:
-            raise ConfigError(str(error).splitlines()[0]) from None
+            raise ConfigError(first_line(error)) from None
         torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
         gc.collect()
         torch.cuda.empty_cache()

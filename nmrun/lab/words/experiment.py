@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import command_line, composition, schema
@@ -279,7 +279,5 @@ def configs(
                         config = Config({**base.plain, "seed": seed}, base.pattern)
                         by_folder.setdefault(str(run_folder(config)), config)
             except HydraException as error:
-                raise ConfigError(
-                    f"experiment={experiment.name}: {str(error).splitlines()[0]}"
-                ) from None
+                raise ConfigError(f"experiment={experiment.name}: {first_line(error)}") from None
     return list(by_folder.values())

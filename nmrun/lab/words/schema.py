@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import Field
@@ -55,7 +55,7 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
     try:
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        message, place = str(error).splitlines()[0], error.full_key
+        message, place = first_line(error), error.full_key
         raise ConfigError(
             message if not place or place in message else f"{place}: {message}"
         ) from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.lab.tasks.storage import cache_folder
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.keys import CopyReverse, Fairseq, Multi30k
@@ -126,9 +126,7 @@ def _dictionary(folder: Path, language: str) -> Dictionary:
     try:
         dictionary: Dictionary = fairseq("data").Dictionary.load(str(file))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"{file}: not a dictionary of fairseq: {str(error).splitlines()[0]}"
-        ) from None
+        raise ConfigError(f"{file}: not a dictionary of fairseq: {first_line(error)}") from None
     return dictionary
 
 
@@ -140,7 +138,7 @@ def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
         dataset = data.load_indexed_dataset(prefix, dictionary)
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigError(
-            f"{prefix}: not a binarised text of fairseq: {str(error).splitlines()[0]}"
+            f"{prefix}: not a binarised text of fairseq: {first_line(error)}"
         ) from None
     if dataset is None:
         others = ", ".join(sorted(file.name for file in folder.glob("*.idx"))) or "no others"
