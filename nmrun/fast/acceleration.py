@@ -13,18 +13,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import activations, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.gpu import probe as on_gpu
-from nmrun.fast.measurement import FLOAT32, ONEDNN, Choice, Times, first_input, known_times, watched
+from nmrun.fast.measurement import (
+    FASTER,
+    FLOAT32,
+    ONEDNN,
+    Choice,
+    Shape,
+    Times,
+    agreed,
+    first_input,
+    is_faster,
+    watched,
+)
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
@@ -95,79 +106,34 @@ def accelerate(
         )
     if mode not in ACCELERATION:
         raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
-    for weight in handle.sparse:
-        if weight.layer is not None:
-            weight.layer.packed = weight.layer.dense = None
-    layer.restore_forward(handle.by_onednn)
-    attentions = _attentions(handle.model)
-    for attention in attentions:
-        attention.in_float32 = False
+    _take_back(handle)
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
-    side, choices = _side(device), list[Choice]()
+    side: Any = _side(device)
     sparse = {weight.module: weight for weight in handle.sparse}
-    dense = {} if why_not or side is not on_cpu else _dense_layers(handle.model, sparse)
-    if why_not or side is not on_cpu:
-        attentions = {}
+    dense, attentions = dict[nn.Module, str](), dict[nn.Module, str]()
+    if side is on_cpu and not why_not:
+        dense, attentions = _dense_layers(handle.model, sparse), _attentions(handle.model)
     if mode == "off" or not (sparse or dense or attentions):
         return []
     why_not = why_not or obstacle(device)
-    largest_inputs = _largest_inputs([*dense, *attentions, *([] if why_not else sparse)], sample)
-
+    inputs = _largest_inputs([*dense, *attentions, *([] if why_not else sparse)], sample)
     layers, total = itertools.count(1), len(handle.sparse) + len(dense) + len(attentions)
 
-    def measured(shape: object) -> Mapping[str, Times]:
+    def times_of(shape: Shape) -> Mapping[str, Times]:
         tell(f"timing products, layer {next(layers)} of {total}")
-        return known_times(known, shape) or ranks.from_leader(
-            side.measured(shape, device) if side is not None and ranks.leads() else {}
-        )
+        return agreed(shape, known, partial(side.measured, shape, device))
 
-    for weight in handle.sparse:
-        reason, shape = why_not, None
-        if side is not None and not why_not:
-            reason, shape = side.eligible(weight, handle.recipe, largest_inputs.get(weight.module))
-        if side is None or shape is None:
-            choices.append(Choice(weight.name, None, reason))
-            continue
-        times = measured(shape)
-        fp8 = weight.layer is not None and weight.layer.fp8
-        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
-        if onednn.is_faster(times):
-            layer.ensured(weight)
-            weight.layer.dense = onednn
-        if path not in (None, ONEDNN):
-            layer.ensured(weight)
-            sparse_layer = weight.layer
-            sparse_layer.packed = side.packed(sparse_layer, path, times, shape)
-            sparse_layer.whole_gradients = whole_gradients
-            sparse_layer.active = not handle.recipe.dense_forward
-            sparse_layer.uses_packed = handle.recipe.is_sparse
-            sparse_layer.pack()
-        choices.append(Choice(weight.name, path, reason, shape, times))
+    if why_not:
+        choices = [Choice(weight.name, None, why_not) for weight in handle.sparse]
+    else:
+        choices = _by_nm_products(handle, side, inputs, times_of, mode, accumulate, whole_gradients)
     if handle.sparse and mode != "auto" and not any(choice.is_sparse for choice in choices):
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
         raise ConfigError(
             f"trainer.acceleration={mode}: no layer can be accelerated here ({reasons})"
         )
-    for module, name in dense.items():
-        shape = on_cpu.dense(module, largest_inputs[module]) if module in largest_inputs else None
-        if shape is not None:
-            times = measured(shape)
-            path, reason = _dense_best(times)
-            if path is not None:
-                onednn.install(module)
-                handle.by_onednn.append(module)
-            choices.append(Choice(name, path, reason, shape, times, always_dense=True))
-    for attention, name in attentions.items():
-        tried = (
-            on_cpu.attention(attention, largest_inputs[attention])
-            if attention in largest_inputs
-            else None
-        )
-        if tried is not None:
-            times = measured(tried)
-            path, reason = _attention_best(times)
-            attention.in_float32 = path == FLOAT32
-            choices.append(Choice(name, path, reason, tried, times, always_dense=True))
+    choices += _by_onednn(handle, dense, inputs, times_of)
+    choices += _in_float32(attentions, inputs, times_of)
     return choices
 
 
@@ -212,6 +178,82 @@ def lines(choices: Sequence[Choice]) -> list[str]:
     return report
 
 
+Inputs = Mapping[nn.Module, tuple[torch.Size, torch.dtype]]
+TimesOf = Callable[[Shape], Mapping[str, Times]]  # by path, of a shape
+
+
+def _take_back(handle: Sparsified) -> None:
+    """Undo what an earlier call did."""
+    for weight in handle.sparse:
+        if weight.layer is not None:
+            weight.layer.packed = weight.layer.dense = None
+    layer.restore_forward(handle.by_onednn)
+    for attention in _attentions(handle.model):
+        attention.in_float32 = False
+
+
+# --- layers with a sparse weight ------------------------------------------------------------------
+
+
+def _by_nm_products(
+    handle: Sparsified, side: Any, inputs: Inputs, times_of: TimesOf, mode: str, accumulate: int,
+    whole_gradients: bool,
+) -> list[Choice]:  # fmt: skip
+    """Give the layers of sparse weights N:M products; what stays dense on a CPU, oneDNN's."""
+    choices = []
+    for weight in handle.sparse:
+        reason, shape = side.eligible(weight, handle.recipe, inputs.get(weight.module))
+        if shape is None:
+            choices.append(Choice(weight.name, None, reason))
+            continue
+        times = times_of(shape)
+        fp8 = weight.layer is not None and weight.layer.fp8
+        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
+        if is_faster(times, ONEDNN):
+            layer.ensured(weight)
+            weight.layer.dense = onednn
+        if path not in (None, ONEDNN):
+            layer.ensured(weight)
+            sparse_layer = weight.layer
+            sparse_layer.packed = side.packed(sparse_layer, path, times, shape)
+            sparse_layer.whole_gradients = whole_gradients
+            sparse_layer.active = not handle.recipe.dense_forward
+            sparse_layer.uses_packed = handle.recipe.is_sparse
+            sparse_layer.pack()
+        choices.append(Choice(weight.name, path, reason, shape, times))
+    return choices
+
+
+def _best(
+    times: Mapping[str, Times], accumulate: int, mode: str, without: str
+) -> tuple[str | None, str]:
+    """The path that a layer gets, and what was found; ``without`` is what the layer does without a
+    path.
+    """
+    fallback = ONEDNN if is_faster(times, ONEDNN) else None
+    dense = times[fallback or "dense"].step(accumulate)
+    comparison = f"{without} {times['dense'].step(accumulate):.3f} ms, "
+    if fallback:
+        comparison += f"{fallback} {dense:.3f} ms, "
+    allowed = {
+        name: t
+        for name, t in times.items()
+        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name.split()[0])
+    }
+    right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
+    if not right:
+        return fallback, "; ".join(
+            f"{name}: {t.wrong}" for name, t in allowed.items()
+        ) or f"{mode} computes nothing like this"
+    name = min(right, key=lambda name: right[name])
+    comparison += f"{name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
+    gains = right[name] < FASTER * dense
+    return (name if mode != "auto" or gains else fallback), comparison
+
+
+# --- what has none, on a CPU ----------------------------------------------------------------------
+
+
 def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Module, str]:
     """The linear layers without a sparse weight, with the names of their weights."""
     return {
@@ -221,13 +263,53 @@ def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Mod
     }
 
 
-def _attentions(model: nn.Module) -> dict[DotProductAttention, str]:
+def _by_onednn(
+    handle: Sparsified, layers: Mapping[nn.Module, str], inputs: Inputs, times_of: TimesOf
+) -> list[Choice]:
+    """Give dense linear layers the products of oneDNN."""
+    choices = []
+    for module, name in layers.items():
+        shape = on_cpu.dense(module, inputs.get(module))
+        if shape is not None:
+            choices.append(_dense_choice(name, shape, times_of(shape), ONEDNN, "dense"))
+            if choices[-1].path is not None:
+                onednn.install(module)
+                handle.by_onednn.append(module)
+    return choices
+
+
+def _attentions(model: nn.Module) -> dict[Any, str]:
     """The attention modules, with their names."""
     return {
         module: name
         for name, module in model.named_modules()
         if isinstance(module, DotProductAttention)
     }
+
+
+def _in_float32(attentions: Mapping[Any, str], inputs: Inputs, times_of: TimesOf) -> list[Choice]:
+    """Let attention in bfloat16 compute in float32."""
+    choices = []
+    for attention, name in attentions.items():
+        shape = on_cpu.attention(attention, inputs.get(attention))
+        if shape is not None:
+            choices.append(_dense_choice(name, shape, times_of(shape), FLOAT32, "bfloat16"))
+            attention.in_float32 = choices[-1].path is not None
+    return choices
+
+
+def _dense_choice(
+    name: str, shape: object, times: Mapping[str, Times], path: str, dense: str
+) -> Choice:
+    """The choice between a path and torch's own, which is called ``dense``."""
+    before, candidate = times["dense"].dense, times[path].dense
+    found = times[path].wrong or f"{candidate:.3f} ms ({before / candidate:.2f}x)"
+    reason = f"{dense} {before:.3f} ms, {path} {found}"
+    taken = path if is_faster(times, path) else None
+    return Choice(name, taken, reason, shape, times, always_dense=True)
+
+
+# --- the model and the device ---------------------------------------------------------------------
 
 
 def _largest_inputs(
@@ -261,47 +343,3 @@ def obstacle(device: torch.device) -> str:
     """Why nothing can be accelerated on this device; empty if something might."""
     side = _side(device)
     return f"nothing for {device.type}" if side is None else str(side.obstacle(device))
-
-
-def _best(
-    times: Mapping[str, Times], accumulate: int, mode: str, without: str
-) -> tuple[str | None, str]:
-    """The path that a layer gets, and what was found; ``without`` is what the layer does without a
-    path.
-    """
-    fallback = ONEDNN if onednn.is_faster(times) else None
-    dense = times[fallback or "dense"].step(accumulate)
-    comparison = f"{without} {times['dense'].step(accumulate):.3f} ms, "
-    if fallback:
-        comparison += f"{fallback} {dense:.3f} ms, "
-    allowed = {
-        name: t
-        for name, t in times.items()
-        if name not in ("dense", ONEDNN) and mode in ("auto", "force", name.split()[0])
-    }
-    right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
-    if not right:
-        return fallback, "; ".join(
-            f"{name}: {t.wrong}" for name, t in allowed.items()
-        ) or f"{mode} computes nothing like this"
-    name = min(right, key=lambda name: right[name])
-    comparison += f"{name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
-    gains = right[name] < onednn.FASTER * dense
-    return (name if mode != "auto" or gains else fallback), comparison
-
-
-def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
-    """The same for a layer without a sparse weight."""
-    dense, candidate = times["dense"], times[ONEDNN]
-    comparison = f"dense {dense.dense:.3f} ms, {ONEDNN} "
-    comparison += (
-        candidate.wrong or f"{candidate.dense:.3f} ms ({dense.dense / candidate.dense:.2f}x)"
-    )
-    return (ONEDNN if onednn.is_faster(times) else None), comparison
-
-
-def _attention_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
-    """The same for attention in bfloat16."""
-    low, whole = times["dense"].dense, times[FLOAT32].dense
-    comparison = f"bfloat16 {low:.3f} ms, {FLOAT32} {whole:.3f} ms ({low / whole:.2f}x)"
-    return (FLOAT32 if whole < onednn.FASTER * low else None), comparison

@@ -24,7 +24,7 @@ from nmrun.fast.cpu import dense_int8
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products
-from nmrun.fast.cpu.onednn import FASTER, OneDNNLinear, available
+from nmrun.fast.cpu.onednn import OneDNNLinear, available
 from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
 from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
@@ -33,7 +33,7 @@ from nmrun.fast.fused import fuse
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.measurement import BF16, DENSE_INT8, ONEDNN, Choice
+from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE

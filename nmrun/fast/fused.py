@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from nmrun.fast import measurement
 from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.kernels import attention, bf16, gelu
-from nmrun.fast.cpu.onednn import FASTER
-from nmrun.fast.measurement import Choice
+from nmrun.fast.measurement import FASTER, Choice
 from nmrun.fast.sites import compute, places
 from nmrun.sparsity.layers import forward_class, is_touched
 

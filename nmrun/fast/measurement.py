@@ -10,13 +10,13 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from nmrun import atomic
+from nmrun import atomic, ranks
 from nmrun.errors import first_line
 from nmrun.kernels.compiler import cache_folder
 
@@ -25,6 +25,9 @@ FLOAT32 = "float32"  # of attention in float32 where all else is bfloat16
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32
 BF16_FORWARD = "packed forward bf16"  # with a dense input gradient
 DENSE_INT8 = "dense int8"  # of dense products in int8
+# of another path's time: what is closer than that differs from trial to trial
+FASTER = 0.97
+NO_MEMORY = "not enough memory is free to try it"
 REPEATS = 10  # products that must have the same bits
 ALLOWED = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # twice the rounding of one number
 # Tensor cores sum products of FP8 numbers in fewer bits than float32 has. In standard deviations of
@@ -64,9 +67,54 @@ class Times:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
+class Shape(Protocol):
+    """What is timed: its string says all of it, its ``paths`` what is tried."""
+
+    @property
+    def paths(self) -> Collection[str]: ...
+
+
+def is_faster(times: Mapping[str, Times], path: str) -> bool:
+    """Whether a path is right and beats the dense products in a layer with these times by path."""
+    candidate = times.get(path, Times(wrong="not measured"))
+    return not candidate.wrong and candidate.dense < FASTER * times["dense"].dense
+
+
 def version(sources: Iterable[Traversable]) -> str:
     """A mark of what measures and is measured: times are those of one version."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:8]
+
+
+def measured(
+    shape: Shape,
+    file: str,
+    machine: str,
+    device: torch.device,
+    measure: Callable[[], dict[str, Times]],
+) -> dict[str, Times]:
+    """The times of a shape by all its paths: from a file of the cache if they are known there for
+    this machine, else measured now."""
+    if (known := recall(file, machine, str(shape), shape.paths)) is not None:
+        return known
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        by_path = measure()
+    if all(times.wrong != NO_MEMORY for times in by_path.values()):  # there may be more next time
+        remember(file, machine, str(shape), by_path)
+    return by_path
+
+
+def agreed(
+    shape: Shape,
+    known: Mapping[str, Mapping[str, Times]] | None,
+    measure: Callable[[], Mapping[str, Times]],
+) -> Mapping[str, Times]:
+    """The times that all processes choose by: those that are ``known`` by shape from an earlier
+    process, unless that had another processor, with paths that this one lacks; else those that the
+    leader measures."""
+    times = (known or {}).get(str(shape), {})
+    if times and times.keys() <= set(shape.paths):
+        return times
+    return ranks.from_leader(measure() if ranks.leads() else {})
 
 
 def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[str, Times] | None:
@@ -89,15 +137,6 @@ def remember(file: str, machine: str, shape: str, by_path: Mapping[str, Times]) 
     }
     with contextlib.suppress(OSError):  # next time it is measured again
         atomic.write(path, json.dumps(records, indent=1), shared=True)
-
-
-def known_times(
-    known: Mapping[str, Mapping[str, Times]] | None, shape: object
-) -> Mapping[str, Times]:
-    """The times of a shape among those of an earlier process; none where that had another processor,
-    with paths that this one lacks."""
-    times = (known or {}).get(str(shape), {})
-    return times if times.keys() <= set(getattr(shape, "paths", times)) else {}
 
 
 def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -21,12 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun import ranks
 from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.probe import side_by_side
-from nmrun.fast.measurement import ONEDNN, Choice, Times, fault, first_input, known_times, watched
+from nmrun.fast.measurement import (
+    FASTER,
+    ONEDNN,
+    Choice,
+    Times,
+    agreed,
+    fault,
+    first_input,
+    is_faster,
+    watched,
+)
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
@@ -250,14 +259,12 @@ def pack_activations(
         small = shape.multiplications < probe.SMALLEST
         if small or not _plain(module, layers.get(module)):
             continue
-        times = known_times(known, shape) or ranks.from_leader(
-            probe.measured(shape, by=measure) if ranks.leads() else {}
-        )
+        times = agreed(shape, known, functools.partial(probe.measured, shape, by=measure))
         name = f"{names[module]}.weight"
         always = activations.sparse_steps is None
         path, reason = _best(times, before.get(name), mode, accumulate, always)
         if path is not None:
-            by_onednn = role == FEEDS and onednn.is_faster(times)
+            by_onednn = role == FEEDS and is_faster(times, ONEDNN)
             install(module, role, by_onednn, activations)
             layer = layers.get(module)
             if layer is not None and always:
@@ -284,7 +291,7 @@ def _best(
         )
         cost += 0 if always else product.pack / accumulate
     rival = min(rivals, key=lambda name: rivals[name])
-    faster = cost < onednn.FASTER * rivals[rival]
+    faster = cost < FASTER * rivals[rival]
     comparison = f"{rival} {rivals[rival]:.3f} ms, {NAME} {cost:.3f} ms"
     return (
         NAME if faster or mode == "force" else None,

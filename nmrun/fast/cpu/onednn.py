@@ -16,23 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast.measurement import ONEDNN, Times
+from nmrun.fast.measurement import FASTER, ONEDNN, Times
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear
-
-# of torch's time: what is closer than that differs from probe to probe
-FASTER = 0.97
 
 
 def available() -> bool:
     """Whether torch has oneDNN's products here."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def is_faster(times: Mapping[str, Times]) -> bool:
-    """Whether oneDNN is right and beats torch's default in a layer with these times by path."""
-    candidate = times.get(ONEDNN, Times(wrong="not measured"))
-    return not candidate.wrong and candidate.dense < FASTER * times["dense"].dense
 
 
 def best_gradient(times: Mapping[str, Times]) -> str:

@@ -31,8 +31,6 @@ from nmrun.fast.measurement import (
     ONEDNN,
     Times,
     fault,
-    recall,
-    remember,
     version,
 )
 from nmrun.kernels.compiler import cpuinfo
@@ -44,7 +42,7 @@ from nmrun.products.simulation import estimate
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.weight import SparseWeight
 
-FILE = "probe_cpu.json"
+CPU, FILE = torch.device("cpu"), "probe_cpu.json"
 LOW = {BF16: Bf16Products, BF16_FORWARD: Bf16Forward}  # by their path
 LINEAR = {"packed": LinearProducts, **LOW}
 CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16ConvolutionProducts}
@@ -163,24 +161,13 @@ class ConvolutionShape:
 
 def measured(
     shape: Any,
-    device: torch.device | None = None,
+    device: torch.device = CPU,
     by: Callable[[Any], dict[str, Times]] | None = None,
 ) -> dict[str, Times]:
     """The times of the layer by every path that is tried; from the disk if they are known there for
-    this processor and this number of threads.
-
-    Args:
-        shape: its string says all of it, its ``paths`` what is tried.
-        device: the processor, whatever is given.
-        by: what measures, default :func:`measure`.
-    """
-    machine = _machine()
-    if (record := recall(FILE, machine, str(shape), shape.paths)) is not None:
-        return record
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        by_path = (by or measure)(shape)
-    remember(FILE, machine, str(shape), by_path)
-    return by_path
+    this processor and this number of threads. ``by``: what measures, default :func:`measure`."""
+    call = functools.partial(by or measure, shape)
+    return measurement.measured(shape, FILE, _machine(), device, call)
 
 
 def measure(shape: LinearShape | ConvolutionShape | AttentionShape) -> dict[str, Times]:
@@ -414,11 +401,16 @@ def eligible(
     return "", shape
 
 
-def dense(module: nn.Module, largest_input: tuple[torch.Size, torch.dtype]) -> LinearShape | None:
+def dense(
+    module: nn.Module, largest_input: tuple[torch.Size, torch.dtype] | None
+) -> LinearShape | None:
     """The shape that can be tried by oneDNN, of a module that has no sparse weight; None where it
     cannot."""
-    weight, (inputs, dtype) = onednn.weight_of(module), largest_input
-    if weight is None or not dtype == weight.dtype == torch.float32 or not onednn.available():
+    weight = onednn.weight_of(module)
+    if largest_input is None or weight is None or not onednn.available():
+        return None
+    inputs, dtype = largest_input
+    if not dtype == weight.dtype == torch.float32:
         return None
     rows, columns = weight.shape
     shape = LinearShape(rows, columns, inputs.numel() // max(1, inputs[-1]), dtype, None)
@@ -426,10 +418,10 @@ def dense(module: nn.Module, largest_input: tuple[torch.Size, torch.dtype]) -> L
 
 
 def attention(
-    module: DotProductAttention, largest_input: tuple[torch.Size, torch.dtype]
+    module: DotProductAttention, largest_input: tuple[torch.Size, torch.dtype] | None
 ) -> AttentionShape | None:
     """The shape that can be tried in float32; None where it cannot."""
-    size, dtype = largest_input
+    size, dtype = largest_input or ((), None)
     if dtype != torch.bfloat16 or len(size) != 4:
         return None
     shape = AttentionShape(*size, causal=module.causal)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from nmrun.fast.gpu import linear, semi_structured
 from nmrun.fast.gpu.kernels import compression, cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
-from nmrun.fast.measurement import Times, recall, remember, version
+from nmrun.fast.measurement import NO_MEMORY, Times, version
 from nmrun.patterns import Pattern
 from nmrun.products import layer, simulation
 from nmrun.products.layer import Phase
@@ -31,7 +32,6 @@ from nmrun.sparsity.weight import SparseWeight
 
 FILE = "probe24.json"
 PAIRS = Pattern(2, 4)
-NO_MEMORY = "not enough memory is free to try it"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class SemiStructuredShape:
     fp8: bool = False
     biased: bool = True
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is tried."""
+        return ("dense", *semi_structured.candidates(self.fp8))
+
     def __str__(self) -> str:
         kinds = "".join(f" {name}" for name in ("both", "mvue", "fp8") if getattr(self, name))
         kinds += "" if self.biased else " without bias"
@@ -60,15 +65,8 @@ def measured(shape: SemiStructuredShape, device: torch.device) -> dict[str, Time
     """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if
     they are known there.
     """
-    machine = _machine(device)
-    paths = {"dense", *semi_structured.candidates(shape.fp8)}
-    if (record := recall(FILE, machine, str(shape), paths)) is not None:
-        return record
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        by_path = measure(shape, device)
-    if all(times.wrong != NO_MEMORY for times in by_path.values()):  # there may be more next time
-        remember(FILE, machine, str(shape), by_path)
-    return by_path
+    call = partial(measure, shape, device)
+    return measurement.measured(shape, FILE, _machine(device), device, call)
 
 
 def measure(shape: SemiStructuredShape, device: torch.device) -> dict[str, Times]:

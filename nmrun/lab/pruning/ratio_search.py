@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import onednn
-from nmrun.fast.measurement import ONEDNN, Choice
+from nmrun.fast.measurement import ONEDNN, Choice, is_faster
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import flops, trials
@@ -239,7 +239,7 @@ def _milliseconds(
 ) -> tuple[float, float]:
     """What a layer takes dense, and by the path that it got."""
     times, trainer = choice.times, config.trainer
-    without = times[ONEDNN if onednn.is_faster(times) else "dense"].dense
+    without = times[ONEDNN if is_faster(times, ONEDNN) else "dense"].dense
     if not choice.is_sparse:
         return without, without
     timing = times[str(choice.path)]

@@ -16,7 +16,7 @@ from perceptrons import batch, mlp
 from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
-from nmrun.fast import acceleration
+from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
@@ -143,7 +143,7 @@ def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any)
     names = ("dense", "packed", BF16, BF16_FORWARD)
     times = {name: FAST if name == path else SLOW for name in names}
     monkeypatch.setattr(probe, "measure", lambda shape: times)
-    monkeypatch.setattr(probe, "recall", lambda *_: None)
+    monkeypatch.setattr(measurement, "recall", lambda *_: None)
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     handle = sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)

@@ -14,7 +14,7 @@ from torch import nn
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.errors import ConfigError
-from nmrun.fast import acceleration
+from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.linear import LinearProducts
@@ -251,8 +251,7 @@ def test_what_is_slower_or_wrong_is_left_dense(monkeypatch: pytest.MonkeyPatch) 
         "wrong": (Times(wrong="WRONG results"), False),
     }
     for name, (packed, taken) in cases.items():
-        monkeypatch.setattr("nmrun.fast.measurement.recall", lambda *_: None)
-        monkeypatch.setattr(probe, "recall", lambda *_: None)
+        monkeypatch.setattr(measurement, "recall", lambda *_: None)
         _model, _handle, choices = choose({"dense": dense, "packed": packed}, monkeypatch)
         assert [c.path for c in choices] == ["packed" if taken else None] * 3, name
         report = "\n".join(acceleration.lines(choices))
@@ -294,7 +293,7 @@ def test_measured_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "recall", lambda *_: None)
+    monkeypatch.setattr(measurement, "recall", lambda *_: None)
     fast, slow = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
     _, _, before = choose({"dense": slow, "packed": fast}, monkeypatch)
     data = as_data({str(c.shape): c.times for c in before})
