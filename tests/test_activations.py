@@ -66,6 +66,17 @@ def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model):
     assert alike == [True] * 2 + [False] * 5 + [True] * 3
 
 
+def test_a_dense_end_shorter_than_a_step_is_one_step(model):
+    """The network that is left has dense activations, as an export takes for granted."""
+    dense, x = copy.deepcopy(model), torch.randn(6, 8)
+    activations = nmrun.sparse_activations(model, "1:8", total_steps=TOTAL, dense_end=0.01)
+    alike = []
+    for step in range(TOTAL):
+        activations.at(step)
+        alike.append(torch.equal(model(x), dense(x)))
+    assert alike == [False] * (TOTAL - 1) + [True]
+
+
 def test_removed_it_is_gone(model):
     dense, x = copy.deepcopy(model), torch.randn(6, 8)
     nmrun.sparse_activations(model, "1:8").remove()

@@ -163,7 +163,9 @@ def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | 
         return None
     if total_steps is None:
         raise ConfigError("dense_start and dense_end need total_steps")
-    return range(round(start * total_steps), round((1 - end) * total_steps))
+    # with any dense end the last step is dense: the network that is left has dense activations
+    most = total_steps - 1 if end else total_steps
+    return range(round(start * total_steps), min(round((1 - end) * total_steps), most))
 
 
 def sparse_activations(
