@@ -11,7 +11,12 @@ from typing import TextIO
 
 
 class ConfigError(ValueError):
-    """A mistake in what was asked for: exit status 2. It carries all problems found, one line each."""
+    """What was asked for is a mistake. The message has a line for each problem, and says what is
+    allowed. It is a ValueError; the command line exits with status 2.
+
+    Attributes:
+        problems: the lines.
+    """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -19,7 +24,8 @@ class ConfigError(ValueError):
 
 
 class RunError(Exception):
-    """Work that started and could not go on: exit status 1."""
+    """Work began and could not be finished. The message is one line; the command line exits with
+    status 1."""
 
 
 def first_line(error: BaseException) -> str:

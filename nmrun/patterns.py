@@ -18,22 +18,26 @@ COLUMNS = 4  # of M, that a block of a V:N:M pattern keeps
 
 
 class PatternError(ConfigError):
-    """Text or numbers that are not a pattern; the message says what is allowed."""
+    """A text or numbers that are no pattern. The message says what is allowed. It is a ConfigError."""
 
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """N:M sparsity: at most ``n`` non-zeros in every group of ``m``. ``str(pattern)`` is ``2:4``.
+    """N:M sparsity: at most N non-zeros in every M consecutive weights. ``str(pattern)`` is ``2:4``.
 
-    With ``v`` above 1 it is V:N:M sparsity, a format of VENOM (Castro et al. 2023, arXiv
-    2310.02065). In every block of V rows and M columns, the rows have their non-zeros in the same
-    four columns, at most N each. Such a weight is N:M as well.
+    With ``v`` above 1 it is V:N:M sparsity, the format of VENOM (Castro et al. 2023, arXiv
+    2310.02065). In every block of V rows and M columns, all rows have their non-zeros in the same
+    four columns, at most N in each row. Such a weight is N:M as well.
 
     Args:
-        n: from 1 to m; for v above 1, n <= 4 < m. Anything else is a PatternError.
+        n: from 1 to ``m``; for ``v`` above 1, ``n <= 4 < m``.
+        m: the weights of a group.
         length: the size of a dimension whose last group may be short (:meth:`over`). 0, the
-            default: M must divide the size of every dimension.
+            default: M must divide the size.
         v: the rows of a block.
+
+    Raises:
+        PatternError: for other numbers.
     """
 
     n: int
@@ -77,12 +81,13 @@ class Pattern:
         return cls(int(match[2]), int(match[3]), v=int(match[1] or 1))
 
     def over(self, length: int) -> Pattern:
-        """The pattern for a dimension of this size, whose last group zeros fill up."""
+        """The same pattern for a dimension of size ``length``, whose last group may be short: as if
+        zeros filled it up."""
         return replace(self, length=length)
 
     @property
     def by_rows(self) -> Pattern:
-        """The N:M pattern that each row of such a weight holds."""
+        """The pattern without blocks: the N:M that each row holds."""
         return replace(self, v=1)
 
     def __str__(self) -> str:
@@ -90,7 +95,7 @@ class Pattern:
 
     @property
     def slug(self) -> str:
-        """The form for paths, where some systems allow no colon: ``2of4``."""
+        """The pattern as part of a path, where some systems allow no colon: ``2of4``."""
         return str(self).replace(":", "of")
 
     @property
@@ -101,8 +106,9 @@ class Pattern:
 
     @property
     def fits_2_4(self) -> bool:
-        """Whether at most two of every aligned four weights are non-zero. So it is for 1:M, since
-        four weights lie in two groups at most, and for 2:M with M a multiple of 4."""
+        """Whether 2:4 products can take such a weight: at most two of every aligned four weights are
+        non-zero. That holds for 1:M with M above 1, since four weights lie in at most two groups,
+        and for 2:M with M a multiple of 4."""
         return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
 
 

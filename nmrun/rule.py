@@ -1,10 +1,5 @@
-"""What one optimizer step does to one sparse weight, as data.
-
-Let ``w`` be the dense weight, ``m`` its mask (1 = kept) and ``g`` the gradient at the projected
-weight. Nearly every paper does this around an optimizer step::
-
-    gradient   g * (m + (1 - m) * pruned_gradient_factor) + pruned_gradient_decay * (1 - m) * w
-    forward    w * (m + (1 - m) * pruned_weight_factor)    or    scale * soft_threshold(w)
+"""What one optimizer step does to one sparse weight, as data: nearly every paper fits one equation for
+the gradient and one for the forward weight.
 
 A recipe states it once. Torch (``nmrun.sparsity.projections``), C and Triton (``nmrun.kernels``) carry
 it out.
@@ -21,20 +16,25 @@ from nmrun.patterns import Pattern
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One step's update of one weight. The default is STE: hard mask, straight-through gradient.
+    """What one optimizer step does to one sparse weight, as data. The default is STE: the N largest of
+    every M are kept, and the gradient passes unchanged.
+
+    Let w be the dense weight, m its mask (1 = kept) and g the gradient at the forward weight::
+
+        gradient   g * (m + (1 - m) * pruned_gradient_factor) + pruned_gradient_decay * (1 - m) * w
+        forward    w * (m + (1 - m) * pruned_weight_factor)    or    scale * soft_threshold(w)
 
     Args:
-        pruned_gradient_decay: this factor times the dense weight is added to the gradients of
-            pruned weights (SR-STE's lambda). Not together with ``pruned_gradient_factor``.
-        pruned_gradient_factor: of the gradients of pruned weights; 0 masks them.
-        pruned_weight_factor: of pruned weights in the forward pass (MdGf's D).
+        pruned_gradient_decay: SR-STE's lambda. Not together with ``pruned_gradient_factor``.
+        pruned_gradient_factor: 1 leaves the gradients of pruned weights, 0 masks them.
+        pruned_weight_factor: MdGf's D; 0 prunes.
         soft_threshold_scale: 0-dimensional; the forward weight is then the soft threshold times
             this scale (S-STE's beta). None: the hard threshold.
         soft_threshold_gamma: where the soft threshold lies between the (N+1)-th largest magnitude
             (0, S-STE's) and the N-th (1).
         mask: a fixed mask: bool, shape of the weight, True = kept. None: the N largest of every M,
             chosen anew after every step.
-        pattern: of this step. None: the weight's own; structure decay has others.
+        pattern: the pattern of this step. None: the weight's own. Structure decay has others.
     """
 
     pruned_gradient_decay: float = 0.0
@@ -47,8 +47,8 @@ class Rule:
 
     @property
     def kind(self) -> tuple[bool, bool, bool, bool, bool]:
-        """The variant that a kernel is compiled for: whether the rule decays gradients, scales
-        gradients, has a fixed mask, has a soft threshold, keeps a fraction of pruned weights."""
+        """The variant that a kernel is compiled for: whether the rule decays gradients, scales them,
+        has a fixed mask, has a soft threshold, and keeps a fraction of pruned weights."""
         return (
             self.pruned_gradient_decay != 0,
             self.pruned_gradient_factor != 1,
@@ -58,8 +58,8 @@ class Rule:
         )
 
     def then(self, after: Rule) -> Rule:
-        """Join the gradient's part of this rule with the forward part of the next step's rule: a
-        fused step edits the gradient by the rule before it, and projects by the rule after it."""
+        """The rule of a fused step, which edits the gradient by the rule before it and projects by the
+        rule after it: this rule's gradient part with the forward part of ``after``."""
         return replace(
             after,
             pruned_gradient_decay=self.pruned_gradient_decay,

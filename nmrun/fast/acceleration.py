@@ -66,36 +66,41 @@ def accelerate(
     known: Mapping[str, Mapping[str, Times]] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Choice]:
-    """Let the sparse linear layers of ``handle`` train through N:M products where that is right and
-    faster, and on a CPU its convolutions. There all dense linear layers train through oneDNN's
-    products where those are faster.
+    """Make training faster: let sparse layers multiply with their kept weights alone, where that is
+    right and faster than dense.
 
-    The parameters stay what they are, so optimizers, checkpoints and recipes see no difference.
-    Acts in training mode, while the weights are N:M. Results differ from the masked dense layer by
-    the rounding of the dtype. Where several processes train, rank 0 decides. With ``fp8`` of
-    :func:`nmrun.sparsify`, dense is FP8 simulated.
+    Each sparse linear layer, and on a CPU each convolution, is tested and timed at its size in this
+    training. On a CPU dense linear layers get oneDNN's products where those are faster, and
+    attention of nmrun's own models in bfloat16 is computed in float32 where that is faster.
+
+    Parameters, optimizer state and checkpoints do not change. The products act in training mode,
+    while the weights are N:M. Results differ from the masked dense layer by the rounding of the
+    dtype. Where several processes train, rank 0 decides. With ``fp8`` of :func:`nmrun.sparsify`,
+    sparse products are compared with simulated FP8. Called again, it decides anew.
 
     Args:
         handle: of :func:`nmrun.sparsify`.
-        sample: passes one micro-batch through the model, under the autocast of the training; called
-            once, without gradients, to see the shape and dtype of each layer's input.
-        mode: ``auto`` takes what is faster than dense; ``force`` the fastest right path even where
-            it is not; the name of a path (``packed`` on a CPU, those of
-            ``nmrun.fast.gpu.semi_structured.PATHS`` on a GPU) that one, where it is right; ``off``
-            nothing.
-        accumulate: the micro-batches of a step, which share one packing.
-        why_not: a reason against all of it that is known beforehand.
+        sample: passes one micro-batch through the model, under the autocast of the training. It is
+            called at most once, without gradients, to see the shape and dtype of each layer's
+            input.
+        mode: ``auto`` takes what is faster than dense. ``force`` takes the fastest right path, even
+            if dense is faster. The name of a path does so for that path alone: ``packed`` on a CPU,
+            those of ``nmrun.fast.gpu.semi_structured.PATHS`` on a GPU. ``off`` takes nothing.
+        accumulate: micro-batches of a step; they share the time of one packing.
+        why_not: a reason, known beforehand, to accelerate nothing. The choices that are returned
+            have it.
         whole_gradients: the loop looks at the gradients of pruned weights even where the recipe
             masks them, as clipping by norm does. Else such layers on a CPU may leave them zero.
-        known: times by shape (``str(choice.shape)``) that are taken in place of measured ones, so
-            that a run that goes on gets the paths that it had.
-        tell: is given what is timed next; of a large network that takes minutes.
+        known: times by shape (``str(choice.shape)``) and path, used in place of measuring. A run
+            that goes on gets the paths that it had.
+        tell: is called with what is timed next. A large network takes minutes.
 
     Returns:
-        What each layer got, and why: the sparse ones, and the dense ones that were measured.
+        What each layer got, and why: all sparse layers, and the dense ones that were measured.
 
     Raises:
-        ConfigError: where no layer can be accelerated and mode is not ``auto``.
+        ConfigError: for a wrong handle, sample or mode; and where no layer can be accelerated,
+            unless mode is ``auto`` or ``off``.
     """
     if not hasattr(handle, "sparse"):
         raise ConfigError(f"handle is a {type(handle).__name__}: it takes what sparsify returned")

@@ -50,42 +50,50 @@ def deploy(
     tolerance: float = TOLERANCE,
     compile: bool = False,
 ) -> list[Choice]:
-    """Pack, in place, every weight of a model that is N:M and is computed faster so.
+    """Make a trained N:M model faster, in place: replace each layer by the fastest one that is right
+    on this machine.
 
-    Linear layers, Hugging Face's ``Conv1D`` and the projections of ``nn.MultiheadAttention`` become
-    layers of :mod:`nmrun.fast.cpu.packed_linear`, which hold the non-zeros and their places alone:
-    on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. In bfloat16 they may become
-    :class:`~nmrun.fast.cpu.packed_bf16.Bf16Linear` where the processor has the instruction. On the CPU ``nn.Conv2d`` in
-    float32 or, with that instruction, bfloat16 becomes a
-    :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution`, 1.25 N/M of the
-    bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
-    layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
-    own. Linear layers in float32 that are faster dense, or are not N:M, become
-    :class:`~nmrun.fast.cpu.onednn.OneDNNLinear` where that beats torch's default. Attention between
-    packed projections and GELU may become layers of :mod:`nmrun.fast.fused`. Results differ from
-    those of the dense layers by rounding.
+    Each candidate is compared with the dense layer in float32 and timed on the inputs of the
+    sample. The dense layer stays where it is the fastest. Results differ from its results by
+    rounding. Every layer may have a pattern of its own; it is found in the weight. The candidates:
+
+    - On the CPU, linear layers, Hugging Face's ``Conv1D`` and the projections of
+      ``nn.MultiheadAttention`` become :class:`~nmrun.fast.cpu.packed_linear.PackedLinear`, which
+      holds the non-zeros and their columns alone: 1.25 N/M of the dense bytes in float32, 1.5 N/M
+      in bfloat16. In bfloat16 :class:`~nmrun.fast.cpu.packed_bf16.Bf16Linear` is another candidate,
+      on processors with AVX512-BF16.
+    - On the CPU, ``nn.Conv2d`` becomes a
+      :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution` in float32, which needs a batch
+      of images to be fast, or a ``Bf16Convolution`` in bfloat16 on processors with AVX512-BF16. It
+      is timed against the faster of torch's two memory layouts.
+    - On CUDA, linear layers that fit into 2:4 become
+      :class:`~nmrun.fast.gpu.linear.SemiStructuredLinear`, in bfloat16 or float16.
+    - On the CPU, dense linear layers in float32 become :class:`~nmrun.fast.cpu.onednn.OneDNNLinear`.
+      Attention between packed projections, and GELU, become layers of :mod:`nmrun.fast.fused`.
 
     Args:
-        model: a trained model, plain (``handle.finalize()`` was called); set to evaluation.
-        sample: an input as in use: a tensor, a tuple of arguments, a dict of keyword arguments, or
-            a function that calls the model (``lambda: model.generate(prompt)``). Layers are timed
-            with what they are given in it, calls of several sizes together.
-        precision: ``"int8"`` lets linear layers on the CPU multiply in int8 as well (and attention in
-            bfloat16), where that is the fastest: packed (:class:`~nmrun.fast.cpu.packed_int8.Int8Linear`), or with their zeros by
-            oneDNN (:class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`); by default all keep theirs.
-        tolerance: how far off the outputs of such a layer may be for the tokens of the sample, as a
-            share of their norm; a layer that is further off keeps its precision.
-        compile: compile the model in place as well (``model.compile()``), on a GPU into CUDA graphs,
-            as which its layers are timed then: the host takes longer to call a small product than
-            the GPU to compute it. Calls of another shape are compiled anew.
+        model: a trained model with plain parameters (after ``handle.finalize()``). It is set to
+            evaluation.
+        sample: an input as in use: a tensor, a tuple of positional arguments, a dict of keyword
+            arguments, or a function that calls the model (``lambda: model.generate(prompt)``). The
+            times of all calls that a layer gets in it are added.
+        precision: ``"int8"`` adds two candidates for linear layers on the CPU:
+            :class:`~nmrun.fast.cpu.packed_int8.Int8Linear`, packed, and
+            :class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`, oneDNN's with the zeros. Attention
+            may then multiply in bfloat16. None, the default: layers keep their precision.
+        tolerance: the largest error of an int8 layer on the tokens of the sample, from 0 to 1, as a
+            share of the output's norm. A layer with a larger one keeps its precision.
+        compile: also call ``model.compile()``; on a GPU with CUDA graphs, and then layers are timed
+            in CUDA graphs too. Inputs of another shape are compiled anew.
 
     Returns:
-        What each weight got: a path, or None for dense by torch, and the reason, with the times; and
-        so for attention and GELU, which are ``always_dense``.
+        One choice for each weight: its path, or None for torch's dense layer, and the reason with
+        the times in milliseconds. Then those of attention and GELU, which are ``always_dense``.
 
     Raises:
         ConfigError: where a weight is still in training, for a sample of another kind, and for
-            int8 where this processor has no such products. No layer is changed.
+            ``precision="int8"`` on a processor or device without such products. No layer is changed
+            then.
     """
     _check(model, precision, tolerance)
     for name, parameter in model.named_parameters():

@@ -27,24 +27,25 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def load_packed(path: Path | str, model: Model) -> Model:
-    """Read what ``nmrun export RUN --format packed`` wrote into a model, in place, for inference on
-    the CPU.
+    """Load a file of ``nmrun export RUN --format packed`` into packed layers, in place, for inference
+    on the CPU.
 
-    Linear layers whose weights the file holds packed become packed layers, without a dense weight
-    in between. So do convolutions in float32, one dense weight at a time. Other weights of the file
-    are unpacked. Nothing is measured: it is :func:`nmrun.deploy` of a plain model that keeps layers
-    dense where those are faster, as convolutions of a few images are.
+    Linear layers that the file holds packed become packed layers, without a dense copy in between.
+    So do convolutions of a float32 model; their dense weights are in memory one at a time. Other
+    weights are unpacked. Nothing is measured: to keep a layer dense where dense is faster, as
+    convolutions of a few images are, load dense weights (:func:`nmrun.fast.packed.load`) and call
+    :func:`nmrun.deploy`.
 
     Args:
         path: the file, or its folder.
-        model: the network of the run, on the CPU or on ``meta``; set to evaluation.
+        model: the network of the run, on the CPU or on ``meta``. It is set to evaluation.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        ConfigError: for a file that is damaged or of another model, and without a C compiler. The
-            model is unchanged.
+        ConfigError: for a file that is damaged or of another model, without a C compiler, and for
+            an int8 file on a processor without int8 products. The model is unchanged then.
     """
     try:
         tensors, lines = packed.read(path)

@@ -157,8 +157,15 @@ def from_data(data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and the ``times``
-    of the paths where it was measured. ``always_dense``: it has no sparse weight.
+    """How one layer is computed from now on, and why.
+
+    Attributes:
+        name: of the weight, or of the module of an attention or GELU.
+        path: what computes it, such as ``packed``; None for torch's dense layer.
+        reason: why, for a reader; with the times in milliseconds where it was measured.
+        shape: the size that was measured, with :func:`nmrun.accelerate`; ``str(shape)`` names it.
+        times: what each path took, likewise.
+        always_dense: it has no sparse weight.
     """
 
     name: str

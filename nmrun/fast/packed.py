@@ -39,7 +39,8 @@ LONGEST = 1024  # of a group that has fewer weights than its size
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
-    """Load a packed file, or the folder that holds one, as a state dict of dense tensors.
+    """Load a packed file, or the folder that holds one, as a state dict of dense tensors; int8
+    weights become float32. It works on any machine, without a compiler.
 
     Raises:
         ValueError: in one line, if the file is cut off, changed, of a newer version, or no packed

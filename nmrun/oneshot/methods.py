@@ -17,7 +17,8 @@ from nmrun.sparsity.masks import nm_mask
 
 @dataclass
 class Method:
-    """Base of all methods; the fields of a subclass are its hyperparameters."""
+    """Base of all one-shot methods: a weight and its inputs in, the pruned weight out. The fields of a
+    subclass are its hyperparameters."""
 
     name: ClassVar[str] = ""
 
@@ -26,14 +27,14 @@ class Method:
 
         Args:
             weight: (outputs, inputs), in float32 or float64.
-            gram: ``X^T X``, (inputs, inputs), of the calibration inputs X (tokens, inputs). The
-                output error of a weight V is ``tr((V - W) X^T X (V - W)^T)``.
-            pattern: N:M along the inputs. With a length (:meth:`Pattern.over`) each run of so many
-                inputs has groups of its own, the last of which may be short. A convolution has a
-                run for every kernel position.
+            gram: ``X^T X``, (inputs, inputs), of the calibration inputs X (tokens, inputs). A weight
+                V in place of W has the squared output error ``tr((V - W) X^T X (V - W)^T)``.
+            pattern: N:M along the inputs. With a length (:meth:`Pattern.over`), each stretch of so
+                many inputs has groups of its own, and its last one may be short. A convolution has
+                a stretch for every kernel position.
 
         Returns:
-            A new tensor of the same shape, with +0.0 in pruned places.
+            A new tensor of the same shape, with +0.0 where it is pruned.
         """
         raise NotImplementedError
 
@@ -72,7 +73,12 @@ class Magnitude(Scored):
 
 @dataclass
 class Wanda(Scored):
-    """Score ``|W_ij| * ||X_j||_2``."""
+    """Keep the weights with the largest ``|W_ij| * ||X_j||_2``, X_j being all calibration values of
+    input j (Sun et al. 2023, arXiv 2306.11695).
+
+    Args:
+        permute: order the input channels first, so that the masks keep more of the scores.
+    """
 
     name: ClassVar[str] = "wanda"
 
@@ -82,9 +88,12 @@ class Wanda(Scored):
 
 @dataclass
 class RIA(Scored):
-    """Score ``(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a``.
+    """Keep the weights with the largest ``(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) *
+    ||X_j||_2^a``, X_j being all calibration values of input j (Zhang et al. 2024, arXiv
+    2402.12419).
 
     Args:
+        permute: order the input channels first, so that the masks keep more of the scores.
         a: how much the activations count; 0.5 in the paper.
     """
 
@@ -106,15 +115,15 @@ BLOCK = 128
 
 @dataclass
 class SparseGPT(Method):
-    """Column by column, with the columns to the right making up for what is pruned (Frantar &
-    Alistarh 2023, arXiv 2301.00774).
+    """Prune column by column, and let the columns to the right make up for what is pruned: SparseGPT
+    (Frantar & Alistarh 2023, arXiv 2301.00774).
 
-    With H = X^T X, pruning w_j costs w_j^2 / [H^-1]_jj, and the weights that are left
-    compensate by - w_j / [H^-1]_jj * [H^-1]_j: (the optimal brain surgeon, equation 3). From left
-    to right, H is that of the columns not yet passed, the same for every row (section 3.2). All
-    these inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a
-    group is chosen when it is reached, by w_j^2 / U_jj^2 (section 3.4). Weights on an input that is
-    always 0 are pruned first, as in the authors' code.
+    With H = X^T X, pruning w_j costs w_j^2 / [H^-1]_jj, and the weights that are left compensate by
+    - w_j / [H^-1]_jj * [H^-1]_j: (the optimal brain surgeon, equation 3). From left to right, H is
+    that of the columns not yet passed, the same for every row (section 3.2). All these inverses are
+    rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a group is chosen when
+    the group is reached, by w_j^2 / U_jj^2 (section 3.4). Weights on an input that is always 0 are
+    pruned first, as in the authors' code.
 
     Args:
         damping: the share of H's mean diagonal that is added to its diagonal, so that H has an

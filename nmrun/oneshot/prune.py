@@ -30,14 +30,16 @@ NOT_REACHED = "no calibration input reached it"
 
 @dataclass(frozen=True)
 class Pruned:
-    """What :func:`prune` did.
+    """What :func:`prune` did to each layer. Printed, it has a line with the output error of each.
 
     Attributes:
-        pattern: N:M, where no override names another.
-        layers: of each pruned weight, as of :func:`nmrun.sparsity.check.layer_report`, with
-            ``error``: ``||X V^T - X W^T||^2 / ||X W^T||^2``, for its calibration inputs X, the
-            weight W and the pruned weight V.
-        left_dense: the parameters that were not pruned, with the reason.
+        method: the method's name.
+        pattern: N:M; overrides may have given layers another.
+        layers: for each pruned weight ``name``, ``shape``, ``pattern``, ``dim``, ``numel``,
+            ``nonzeros``, ``holds`` and ``error``. The error is ``||X V^T - X W^T||^2 / ||X
+            W^T||^2``, with its calibration inputs X, the weight W and the pruned weight V.
+        left_dense: the parameters that were not pruned, each with ``name``, ``shape`` and
+            ``reason``.
     """
 
     method: str
@@ -46,7 +48,7 @@ class Pruned:
     left_dense: list[LeftDense]
 
     def report(self) -> dict[str, Any]:
-        """Describe the weights, as :meth:`nmrun.Handle.report` does."""
+        """Describe the weights as plain data, as :meth:`nmrun.Handle.report` does."""
         return weights_report(str(self.pattern), self.layers, self.left_dense)
 
     def __str__(self) -> str:
@@ -72,32 +74,32 @@ def prune(
         pruned = nmrun.prune(model, batches, method="sparsegpt", pattern="2:4")
         print(pruned)   # the output error of each layer
 
-    Layers are pruned in the order of the network, by inputs that pass through the pruned layers
-    before them. The layers of one block of a repeated stack (a Transformer's) see the inputs of
-    that block while it is dense, as in the papers; other layers come one by one. In memory are the
-    calibration inputs of one block, and of each of its layers ``X^T X`` (inputs x inputs, float32).
-    The same model and batches give the same bits.
+    Layers are pruned in the order of the network, with inputs that have passed through the pruned
+    layers before them. The layers of one block of a repeated stack (a Transformer's) are pruned
+    together: they see the inputs of that block while it is dense, as in the papers. Other layers are
+    pruned one by one. Memory holds the calibration inputs of one block, and for each of its layers
+    ``X^T X`` (inputs x inputs, float32). The same model and batches give the same bits.
 
     Args:
-        model: any module; linear layers, Hugging Face's Conv1D, the experts of its mixtures, and
-            one- and two-dimensional convolutions without groups are pruned. It is set to evaluation
-            meanwhile.
-        batches: calibration inputs: of each batch, the model's argument, a tuple of its positional
-            ones or a mapping of its keyword ones. All tokens count, padding too.
+        model: any module. Linear layers, Hugging Face's Conv1D, the experts of its mixtures, and
+            one- and two-dimensional convolutions without groups can be pruned. It is in evaluation
+            mode meanwhile.
+        batches: calibration inputs. A batch is the model's argument, a tuple of its positional
+            arguments or a mapping of its keyword arguments. All tokens count, padding too.
         method: ``magnitude``, ``wanda``, ``ria`` or ``sparsegpt``.
         pattern: at most N non-zeros in every M consecutive weights along the input dimension.
-        include: as of :func:`nmrun.sparsify`; so are ``overrides`` and ``pad``.
-        exclude: likewise; by default ``"auto"``, the first layer and the heads, which the papers
-            leave dense.
-        forward: ``forward(model, batch)`` in the place of calling the model with the batch.
+        include: as in :func:`nmrun.sparsify`; so are ``overrides`` and ``pad``.
+        exclude: likewise, except for the default ``"auto"``: the first layer and the heads stay
+            dense, as in the papers.
+        forward: called as ``forward(model, batch)``, instead of the model with the batch.
         tell: called with a line for each layer once it is pruned, such as ``print``.
         hyperparameters: the method's own, under the names of its paper.
 
     Raises:
-        ConfigError: (a ValueError) for an unknown method, pattern or value, no batches, and a model
-            without a weight that can be pruned. The model is unchanged then.
-        RunError: where the inputs of a layer are not finite, or their Hessian has no inverse. The
-            layers before it are pruned then.
+        ConfigError: (a ValueError) for an unknown method, pattern or value, without batches, and
+            for a model without a weight that can be pruned. The model is unchanged then.
+        RunError: where the weight or the inputs of a layer are not finite, or their Hessian has no
+            inverse. The layers before it are pruned then.
     """
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)

@@ -21,19 +21,26 @@ EPS_MODES = ("inside", "outside", "floor")
 class Adam(EagerOptimizer, torch.optim.Adam):
     """``torch.optim.Adam`` (coupled weight decay) whose second moment can be frozen.
 
-    Arguments, state and results are those of ``torch.optim.Adam``. After
-    :meth:`freeze_second_moment`, the updates of some parameters are divided by a constant. Their
-    first moment, its bias correction, weight decay and all other parameters go on as before.
+    Arguments, state and results are those of ``torch.optim.Adam``, so it can take its place and load
+    its state. :func:`nmrun.sparsify` uses what it adds: STEP freezes second moments, and with
+    ``fused=True`` a kernel makes the step and the projection in one pass.
     """
 
     _one_pass: OnePass | None = None
 
     def plan(self, updates: Mapping[Any, Update]) -> list[Tensor]:
-        """Let the next :meth:`step` carry out rules in the same pass as its own update; returns the
-        parameters for which it will. ``updates``: by parameter, its dense weight, the memory of
-        the projection, and the rule. Kernels do so for float32 weights that are stored like
-        their gradients, on the CPU with ``fused=True``. Their group has neither amsgrad,
-        maximize, capturable nor differentiable, and no tensors as learning rate or betas."""
+        """Let the next :meth:`step` carry out rules in the same pass as its own update.
+
+        Kernels can do so for float32 weights that are stored like their gradients, on the CPU with
+        ``fused=True``. Their group has none of amsgrad, maximize, capturable and differentiable,
+        and no tensor as learning rate or beta.
+
+        Args:
+            updates: by parameter, its dense weight, the memory of the projection, and the rule.
+
+        Returns:
+            The parameters for which the step will do so.
+        """
         self._one_pass = self._one_pass or OnePass()
         self._one_pass.pending = {}
         for group in self.param_groups:
@@ -52,18 +59,20 @@ class Adam(EagerOptimizer, torch.optim.Adam):
     def freeze_second_moment(
         self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True
     ) -> None:
-        """Replace the second moment v by the constant denominator of STEP's second phase (Lu et al.
-        2023, arXiv 2302.01172).
+        """Divide the updates of some parameters by a constant tensor from now on, made of their present
+        second moment v: STEP's second phase (Lu et al. 2023, arXiv 2302.01172).
 
-        The denominator takes the place of v in the state, as ``state[p]["frozen_denominator"]``.
-        Let ``v*`` be v, or its running maximum under amsgrad, and 0 for a parameter without state.
-        Calling the method again changes nothing.
+        The tensor takes the place of v in the state, as ``state[p]["frozen_denominator"]``. First
+        moments, their bias correction, weight decay and all other parameters go on as before. Let
+        ``v*`` be v, or its running maximum under amsgrad, and 0 for a parameter without state.
+        Called again, it changes nothing.
 
         Args:
             params: parameters of this optimizer.
-            eps_mode: ``"inside"``: ``sqrt(v* + eps)``, so a coordinate with v* = 0 moves by at most
-                ``lr * |m| / sqrt(eps)``. ``"outside"``: ``sqrt(v*) + eps``, Adam's own form, with
-                which coordinates of v* = 0 explode. ``"floor"``: ``sqrt(v*) + eps^(3/4)``.
+            eps_mode: the form of the tensor. ``"inside"``: ``sqrt(v* + eps)``, so a coordinate
+                with v* = 0 moves by at most ``lr * |m| / sqrt(eps)``. ``"outside"``: ``sqrt(v*) +
+                eps``, Adam's own form, with which coordinates of v* = 0 explode. ``"floor"``:
+                ``sqrt(v*) + eps^(3/4)``.
             bias_correction: divide v* by ``1 - beta2^t``, so that the step size does not jump.
 
         Raises:
@@ -99,8 +108,8 @@ class Adam(EagerOptimizer, torch.optim.Adam):
     def unfreeze_second_moments(
         self, eps_mode: str = "inside", bias_correction: bool = True
     ) -> None:
-        """Let all frozen second moments go on as Adam's own, from the values at which they were frozen.
-        Both arguments: those of :meth:`freeze_second_moment`."""
+        """Undo :meth:`freeze_second_moment` for all parameters: their second moments go on from the
+        values at which they were frozen. Both arguments have to be those of the freezing."""
         for group in self.param_groups:
             eps, beta2 = group["eps"], group["betas"][1]
             for p in group["params"]:
@@ -136,13 +145,13 @@ class Adam(EagerOptimizer, torch.optim.Adam):
         return state
 
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """The parameter groups that have any of some parameters."""
+        """The parameter groups that have at least one of these parameters."""
         ids = {id(p) for p in params}
         return [group for group in self.param_groups if ids.intersection(map(id, group["params"]))]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, as ``torch.optim.Adam.step`` does."""
+        """Make one step, as ``torch.optim.Adam.step`` does, and return the closure's loss."""
         if skipped_by_loss_scaling(self):
             return None
         loss = None
@@ -205,7 +214,8 @@ class Adam(EagerOptimizer, torch.optim.Adam):
 
 
 class AdamW(Adam):
-    """``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) with what :class:`Adam` adds."""
+    """``torch.optim.AdamW`` (decoupled weight decay, 1e-2 by default) with the methods of
+    :class:`Adam`."""
 
     def __init__(
         self,

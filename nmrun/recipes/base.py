@@ -36,23 +36,30 @@ OWN_MASKS = (
 
 @dataclass
 class Recipe:
-    """Base of all recipes; by itself the hard-threshold straight-through estimator.
+    """Base of all recipes: what each optimizer step does to the sparse weights. By itself it is STE, the
+    hard threshold with the straight-through gradient.
+
+    A subclass overrides the methods that differ, mostly :meth:`rule`. Its dataclass fields are its
+    hyperparameters.
 
     Attributes:
-        pattern: the target, given by :meth:`begin` as are the next.
-        total_steps: the optimizer steps of the whole run; None where unknown.
-        step: optimizer steps done.
-        dense_forward: the forward pass uses the dense weights.
+        name: what ``recipe=`` takes.
+        needs_total_steps: why the recipe has to know ``total_steps``; empty if it has not.
+        masks_are_largest: its masks keep the largest weights, by :meth:`choose`. So they can be
+            transposable or V:N:M as well.
+        pattern: the target, set by :meth:`begin`.
+        total_steps: the optimizer steps of the whole run, set by :meth:`begin`; None where unknown.
+        step: the optimizer steps done.
+        dense_forward: whether the forward pass uses the dense weights.
         dense_steps: how many steps at the beginning are planned to be dense, at most.
-        transposable: masks are N:M along the outputs as well.
-        events: sentences for the log.
-        reordered: what channel permutation did in this step: (parameter, dim, index) where it became
-            ``parameter.index_select(dim, index)``.
+        transposable: whether masks are N:M along the outputs as well.
+        events: sentences for the log (:meth:`say`).
+        reordered: what channel permutation did in this step: (parameter name, dim, index) where the
+            parameter became ``parameter.index_select(dim, index)``.
     """
 
     name: ClassVar[str] = ""
-    needs_total_steps: ClassVar[str] = ""  # why it does, if it does
-    # its masks keep the largest weights, by `choose`: so they can be transposable or V:N:M as well
+    needs_total_steps: ClassVar[str] = ""
     masks_are_largest: ClassVar[bool] = False
 
     pattern: Pattern = field(init=False, repr=False, default=Pattern(2, 4))
@@ -67,36 +74,38 @@ class Recipe:
     # --- what a recipe may override --------------------------------------------------------------
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
-        """Take the target and the length of the run; here phases are laid out. Raises ValueError
-        for hyperparameters that do not fit the run."""
+        """Called once, first of all: take the target and the length of the run, and lay out phases.
+        Raises ValueError for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
         if self.needs_total_steps and total_steps is None:
             raise ConfigError(f"{self.name} needs total_steps: {self.needs_total_steps}")
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
-        """Why this recipe cannot make a weight of this shape sparse, or an empty string.
+        """Say why this recipe cannot make a weight of this shape sparse; empty where it can.
         ``outputs``: the dimension of the outputs."""
         if self.transposable and shape[outputs] % pattern.m:
             return f"{shape[outputs]} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
         return ""
 
     def prepare(self, model: nn.Module) -> None:
-        """Called once, before all else: for a recipe that needs the network around its weights."""
+        """Called once, before :meth:`attach`: for a recipe that needs the network around its
+        weights."""
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        """Called once, with all weights dense: check the optimizer, keep tensors by
-        ``weight[key]``. Raises ValueError for an optimizer or a weight that the recipe cannot
-        work with."""
+        """Called once, while all weights are dense: check the optimizer, and keep tensors by
+        ``weight[key]``, which are saved with the optimizer's state. Raises ValueError for an
+        optimizer or a weight that the recipe cannot work with."""
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
         """Called once, at the end: take from the optimizer what :meth:`attach` gave it."""
 
     def rule(self, weight: SparseWeight) -> Rule:
-        """What a step does to this weight, at the clock ``self.step``. Default: STE."""
+        """What a step does to this weight when ``self.step`` steps are done. Default: STE."""
         return Rule()
 
     def choose(self, weight: SparseWeight) -> Tensor:
-        """The mask of ``weight.dense``: bool, its shape, True = kept."""
+        """Choose the mask of ``weight.dense``: bool, its shape, True = kept. Default: the largest
+        magnitudes. A choice of its own keeps kernels from finding the mask."""
         return self.largest_mask(weight)
 
     def before_step(
@@ -105,10 +114,12 @@ class Recipe:
         """Look at ``weight.grad`` just before the update, before the rule edits it."""
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        """Called after each step, when ``self.step`` counts it: the place to change phase."""
+        """Called after each step, when ``self.step`` counts it, and before the projection: the place to
+        change phase."""
 
     def project(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the forward weight: by the rule, with the mask of a :meth:`choose` of its own."""
+        """Write the forward weight into ``out``. Default: by the rule, with the mask of :meth:`choose`
+        where a subclass has one."""
         rule = self.rule(weight)
         pattern = rule.pattern or weight.pattern
         if rule.mask is None and self.chooses and rule.soft_threshold_scale is None:
@@ -120,7 +131,8 @@ class Recipe:
         projections.edit_gradient(grad, weight.dense, weight.weight, self.rule(weight))
 
     def edit_gradients(self, weights: Sequence[SparseWeight]) -> None:
-        """:meth:`edit_gradient` of the weights, which have gradients; together by the rules alone."""
+        """Edit the gradients of all these weights, which have one: as :meth:`edit_gradient`, or all
+        together where the rules say all."""
         if self.is_rule_alone:
             projections.edit_gradients(weights, [self.rule(weight) for weight in weights])
             return
@@ -129,7 +141,7 @@ class Recipe:
             self.edit_gradient(weight, weight.grad)
 
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the weight that the run would leave, were it to end now."""
+        """Write the weight that the run would leave, were it to end now, into ``out``."""
         write = self.project if self.is_sparse else self.largest
         write(weight, out)
 
@@ -138,15 +150,16 @@ class Recipe:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that a resumed run needs besides the weights' tensors."""
+        """What a resumed run needs besides the weights' tensors, as plain data (numbers and texts)."""
         return {"step": self.step, "dense_forward": self.dense_forward}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
         self.step, self.dense_forward = int(state["step"]), bool(state["dense_forward"])
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the forward weights hold the target pattern now."""
+        """Whether the forward weights hold the target pattern now. Default: outside dense phases."""
         return not self.dense_forward
 
     @property
@@ -166,15 +179,15 @@ class Recipe:
         return self.transposable
 
     def planned_dense(self, step: int) -> bool:
-        """Whether products are dense in step ``step`` (from 0), as planned."""
+        """Whether step ``step``, counted from 0, is planned to have dense products: to count FLOPs."""
         return step < self.dense_steps
 
     # --- what follows from it --------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """What the forward pass uses now: ``"dense"`` weights, ``"sparse"`` ones, or in
-        ``"transition"`` something between."""
+        """Which weights the forward pass uses now: ``"dense"``, ``"sparse"`` (N:M), or
+        ``"transition"``, something between both."""
         return "dense" if self.dense_forward else "sparse" if self.is_sparse else "transition"
 
     @property
@@ -189,7 +202,8 @@ class Recipe:
         return kind.project is Recipe.project and kind.edit_gradient is Recipe.edit_gradient
 
     def masks_gradient(self, weight: SparseWeight) -> bool:
-        """Whether nothing looks at the gradients of pruned weights now: the rule masks them."""
+        """Whether the gradients of pruned weights are not needed now: the rule masks them, and nothing
+        else looks at them."""
         looks = type(self).before_step is not Recipe.before_step
         return self.is_rule_alone and not looks and self.rule(weight).pruned_gradient_factor == 0
 
@@ -206,21 +220,21 @@ class Recipe:
         return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
 
     def largest(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the magnitude projection: what :class:`Recipe` itself would."""
+        """Write the projection that keeps the largest magnitudes into ``out``."""
         if self.transposable:
             torch.mul(weight.dense, self.largest_mask(weight), out=out)
         else:
             projections.keep_largest(weight.dense, out, weight.pattern, weight.dim)
 
     def make_transposable(self) -> None:
-        """Choose transposable masks from now on. Raises ValueError for a recipe whose masks are not
-        simply chosen."""
+        """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
+        largest weights."""
         if not self.masks_are_largest:
             raise ConfigError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
-        """Raise ValueError for a recipe whose masks cannot be of a V:N:M pattern."""
+        """Raise ValueError where the masks cannot be those of a V:N:M pattern."""
         if self.transposable:
             raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
         if not self.masks_are_largest:
@@ -228,7 +242,7 @@ class Recipe:
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """While entered, the clock stands at ``step``: what :meth:`rule` will say then."""
+        """While entered, ``self.step`` is ``step``: to ask what :meth:`rule` says there."""
         now, self.step = self.step, step
         try:
             yield

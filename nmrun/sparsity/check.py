@@ -22,23 +22,23 @@ def check_nm(
     pad: bool = False,
     dims: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Check that at most N of every M consecutive weights are non-zero; of V:N:M, the blocks as
-    well.
+    """Check that at most N of every M consecutive weights are non-zero, of one tensor or of a model.
 
-    Of a model, all weights are checked that :func:`nmrun.sparsity.select.select` chooses.
+    For V:N:M the blocks are checked as well. Of a model, the weights are checked that
+    :func:`nmrun.sparsify` would make sparse with these options.
 
     Args:
         dim: the dimension that the groups of a tensor run along; not read for a model.
-        include: which weights of a model, as in ``select``; so are ``exclude``, ``overrides``,
-            ``dims``.
-        pad: let the last group be short. Without it, M must divide the tensor's size.
+        include: which weights of a model, as in :func:`nmrun.sparsify`; so are ``exclude``,
+            ``overrides`` and ``dims``.
+        pad: let the last group be short. Without it, a tensor's size must be a multiple of M.
 
     Returns:
         The names of the weights that were checked; ``["tensor"]`` for a tensor.
 
     Raises:
         ValueError: with the first layer and group that has more than N non-zeros. Also for a model
-            without a weight to check, and a tensor whose size M does not divide.
+            without a weight to check, and for a tensor whose size is no multiple of M.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):

@@ -42,12 +42,13 @@ def mvue(
 
     Args:
         x: of any shape.
-        generator: of the random numbers; by default torch's global one of the device. On CUDA
+        dim: the dimension that groups run along.
+        generator: draws the random numbers; by default torch's global one of the device. On CUDA
             devices the default may run as one Triton kernel, with random numbers of its own.
 
     Returns:
         The estimate: shape and dtype of x, at most N non-zeros in each group. A group with a NaN or
-            an infinity has no such estimate and becomes NaN.
+            an infinity becomes NaN.
 
     Raises:
         ValueError: where M does not divide the size of ``dim``.

@@ -20,31 +20,31 @@ from nmrun.sparsity import reference
 
 @torch.no_grad()
 def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False) -> Tensor:
-    """Find the N largest magnitudes of every group of M.
+    """Find the N largest magnitudes of every M consecutive weights.
 
     Ties keep the lower index. Zeros count like any magnitude. A NaN is always kept, beside the N
     largest, so that it shows in the loss.
 
-    Of V:N:M, every block of V outputs and M inputs first keeps the four inputs with the largest sum
-    of magnitudes. The N largest of each row are among these (Zhao et al. 2024, arXiv 2410.16135;
-    VENOM's code searches all sets of four inputs instead).
+    For V:N:M, every block of V outputs and M inputs first keeps the four inputs with the largest
+    sum of magnitudes. The N largest of each row are then found among these (Zhao et al. 2024, arXiv
+    2410.16135; VENOM's code searches all sets of four inputs instead).
 
     Example: ``nm_mask(torch.tensor([[3., -1., 2., 0.]]), "2:4")`` is ``[[True, False, True,
     False]]``.
 
     Args:
         weight: of any shape.
-        dim: the dimension that groups run along.
+        dim: the dimension that groups run along: 1 for ``nn.Linear`` (out, in) and convolutions
+            (out, in, height, width).
         pad: let the last group be short.
 
     Returns:
-        The mask: bool, shape of ``weight``, True = kept. Exactly N are True in each group, and all
-            in a short last group of N or fewer.
+        The mask: bool, shape of ``weight``, True = kept. Each group has exactly N, and a short last
+            group of N or fewer weights keeps all.
 
     Raises:
-        ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
-            Also where V does not divide the number of outputs: dimension 0, or 1 where ``dim`` is
-            0.
+        ValueError: where M does not divide the size of ``dim``, unless ``pad``. Also where V does
+            not divide the number of outputs: dimension 0, or 1 where ``dim`` is 0.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     if weight.dim() and has_memory(weight):
@@ -59,9 +59,12 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
 def hard_threshold(
     weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
 ) -> Tensor:
-    """Keep the N largest magnitudes of every M: the projection of SR-STE and STEP. Arguments and
-    errors are those of :func:`nm_mask`. Returns ``weight`` where the mask is True and +0.0
-    elsewhere, in shape and dtype of ``weight``."""
+    """Keep the N largest magnitudes of every M consecutive weights and set the others to 0: the
+    projection of SR-STE and STEP.
+
+    Arguments and errors are those of :func:`nm_mask`. Returns a new tensor in shape and dtype of
+    ``weight``: ``weight`` where the mask is True, +0.0 elsewhere.
+    """
     pattern, dim = _over(weight, pattern, dim, pad)
     projected = _kernel_projection(weight, pattern, dim, soft=False)
     return reference.hard_threshold(weight, pattern, dim) if projected is None else projected
@@ -71,12 +74,13 @@ def hard_threshold(
 def soft_threshold(
     weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False, gamma: float = 0.0
 ) -> Tensor:
-    """S-STE's continuous projection before scaling, ``S(w) = sign(w) * max(|w| - t, 0)``.
+    """Shrink all magnitudes of a group so that at most N are left: S-STE's continuous projection before
+    scaling, ``S(w) = sign(w) * max(|w| - t, 0)`` (Hu et al. 2024, arXiv 2409.09099, section 4.1).
 
     The threshold t is the (N+1)-th largest magnitude of the group, and 0 in a group of N or fewer.
-    No smaller t leaves at most N non-zeros. For c > 0, ``S(c * w) = c * S(w)`` (Hu et al. 2024,
-    arXiv 2409.09099, section 4.1). Every t from there up to the N-th largest magnitude is
-    continuous too: ``gamma``, 0 to 1, says how far t is on the way.
+    No smaller t leaves at most N non-zeros. For c > 0, ``S(c * w) = c * S(w)``. Every t from there
+    up to the N-th largest magnitude is continuous too: ``gamma``, 0 to 1, says how far t is on the
+    way.
 
     Other arguments and errors are those of :func:`nm_mask`. Returns S(w), in shape and dtype of
     ``weight``.
@@ -95,14 +99,16 @@ def soft_threshold_scale(
     gamma: float = 0.0,
     fit: str = "mse",
 ) -> Tensor:
-    """S-STE's scale of a weight tensor, ``beta = <w, S(w)> / ||S(w)||^2``: ``beta * S(w)`` is then
-    closest to ``w`` in the mean square.
+    """The factor that makes up for what :func:`soft_threshold` shrinks: S-STE's beta (Hu et al. 2024,
+    arXiv 2409.09099, section 4.2 and table 2).
 
-    ``fit="l1"`` keeps the sum of magnitudes instead, ``||w||_1 / ||S(w)||_1`` (Hu et al. 2024,
-    arXiv 2409.09099, section 4.2 and table 2). Sums are in double precision. Other arguments and
-    errors are those of :func:`soft_threshold`.
+    ``fit="mse"``: ``beta = <w, S(w)> / ||S(w)||^2``, with which ``beta * S(w)`` is nearest to ``w``
+    in the mean square. ``fit="l1"``: ``beta = ||w||_1 / ||S(w)||_1``, which keeps the sum of
+    magnitudes. Sums are in double precision. Other arguments and errors are those of
+    :func:`soft_threshold`.
 
-    Returns beta: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is 0 everywhere.
+    Returns beta for the whole tensor: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is
+    0 everywhere.
     """
     shrunk = soft_threshold(weight, pattern, dim, pad, gamma).double()
     dense = weight.detach().double()

@@ -43,16 +43,16 @@ def block_patterns(n: int, m: int) -> Tensor:
 
 @torch.no_grad()
 def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False) -> Tensor:
-    """Find the transposable N:M mask that keeps the largest sum of ``|w|``, exactly.
+    """Find the mask that is N:M along both dimensions and keeps the largest sum of ``|w|``, exactly.
 
     For M <= 4 all masks of a block are compared at once (Hu et al. 2024, arXiv 2404.01847,
-    algorithm 1). For larger M, scipy solves each block at 1:M as an assignment problem. Else all
-    blocks are solved together as transportation problems.
+    algorithm 1). At 1:M with larger M, scipy solves each block as an assignment problem. Otherwise
+    all blocks are solved together as transportation problems.
 
     Args:
         weight: a matrix (out, in); both sizes are multiples of M.
-        pad: let ``in`` be any size. The zeros that fill up the last blocks take places in their
-            rows, which keep N or fewer there.
+        pad: let ``in`` be any size. Zeros fill up the last blocks. They may take places of their
+            rows, so that these keep fewer than N there.
 
     Returns:
         The mask: bool, shape of ``weight``, True = kept.

@@ -24,16 +24,18 @@ SQUARED_RELUS = ("ReLUSquaredActivation",)
 
 
 class SparseActivations:
-    """What :func:`sparse_activations` returns: the modules whose outputs are pruned, and when.
+    """The N:M activations of a model: which modules' outputs are pruned, and in which steps.
 
-    Arguments are as there. With ``pattern=None`` nothing is ever pruned, and a model without such
-    modules is no mistake. Copies of the model compute as the model does, in the same phase.
+    :func:`sparse_activations` returns it and has the arguments. With ``pattern=None`` nothing is
+    pruned, and a model without such modules is no mistake. Copies of the model prune as the model
+    does, in the same phase.
 
     Attributes:
+        pattern: N:M or V:N:M, or None.
         modules: the names of the modules.
         sparse_steps: the steps, counted from 0, in which their outputs are pruned; None: all.
-        sparse: whether they are now.
-        ends_sparse: whether they are in the last step, and thus in inference.
+        sparse: whether they are pruned now.
+        ends_sparse: whether they are pruned in the last step, and thus in inference.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class SparseActivations:
         ]
 
     def at(self, step: int) -> None:
-        """Let the next forward passes be those of a step, counted from 0."""
+        """Say which step the next forward passes belong to, counted from 0."""
         self.sparse = self.sparse_at(step)
 
     def sparse_at(self, step: int) -> bool:
@@ -73,11 +75,11 @@ class SparseActivations:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[Tensor]:
-        """While entered, forward passes add up what :meth:`shares` reads.
+        """While entered, forward passes add up the sums that :meth:`shares` reads.
 
         Yields:
-            Sums over all activations (4,), float64: how many there are, how many of them are 0,
-            their squares, and the squares of those that the pattern keeps.
+            Sums over all activations, (4,), float64: their number, the number of zeros, their
+            squares, and the squares of those that the pattern keeps.
         """
         self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         try:
@@ -86,12 +88,12 @@ class SparseActivations:
             self._sums = None
 
     def shares(self, sums: Tensor) -> Mapping[str, float]:
-        """What :meth:`measured` has measured.
+        """Turn the sums of :meth:`measured` into shares, from 0 to 1.
 
         Returns:
             ``activation_zeros``, the share of zeros before anything is pruned, and
-            ``activation_kept``, the share of their energy (the sum of squares) that the pattern
-            keeps. Without a pattern the first alone, without activations nothing.
+            ``activation_kept``, the share of the energy (the sum of squares) that the pattern
+            keeps. Without a pattern there is the first alone; without activations nothing.
         """
         number, zeros, energy, kept_energy = sums.tolist()
         if not number:
@@ -102,6 +104,7 @@ class SparseActivations:
         return shares
 
     def remove(self) -> None:
+        """Prune nothing from now on: take the hooks off the modules."""
         for hook in self._hooks:
             hook.remove()
 
@@ -176,8 +179,8 @@ def sparse_activations(
     dense_start: float = 0.0,
     dense_end: float = 0.0,
 ) -> SparseActivations:
-    """Prune the activations of a model's feed-forward layers to N:M, for each token (Haziza et al.
-    2025, arXiv 2503.16672), in training and evaluation.
+    """Prune the activations of a model's feed-forward layers to N:M in every forward pass, training
+    and evaluation (Haziza et al. 2025, arXiv 2503.16672).
 
     ::
 
@@ -188,21 +191,22 @@ def sparse_activations(
             ...
 
     With dense steps at the end the result is a plain dense network (Madhyastha et al. 2026, arXiv
-    2602.06183). Without, call it again on a model that is loaded: a checkpoint has no trace of it.
-    Here all products are dense; a run on a CPU packs activations where that is faster.
+    2602.06183). Without them, call this again on a model that is loaded: checkpoints do not record
+    it. All products are dense here; runs of the command line on a CPU pack activations where that
+    is faster.
 
     Args:
         pattern: at most N non-zeros in every M consecutive features of a token, the last dimension.
             ``"64:2:8"`` is V:N:M: blocks of 64 tokens.
         include: regular expressions for whole names of modules, whose outputs are pruned. None, the
             default, takes the squared ReLUs: nmrun's and those of transformers (``relu2``).
-        total_steps: optimizer steps of the whole run, for the following two.
-        dense_start: the share of all steps at the beginning that is dense.
+        total_steps: optimizer steps of the whole run; ``dense_start`` and ``dense_end`` need it.
+        dense_start: the share of all steps at the beginning that is dense, from 0 to 1.
         dense_end: likewise, at the end.
 
     Raises:
-        ConfigError: (a ValueError) for a wrong pattern, shares or expressions, and a model without
-            such modules; from a forward pass, where M does not divide the features.
+        ConfigError: (a ValueError) for a wrong pattern, share or expression, and for a model without
+            such modules. A forward pass raises it where M does not divide the features.
     """
     return SparseActivations(
         model, Pattern.parse(pattern), include, total_steps, dense_start, dense_end

@@ -21,11 +21,15 @@ from nmrun.step.stepper import Stepper
 
 
 class Handle:
-    """What :func:`nmrun.sparsify` returns: what a loop asks of its sparse training.
+    """A model's sparse training: its phase, its dense and sparse weights, its end.
+
+    :func:`nmrun.sparsify` returns it. It is neither copied nor pickled: a checkpoint of model and
+    optimizer is complete.
 
     Attributes:
-        recipe: that of the training, with its clock.
-        left_dense: the weights that are not sparse, each with the reason.
+        recipe: the recipe, with its clock ``recipe.step``.
+        left_dense: the parameters that are not sparse, each with ``name``, ``shape`` and
+            ``reason``.
         finished: after :meth:`finalize`, what :attr:`sparse` was.
         stepper: carries out the recipe around each step.
         by_onednn: the layers without a sparse weight that :func:`nmrun.accelerate` gave to oneDNN.
@@ -55,8 +59,8 @@ class Handle:
 
     @property
     def phase(self) -> str:
-        """Which weights the forward pass uses now: ``"dense"`` or ``"sparse"`` ones, or ones
-        between both in a ``"transition"``."""
+        """Which weights the forward pass uses now: ``"dense"``, ``"sparse"`` (N:M), or
+        ``"transition"``, something between both."""
         return self.recipe.phase if self.sparse else "dense"
 
     @property
@@ -66,7 +70,7 @@ class Handle:
 
     @property
     def evaluates_sparse(self) -> bool:
-        """Whether evaluation is by N:M weights now; False without any sparse weight."""
+        """Whether :meth:`evaluation_weights` are N:M now; False without any sparse weight."""
         return bool(self.sparse) and (self.recipe.is_sparse or self.recipe.evaluates_final)
 
     @property
@@ -84,23 +88,25 @@ class Handle:
         return self.stepper.measured.get("sparsity/flip_rate")
 
     def metrics(self) -> dict[str, float]:
-        """Scalars for a log, by name: the recipe's own, and what was measured of the last step
-        (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`)."""
+        """Scalars for a log, by name: the recipe's own, and, after :attr:`measure_flips`, those of the
+        last step (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`). Empty after
+        :meth:`finalize`."""
         return {**self.stepper.measured, **self.recipe.metrics()} if self.sparse else {}
 
     def pop_events(self) -> list[str]:
-        """Return and clear the recipe's events since the last call, each one a sentence. Python's
-        logger ``nmrun`` has each of them too, at level INFO."""
+        """Return the recipe's events since the last call, a sentence each, such as a change of phase.
+        Python's logger ``nmrun`` has them too, at level INFO."""
         return self.stepper.pop_events()
 
     def refresh(self) -> None:
-        """Write the projections of the dense weights into the parameters, as after every step."""
+        """Write the projections of the dense weights into the parameters, as every step does. What
+        others wrote there since the last step is lost, except in a dense phase."""
         self.stepper.refresh()
 
     @torch.no_grad()
     def final_weight(self, weight: SparseWeight) -> Tensor:
-        """The weight that a run ending now would leave, for one of :attr:`sparse`. A copy, without
-        negative zeros; of a sharded weight this process's part."""
+        """The weight that a run ending now would leave, for one of :attr:`sparse`. It is a copy,
+        without negative zeros; of a sharded weight it is this process's part."""
         if self.recipe.is_sparse:
             return weight.weight + 0.0
         out = torch.empty_like(weight.dense)
@@ -108,8 +114,13 @@ class Handle:
         return out + 0.0
 
     def report(self) -> dict[str, Any]:
-        """Describe the weights that a run ending now would leave, or that one has left, as
-        :func:`nmrun.sparsity.check.weights_report` does."""
+        """Describe the weights that a run ending now would leave, or that :meth:`finalize` has left.
+
+        Returns:
+            Plain data: ``pattern``; ``density``, the share of non-zeros in the sparse weights;
+            ``layers``, each with ``name``, ``shape``, ``pattern``, ``dim``, ``numel``, ``nonzeros``
+            and ``holds``; ``left_dense``, each with ``name``, ``shape`` and ``reason``.
+        """
         layers = [
             layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
             for w in self.sparse or self.finished
@@ -118,9 +129,9 @@ class Handle:
 
     @contextlib.contextmanager
     def dense_weights(self) -> Iterator[None]:
-        """Let the parameters be the dense weights, while the context is entered. Averages (EMA),
-        dense evaluation and dense checkpoints read them. A parameter that is written inside
-        keeps its new values as the dense weight. Entered again inside, it changes nothing."""
+        """While entered, the parameters are the dense weights: for averages (EMA), dense evaluation and
+        dense checkpoints. What is written into a parameter inside becomes its dense weight. Entered
+        again inside, it changes nothing."""
         if any(weight.shows_dense for weight in self.sparse):
             yield
             return
@@ -149,8 +160,9 @@ class Handle:
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """While entered, the parameters are the weights to evaluate by: those of the forward pass,
-        or what the run would leave now where the recipe says so (MaskLLM's likeliest masks)."""
+        """While entered, the parameters are the weights to evaluate with. These are the forward pass's,
+        except where the recipe evaluates what a run ending now would leave (MaskLLM's likeliest
+        masks)."""
         if not self.recipe.evaluates_final:
             yield
             return
@@ -210,11 +222,12 @@ class Handle:
     # --- saving and finishing --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer's state dict also has of nmrun, for loops that save it apart.
+        """The sparse training's state, for loops that do not save the optimizer's state dict, which has
+        all of it.
 
         Returns:
-            ``nmrun``, the recipe's clock as plain data, and ``weights``, the tensors of each sparse
-            weight by its name, not copied.
+            ``nmrun``, the recipe's clock as plain data, and ``weights``, by name the tensors of
+            each sparse weight. They are not copied.
         """
         return {
             "nmrun": self.stepper.resume.settings(),
@@ -237,10 +250,11 @@ class Handle:
         self.stepper.resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
-        """Make room for the tensors in files of ``torch.distributed.checkpoint``, before a load.
+        """Prepare the optimizer's state for a load by ``torch.distributed.checkpoint``.
 
-        ``dcp.load`` reads only what the given state dict has keys for. In a dense phase that has no
-        keys for dense weights and masks, which files of a later step contain. ::
+        ``dcp.load`` reads only what the given state dict has keys for. In a dense phase there are no
+        keys for dense weights and masks, but files of a later step contain these. So call this with
+        the files' metadata first. ::
 
             handle.make_room(dcp.FileSystemReader(path).read_metadata())
             parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
@@ -251,19 +265,20 @@ class Handle:
 
     @torch.no_grad()
     def finalize(self, model: Average | None = None) -> None:
-        """End the recipe: the weights stay exactly N:M, and nmrun leaves model and optimizer.
+        """End the recipe: the weights are checked and stay exactly N:M, and nmrun leaves model and
+        optimizer.
 
         Args:
-            model: a copy of the model with dense weights (an average), or the list of its
-                parameters, such as ``shadow_params`` of diffusers' ``EMAModel``. This copy then
-                gets the projections of its own weights, before the end of the recipe or after it.
-                None, the default, ends the recipe.
+            model: an average to make N:M instead of ending the recipe: a copy of the model with
+                dense weights, or the list of its parameters, such as ``shadow_params`` of
+                diffusers' ``EMAModel``. It gets the projections of its own weights. That may be
+                before the end of the recipe or after it.
 
         Raises:
             RunError: where a weight does not hold its pattern, the optimizer never stepped,
                 training ended in a dense phase, or the weights changed without the optimizer.
                 Nothing is changed then.
-            ConfigError: for a ``model`` that has not the parameters of this one.
+            ConfigError: for a ``model`` without the parameters of this one.
         """
         if model is not None:
             for parameter, projected in self._projections(model):
@@ -288,8 +303,8 @@ class Handle:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Leave model and optimizer without an end: the weights are the dense ones from here on, or
-        what was loaded into them since the last step."""
+        """Take nmrun out of model and optimizer before the recipe's end. The weights become the dense
+        ones, or stay what was loaded into them since the last step."""
         self._reshard()
         self.stepper.recover()
         for weight in self.sparse:
@@ -304,8 +319,8 @@ class Handle:
 
     @contextlib.contextmanager
     def projected(self, model: Average) -> Iterator[None]:
-        """Let an average, as in :meth:`finalize`, be N:M while the context is entered, to evaluate
-        and to save it.
+        """While entered, an average (the ``model`` of :meth:`finalize`) is N:M, to evaluate and to save
+        it. Afterwards it has its own weights again.
 
         Raises:
             ConfigError: as :meth:`finalize`.

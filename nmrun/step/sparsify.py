@@ -54,11 +54,11 @@ def sparsify(
             optimizer.zero_grad()
         handle.finalize()   # checked: plain parameters, exactly 2:4
 
-    The parameters are the projected weights from here on. The dense weights, the recipe's clock and
-    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete. An
-    optimizer whose loaded state comes from such a training goes on with it. Everything happens in
-    hooks of ``optimizer.step``: gradient accumulation, clipping, ``torch.amp.GradScaler`` and
-    closures need no change.
+    From here on the parameters are the projected weights; in a dense phase of the recipe they are
+    the dense ones. The dense weights, the recipe's clock and its tensors are in the optimizer's
+    state, so a checkpoint of model and optimizer is complete. If the optimizer has loaded the state
+    of such a training, that training goes on. Everything happens in hooks of ``optimizer.step``:
+    gradient accumulation, clipping, ``torch.amp.GradScaler`` and closures need no change.
 
     Args:
         model: any module; no name, class or parameter of it is replaced.
@@ -73,15 +73,16 @@ def sparsify(
         include: regular expressions for whole module names. By default every weight of a known
             layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
             others are not.
-        exclude: likewise, of those that stay dense. ``"auto"`` leaves the first layer and the heads
-            dense, as the command line does by default; here the default is to leave none.
+        exclude: likewise, of modules that stay dense. ``"auto"`` leaves the first layer and the
+            heads dense, as the command line does by default. Here the default excludes none.
         overrides: other patterns for some layers, by such expressions: ``{"layer3\..*": "1:8",
-            "fc": "dense"}``. The first match counts, and more than ``exclude``.
+            "fc": "dense"}``. The first match counts, and it wins over ``exclude``.
         mvue: an N:M pattern. Sparse linear layers compute their weight gradients from an unbiased
-            estimate of the output gradient, N:M along the tokens. Like ``fp8``, it is S-STE's, works
-            with any recipe, and acts in training mode outside dense phases.
-        fp8: round the operands of these layers' three products to FP8 (simulated).
-        pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short.
+            estimate of the output gradient, N:M along the tokens (S-STE, arXiv 2409.09099). It
+            works with any recipe, in training mode, outside dense phases.
+        fp8: round the operands of these layers' three products to FP8, simulated; likewise.
+        pad: also make layers sparse whose inputs are not a multiple of M. Their last group is
+            short.
         input_gradient: how sparse layers compute the gradient of their input. ``exact``: with the
             forward weight. ``transposable``: likewise, with masks that are N:M along the outputs as
             well; layers whose outputs M does not divide stay dense. ``double_prune``: with the
@@ -93,10 +94,9 @@ def sparsify(
         hyperparameters: the recipe's own, under the names of its paper.
 
     Raises:
-        ConfigError: (a ValueError) for an unknown recipe, pattern or value. It is also for a model
-            whose weights cannot be sparse or are sparse already. So it is for an optimizer that the
-            recipe cannot work with, and for the state of another training. Model and optimizer are
-            unchanged then.
+        ConfigError: (a ValueError) for an unknown recipe, pattern or value; a model whose weights
+            cannot be sparse, or are already; an optimizer that the recipe cannot work with; and the
+            loaded state of another training. Model and optimizer are unchanged then.
         TypeError: for an unknown hyperparameter.
     """
     pattern, estimate = Pattern.parse(pattern), None if mvue is None else Pattern.parse(mvue)

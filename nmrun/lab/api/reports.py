@@ -22,18 +22,19 @@ Keys = str | Sequence[str] | None
 
 
 def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFrame:
-    """The runs that have a result.
+    """Read the runs that have a result into a DataFrame.
 
     Args:
         path: folders with runs in them, or ``wandb://entity/project``.
-        filter: conditions ``KEY=VALUE``; runs without the key stay, as with ``nmrun table``.
+        filter: conditions ``KEY=VALUE``. Runs without the key stay, as with ``nmrun table``.
 
     Returns:
-        A row for each run: ``dataset``, ``model``, ``recipe``, ``sparsity`` (``2:8`` or ``dense``),
-        ``optimizer``, ``schedule``, ``seed``, ``status``; the settings that differ between the runs
-        by their keys (``optimizer.lr``); the metrics (``test/accuracy``, ``best/test/accuracy``,
-        ``flops/...``); ``seconds``, ``metric`` (the task's own), ``commit``, ``id``, ``folder``.
-        ``attrs["shared"]`` has the settings that do not differ.
+        A row for each run. The columns are ``dataset``, ``model``, ``recipe``, ``sparsity`` (``2:8``
+            or ``dense``), ``optimizer``, ``schedule``, ``seed`` and ``status``; the settings that
+            differ between the runs, by their keys (``optimizer.lr``); the metrics
+            (``test/accuracy``, ``best/test/accuracy``, ``flops/...``); and ``seconds``, ``metric``
+            (the task's own), ``commit``, ``id`` and ``folder``. ``attrs["shared"]`` has the
+            settings that do not differ.
     """
     with files_of_the_command():
         return summary(filtered(read(_texts("path", path)), _conditions(filter)))
@@ -51,28 +52,33 @@ def table(
     overall: bool = False,
     verify: bool = False,
 ) -> pd.DataFrame:
-    """Compare runs, as ``nmrun table --format csv`` does. ::
+    """Compare runs over their seeds, as ``nmrun table --format csv`` does. ::
 
         nmrun.table("outputs/digits").pivot(index="recipe", columns="sparsity", values="mean")
 
     Args:
         path: as of :func:`runs`.
         filter: as of :func:`runs`.
-        rows: config keys; ``recipe`` by default.
-        cols: likewise; ``sparsity`` by default.
-        metric: that of the task by default; several with ``cols="metric"``.
+        rows: config keys that make the rows; ``recipe`` by default.
+        cols: config keys that make the columns; ``sparsity`` by default.
+        metric: the task's own by default; several with ``cols="metric"``.
         baseline: the row that each is compared with, seed by seed.
-        test: ``t`` or ``wilcoxon``, for the baseline.
-        overall: one difference a row, over all cells together.
+        test: of the differences: ``t`` (paired t-test) or ``wilcoxon``.
+        overall: give one difference a row, over all cells together.
         verify: refuse runs whose files changed after they finished.
 
     Returns:
-        A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of those it
-        is compared with), ``without`` (runs that gave no value), ``median``, ``seeds`` and their
-        ``values``; with a baseline ``difference``, its interval ``low`` to ``high``, ``p`` and
-        ``least``, the smallest difference that could have been shown. Accuracies are from 0 to 1.
-        With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
-        (in how many of them), and ``difference`` in standard deviations of a run.
+        A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (whether it is
+            the best of those it is compared with), ``without`` (the number of runs that gave no value),
+            ``median``, ``seeds`` and their ``values``. A baseline adds ``difference``, its 95 %
+            interval ``low`` to ``high``, ``p``, and ``least``, the smallest true difference that
+            the test would find with a probability of 0.8. Accuracies are from 0 to 1. With
+            ``overall`` there is a row for each data set and one for ``all cells``: ``cells``,
+            ``better`` (in how many of them), and ``difference`` in standard deviations of a run.
+
+    Raises:
+        ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
+            where runs of a cell differ in more than their seed.
     """
     _check("test", test, cli.TESTS)
     query = Query(
@@ -107,23 +113,29 @@ def plot(
     ylim: tuple[float, float] | None = None,
     x: str | None = None,
 ) -> Figure:
-    """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
+    """Draw runs, as ``nmrun plot`` does. Pyplot's backend and figures stay as they were.
 
     Args:
         path: as of :func:`runs`.
         filter: as of :func:`runs`.
         rows: as of :func:`table`.
         cols: as of :func:`table`.
-        metric: as of :func:`table`; one metric.
-        kind: ``ratio``, ``curves``, ``flips``, ``autoswitch``, ``flops`` or ``overall``.
-        baseline: of ``overall``, the row that each is compared with.
-        title: above it; by default what all runs have in common, ``""`` for none.
+        metric: as of :func:`table`, but only one.
+        kind: what is drawn. ``ratio``: the metric against N:M. ``curves``: the metric in training.
+            ``flips``: the flip rate of the masks. ``autoswitch``: what STEP's rule sees.
+            ``flops``: the metric against the FLOPs. ``overall``: the differences to the baseline.
+        baseline: the row that each is compared with, for ``overall``.
+        title: above the figure; by default what all runs have in common, ``""`` for none.
         width: in inches; fonts keep their size.
         height: likewise.
-        labels: names that win over those of papers, ``{"step": "Ours"}``.
-        x: a config key to draw the metric against; of curves ``step``, ``epoch`` or ``seconds``.
+        labels: names to show in place of the papers', ``{"step": "Ours"}``.
+        ylim: the ends of the y axis as it is labelled, such as ``(90, 100)`` for accuracies.
+        x: a config key to draw the metric against; for ``curves`` it is ``step``, ``epoch`` or
+            ``seconds``.
 
-    ConfigError also where runs of several data sets or models would need several figures.
+    Raises:
+        ConfigError: as :func:`table`, and where runs of several data sets or models would need
+            several figures.
     """
     _check("kind", kind, cli.KINDS)
     query = Query(

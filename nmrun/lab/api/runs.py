@@ -39,20 +39,20 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
 
         nmrun.run("recipe=step sparsity=2:8", seed=3, trainer={"epochs": 2})
 
-    A run that has finished is skipped, one that was interrupted goes on from its checkpoint. The
-    process stays as it was: working folder, logging, Hydra, random numbers, torch's threads and
-    determinism. While it trains, SIGINT and SIGTERM are handled: it ends by KeyboardInterrupt or
-    SystemExit, once the checkpoint is saved.
+    A run that has finished is skipped. One that was interrupted goes on from its checkpoint. The
+    process is left as it was: working folder, logging, Hydra, random numbers, torch's threads and
+    determinism. SIGINT and SIGTERM end the training with KeyboardInterrupt or SystemExit, once the
+    checkpoint is saved.
 
     Args:
-        overrides: words of the command line, ``--config-dir DIR`` included; a text is split as a
+        overrides: words of the command line, ``--config-dir DIR`` among them. A text is split as a
             shell splits it.
-        settings: more overrides, which win: ``seed=3`` or ``trainer={"epochs": 2}``. A text is
-            what one would type after ``key=``.
+        settings: more overrides, which win: ``seed=3`` or ``trainer={"epochs": 2}``. A text is what
+            one would type after ``key=``.
 
     Raises:
         ConfigError: with all that is wrong with the settings, one line each.
-        RunError: where the run failed; its folder has the traceback in ``run.log``.
+        RunError: where the run failed. Its folder has the traceback in ``run.log``.
     """
     typed, config_dir = parse(overrides, settings, multirun=False)
     sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
@@ -74,9 +74,12 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
 
         nmrun.sweep("recipe=step,sr_ste sparsity=2:4,1:8 seed=0,1,2")
 
-    Finished runs are skipped, and a failed one does not stop the others. Signals and the process
-    are as with :func:`run`. Returns a row for each run that has a result, failed ones included, as
-    of :func:`nmrun.runs`.
+    Finished runs are skipped, and a failed one does not stop the others. Signals are handled, and the
+    process is left as it was, as with :func:`run`.
+
+    Returns:
+        A row for each run that has a result, failed ones too, with the columns of
+        :func:`nmrun.runs`.
 
     Raises:
         ConfigError: with all that is wrong, one line each, before anything is run.
@@ -114,13 +117,16 @@ def raise_interrupt(outcome: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A run and its folder.
+    """What a run gave: its status, config, metrics and folder.
 
     Attributes:
-        status: ``finished``; ``skipped`` where it had finished before; ``planned`` for
-            ``dry=true``, which trains nothing and has no folder.
-        metrics: those of the last weights by name (``test/accuracy``), and those of the best
-            weights by validation under ``best/``; None for what was not finite.
+        status: ``finished``; ``skipped`` if it had finished before; ``planned`` for ``dry=true``,
+            which trains nothing and has no folder.
+        config: all settings of the run, by group and key.
+        metrics: those of the last weights by name (``test/accuracy``), and under ``best/`` those of
+            the best weights by validation. Accuracies are from 0 to 1. None for what was not
+            finite.
+        folder: where its files are, as an absolute path.
     """
 
     status: str
@@ -131,7 +137,8 @@ class Result:
     def history(self) -> pd.DataFrame:
         """What was logged while the run trained: a row for each line of ``metrics.jsonl``.
 
-        RunError where there is no such file, or it was changed since the run finished.
+        Raises:
+            RunError: where there is no such file, or it was changed since the run finished.
         """
         from nmrun.lab.compare.runs import frame
 
@@ -142,8 +149,12 @@ class Result:
         return frame(RunFolder(self.folder).rows())
 
     def model(self) -> nn.Module:
-        """The run's model with its last weights, which are checked to be N:M, on the CPU and set to
-        evaluation. RunError where there are none."""
+        """The run's model with its last weights, on the CPU and in evaluation mode. The weights are
+        checked to be N:M.
+
+        Raises:
+            RunError: where the run left no weights, or they cannot be loaded.
+        """
         from nmrun.lab.export import finished_run
 
         try:
