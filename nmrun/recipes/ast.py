@@ -51,7 +51,7 @@ class AdamDecay(PeriodicMask):
         others = any(group.get("amsgrad") or group.get("maximize") for group in groups)
         if others or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ConfigError(
-                f"{self.name} changes Adam's step: it takes Adam or AdamW, without amsgrad"
+                f"{self.name} changes Adam's step: it takes Adam or AdamW, without amsgrad or maximize"
             )
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class AdamDecay(PeriodicMask):
 class AST(AdamDecay):
     """Retraining with annealed SR-STE.
 
-    When to use: retraining a trained language model for a tenth of its training, with a dense
+    When to use: retraining a trained language model for a tenth of its original steps, with a dense
     teacher. Tune ``decay`` together with the learning rate.
 
     Args:

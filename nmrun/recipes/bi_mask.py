@@ -32,8 +32,8 @@ from nmrun.sparsity.weight import SparseWeight
 class BiMask(Recipe):
     """SR-STE with a second mask for the input gradient.
 
-    When to use: training whose backward product has to be sparse too. It was compared on the
-    digits alone.
+    When to use: where the product that gives the input gradient has to be sparse too. It was
+    compared on the digits alone.
 
     Args:
         decay: SR-STE's lambda.

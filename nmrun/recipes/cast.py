@@ -3,7 +3,7 @@
 The forward pass is dense until the last step: ``w * s``, with learnable scales s
 (:class:`PartScales`). The mask is chosen anew every ``interval`` steps. AdamS (algorithm 1) moves
 the other weights less and less by their gradients, more and more towards zero. With Adam's first
-moment m1, a = t / T and the step of :class:`nmrun.recipes.ast.AdamDecay`::
+moment m1, a = (t - 1) / T at step t, and the step of :class:`nmrun.recipes.ast.AdamDecay`::
 
     u = (1 - a) * m1 + a * decay * sign(w)   for pruned weights,   m1 for kept ones
 

@@ -34,8 +34,8 @@ from nmrun.sparsity.weight import SparseWeight
 class LBC(MaskScores):
     """Learning the best combination.
 
-    When to use: small patterns, since C / M scores a weight are stored (1.5 at 2:4, 1 at 1:M).
-    It was compared on the digits alone.
+    When to use: small patterns, since every possible mask of a group has a score (1.5 a weight at
+    2:4, 1 at 1:M). It was compared on the digits alone.
 
     Args:
         t_i: the fraction of all steps at which candidates begin to be dropped.

@@ -37,8 +37,8 @@ Span = Sequence[float]
 class MaskLLM(MaskScores, FrozenWeights):
     """Learnable masks over frozen weights.
 
-    When to use: a trained network whose weights should stay. SparseGPT is as near to dense
-    training at 2:4 and takes a tenth of the time.
+    When to use: a trained network whose weights should stay. SparseGPT does as well at 2:4, in a
+    tenth of the time.
 
     Args:
         kappa: factor of the logits, from start to end.

@@ -31,7 +31,7 @@ from nmrun.sparsity.weight import SparseWeight
 class SQFT(AddedParameters):
     """Masked low-rank adapters over weights that stay.
 
-    When to use: fine-tuning a pruned network by few trained numbers.
+    When to use: fine-tuning a pruned network with few trained parameters.
 
     Args:
         rank: the adapters' rank.

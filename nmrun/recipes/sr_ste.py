@@ -1,8 +1,8 @@
 """SR-STE: straight-through with a decay of the pruned weights (Zhou et al. 2021, arXiv 2102.04010).
 
-The forward pass uses ``m * w``. The gradient becomes ``g + decay * (1 - m) * w`` (equation 9),
-which pulls pruned weights to zero and so calms the mask. The term is added once per optimizer step,
-to the unscaled and clipped gradient. The official code adds it inside autograd: once per
+The forward pass uses ``m * w``. The gradient becomes ``g + decay * (1 - m) * w``, which pulls pruned
+weights to zero and so calms the mask. The term is added once per optimizer step, to the unscaled and
+clipped gradient. The official code adds it inside autograd: once per
 micro-batch, divided by the fp16 loss scale and clipped along with the gradient.
 
 Cost: STE's, and one pass over the sparse weights.

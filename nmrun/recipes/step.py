@@ -33,8 +33,8 @@ WIDEST = 10_000_000  # steps in AutoSwitch's window, 8 bytes each
 class STEP(Recipe):
     """Masks learned from a frozen preconditioner.
 
-    When to use: images under Adam, where nothing can be tuned and the number of steps is given,
-    with ``switch=0.5``. SR-STE leads for as many FLOPs, in more steps. Where every recipe is tuned
+    When to use: images under Adam, with ``switch=0.5``, where nothing can be tuned and the number of
+    steps is given. With as many FLOPs, in more steps, SR-STE leads. Where every recipe is tuned
     others lead, on text by far. In long runs with an early switch it needs SR-STE's decay,
     ``decay=2e-4``.
 
