@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
-from nmrun.sparsity.reference import grouped
+from nmrun.sparsity.reference import grouped, ungrouped
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def inclusion_probabilities(x: Tensor, pattern: str | Pattern, dim: int) -> Tens
         total = rest.sum(d, keepdim=True)
         share = torch.where(total > 0, room * rest / total, 0.0)
         capped |= share >= 1.0
-    return torch.where(capped, 1.0, share).flatten(d - 1, d)
+    return ungrouped(torch.where(capped, 1.0, share), x.shape[d - 1], d)
 
 
 @torch.no_grad()
@@ -78,7 +78,8 @@ def _reference(x: Tensor, pattern: Pattern, dim: int, generator: torch.Generator
         keep, groups.double() / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0
     )
     finite = groups.isfinite().all(d, keepdim=True)
-    return torch.where(finite, estimate, torch.nan).flatten(d - 1, d).to(x.dtype)
+    estimate = torch.where(finite, estimate, torch.nan)
+    return ungrouped(estimate, x.shape[d - 1], d).to(x.dtype)
 
 
 @torch.library.custom_op("nmrun::mvue", mutates_args=())

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from nmrun.patterns import Pattern
 from nmrun.sparsity import mvue, transposable_mask
 from nmrun.sparsity.estimators import inclusion_probabilities
 from nmrun.sparsity.transposable import block_patterns
@@ -165,6 +167,17 @@ def test_form_and_reproducibility(dtype, dim):
     torch.manual_seed(5)
     assert torch.equal(mvue(x, "2:4", dim), one)
     assert not torch.equal(mvue(x, "2:4", dim), one)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_short_last_group_is_one_that_zeros_fill_up(dim):
+    x = torch.randn(7, 7)
+    filled = F.pad(x, (0, 1) if dim else (0, 0, 0, 1))
+    estimate = mvue(x, Pattern(2, 4).over(7), dim, torch.Generator().manual_seed(3))
+    expected = mvue(filled, "2:4", dim, torch.Generator().manual_seed(3))
+    assert torch.equal(estimate, expected.narrow(dim, 0, 7))
+    p = inclusion_probabilities(x, Pattern(2, 4).over(7), dim)
+    assert torch.equal(p, inclusion_probabilities(filled, "2:4", dim).narrow(dim, 0, 7))
 
 
 def test_no_gradient_goes_through_an_estimate():
