@@ -54,7 +54,7 @@ class LBC(MaskScores):
         if self.t_i >= self.t_f:
             raise ConfigError(f"lbc: t_i={self.t_i} must be below t_f={self.t_f}")
         self.begins = round(self.t_i * total_steps)
-        self.ends = min(total_steps - 1, max(1, round(self.t_f * total_steps)))
+        self.ends = max(1, min(total_steps - 1, round(self.t_f * total_steps)))
         self.dense_steps = self.ends
 
     def count(self, pattern: Pattern) -> int:

@@ -124,6 +124,23 @@ def test_lbc():
     assert not any("scores" in name for name in model.state_dict())
 
 
+def test_lbc_of_one_step_decides_by_its_gradient():
+    hand, model = LBCByHand(Net().used, t_f=1), Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 1)
+    reference = ByHand(
+        Net().used,
+        lambda t, i, w: w * hand.mask(t, i, w),
+        lambda t, i, w, g: (hand.learn(i, w, g), g)[1],
+    )
+    train_step(model, optimizer, data(2)(0))
+    reference.step(data(2)(0))
+    hand.drop(1)
+    handle.finalize()
+    torch.testing.assert_close(model.used, reference.used, rtol=1e-9, atol=1e-12)
+    nmrun.sparsity.check_nm(model, "2:4")
+
+
 def test_lbc_ends_early_with_its_best_candidate():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
