@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
+from nmrun.errors import ConfigError
 
 GAMMA, TAU, BATCH, WARM_UP, POLICY_DELAY = 0.99, 0.005, 128, 1000, 2
 EXPLORATION, TARGET_NOISE, NOISE_CLIP = 0.1, 0.2, 0.5  # in units of the largest action
@@ -206,7 +207,11 @@ def main() -> None:
     options = parser.parse_args()
     pattern = None if options.pattern == "dense" else options.pattern
     began = time.perf_counter()
-    returns, learners = train(pattern, options.steps, options.seed, options.interval, options.task)
+    settings = options.steps, options.seed, options.interval, options.task
+    try:
+        returns, learners = train(pattern, *settings)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
     seconds, last = time.perf_counter() - began, returns[-10:]
     reached = evaluated(learners[0].model, options.task, options.seed)
     print(

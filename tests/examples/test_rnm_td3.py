@@ -210,6 +210,13 @@ def test_a_task_that_is_none_costs_one_line(task, says):
         rnm_td3.train("2:4", 10, 0, 5, task)
 
 
+@pytest.mark.parametrize("pattern", ["5:4", "3:3"])
+def test_a_pattern_that_is_none_costs_one_line(pattern, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rnm_td3", "--pattern", pattern])
+    with one_line(SystemExit, pattern):
+        rnm_td3.main()
+
+
 def test_a_task_of_the_paper(tmp_path, monkeypatch):
     pytest.importorskip("mujoco")
     monkeypatch.chdir(tmp_path)  # where MuJoCo may write what it warns of
