@@ -293,7 +293,8 @@ def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | N
 
 
 def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
-    def forward(module: Any, input: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (input,) = (*args, *kwargs.values())  # Conv1D calls it x
         weight, bias = layer.matrix(module.weight), module.bias
         other, on = None, layer.is_on(module)
         if on:

@@ -570,7 +570,7 @@ def test_weights_stored_the_other_way_round():
     x = normal(2, 4, 8, dtype=torch.float32).requires_grad_()
     used = handle.sparse[0].weight
     assert ((used != 0).reshape(2, 4, 5).sum(1) == 2).all()
-    z = model(x)
+    z = model[0](x=x)  # by its own keyword
     torch.testing.assert_close(
         z.double(), rounded(x.detach(), E4M3) @ rounded(used, E4M3), rtol=1e-5, atol=1e-5
     )

@@ -54,7 +54,8 @@ def install(module: nn.Module) -> None:
     """Let a linear layer compute its products so in training."""
     stored = isinstance(module, nn.Linear)
 
-    def forward(module: Any, input: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (input,) = (*args, *kwargs.values())  # Conv1D calls it x
         if not takes(module, input):
             return type(module).forward(module, input)
         return linear(input, module.weight if stored else module.weight.t(), module.bias)

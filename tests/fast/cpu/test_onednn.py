@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from perceptrons import batch, mlp
 from runs import config
 from torch import Tensor, nn
+from training import Conv1D
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast import acceleration
@@ -154,10 +155,10 @@ def test_layers_that_are_called_by_keyword(
     class ByName(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(36, 64), nn.Linear(64, 10)
+            self.first, self.last = nn.Linear(36, 64), Conv1D(10, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(input=self.first(input=x).relu())
+            return self.last(x=self.first(input=x).relu())
 
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=Times(0.0, 0.5, 0.5, 0.5))
     model, x = ByName(), batch(0)[0]
