@@ -43,7 +43,8 @@ class Training:
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
         arguments = inspect.signature(sparsify).parameters
-        built = recipes.build(recipe, {k: v for k, v in options.items() if k not in arguments})
+        hyperparameters = {k: v for k, v in options.items() if k not in arguments}
+        built = recipes.build(recipe, hyperparameters, arguments)
         self._name, self._adds_group = built.name, isinstance(built, AddedParameters)
 
     def begin(
