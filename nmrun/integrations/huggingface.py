@@ -69,12 +69,13 @@ class NMTrainerCallback(TrainerCallback):
         """Make the weights sparse; a checkpoint was loaded before. Raises ConfigError as
         :func:`nmrun.sparsify`, and for a checkpoint that has no state of the optimizer."""
         assert model is not None
-        empty = not any(unwrapped(optimizer).state.values())
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
+        # plain SGD never has any state; the schedule is saved and loaded with the optimizer
+        loaded = any(unwrapped(optimizer).state.values()) or getattr(schedule, "last_epoch", False)
         self.handle = self._training.begin(
             model, optimizer, state.max_steps, state.global_step, [schedule]
         )
-        if state.global_step and empty and not self.handle.recipe.step:
+        if state.global_step and not loaded and not self.handle.recipe.step:
             self.handle.abandon()
             raise ConfigError(
                 f"the checkpoint of step {state.global_step} has no state of the optimizer "

@@ -276,16 +276,17 @@ def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop, tmp_path):
     assert weights(again.model) == weights(whole.model)
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_checkpoint_without_the_optimizer_is_refused(recipe, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+@pytest.mark.parametrize(("recipe", "optim"), [("sr_ste", "adamw_torch"), ("asp", "sgd")])
+def test_a_checkpoint_without_the_optimizer_is_refused(recipe, optim, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True, "optim": optim}
     trained(tmp_path, recipe, **saving)
     with one_line(ConfigError, r"the checkpoint of step 3 has no state of"):
         trained(tmp_path, recipe, str(tmp_path / "checkpoint-3"), **saving)
 
 
-def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_checkpoint_of_a_dense_training_is_warned_of(optim, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "optim": optim}
     hf.trainer(tmp_path, [], **saving).train()
     with pytest.warns(UserWarning, match="at its step 3, and the recipe begins here, with"):
         trainer, _ = trained(tmp_path, "sr_ste", str(tmp_path / "checkpoint-3"), **saving)
