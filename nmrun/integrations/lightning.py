@@ -120,12 +120,15 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
     """The steps that a Trainer, with its loops, plans for its optimizer; None where it does not
-    know, as for one of several."""
+    know, as for one of several, or with a ``GradientAccumulationScheduler``."""
     if not module.automatic_optimization:
         counted = trainer.max_steps > 0 and len(trainer.optimizers) == 1
         return trainer.max_steps if counted else None
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs or 0
     for each in _callbacks(trainer):
+        # Lightning takes the batches of a step to be as many in all epochs as before the first
+        if isinstance(each, callbacks.GradientAccumulationScheduler) and epochs > 0:
+            return None
         # its last epoch, for batch norm, has no steps
         averaged = getattr(each, "_max_epochs", epochs)
         if isinstance(each, callbacks.StochasticWeightAveraging) and 0 < averaged < epochs:

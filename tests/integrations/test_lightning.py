@@ -304,6 +304,10 @@ def test_without_a_length_the_option_is_named(tmp_path):
         trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=epochs)
         with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
             trainer.fit(lit.Module(), data)
+    changes = callbacks.GradientAccumulationScheduler({0: 4, 2: 2})
+    trainer = lit.trainer(tmp_path, [callback("asp"), changes], accumulate_grad_batches=1)
+    with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
+        trainer.fit(lit.Module(), lit.loader())
     trainer = lit.trainer(tmp_path, [integration.NMCallback("asp", total_steps=0)])
     with one_line(ConfigError, "total_steps=0: it takes"):
         trainer.fit(lit.Module(), lit.loader())
