@@ -357,6 +357,17 @@ def test_an_evaluation_of_shards_leaves_the_training_as_it_is():
         assert losses(True) == losses(False)
 
 
+@pytest.mark.parametrize("recipe", ["maskllm", "proxsparse", "cast"])
+def test_a_training_that_is_left_in_an_evaluation_has_its_dense_weights(recipe):
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(TOTAL - 1))
+    dense = [weight.dense.clone() for weight in handle.sparse]
+    with handle.evaluation_weights():
+        nmrun.sparsity.check_nm(model, "2:4", exclude="4")
+        handle.abandon()
+    assert all(map(torch.equal, (model[0].weight, model[2].weight), dense))
+
+
 class Yolo:
     """Trains and averages in the order of ultralytics: callbacks are all that others can add."""
 

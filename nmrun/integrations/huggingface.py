@@ -30,7 +30,8 @@ class NMTrainerCallback(TrainerCallback):
     Checkpoints are plain, and ``resume_from_checkpoint`` resumes with the same bits. With
     ``load_best_model_at_end``, only models from sparse phases compete for the best. The recipe's
     events are in the Trainer's log (``trainer.state.log_history``), under ``nmrun``. ``handle`` is
-    there from the beginning of the training on.
+    there from the beginning of the training on. The evaluations of the training are by
+    :meth:`nmrun.Handle.evaluation_weights`.
 
     Args:
         total_steps: optimizer steps of the whole run; by default as the Trainer plans.
@@ -82,9 +83,21 @@ class NMTrainerCallback(TrainerCallback):
                 "(save_only_model), so no dense weights and no clock of the recipe: begin a new "
                 "training with its model"
             )
+        self._training.evaluating(args.eval_on_start)
         warn_if_late(self.handle, state.global_step)
         self._log_events(state)
         self._step, self._was_sparse = self.handle.recipe.step, self.handle.is_sparse
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Train on after an evaluation, of one data set or several."""
+        self._training.evaluating(False)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.evaluating(control.should_evaluate)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,6 +114,7 @@ class NMTrainerCallback(TrainerCallback):
         if self.handle.is_sparse and not self._was_sparse:
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
         self._step, self._was_sparse = step, self.handle.is_sparse
+        self._training.evaluating(control.should_evaluate)
         self._log_events(state)
 
     def _log_events(self, state: TrainerState) -> None:
@@ -117,6 +131,7 @@ class NMTrainerCallback(TrainerCallback):
         that a search for hyperparameters has pruned is left without an end. Raises RunError as
         :meth:`nmrun.Handle.finalize`, and where the best model is not N:M."""
         assert self.handle is not None
+        self._training.evaluating(False)
         if state.is_hyper_param_search and not control.should_training_stop:
             self.handle.abandon()
         else:

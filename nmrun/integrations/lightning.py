@@ -29,7 +29,8 @@ class NMCallback(Callback):
     Checkpoints are plain, and ``ckpt_path`` resumes with the same bits.
     ``StochasticWeightAveraging`` averages the dense weights; the average becomes N:M.
     ``ModelCheckpoint`` and ``EarlyStopping`` begin anew when the weights become sparse. ``handle``
-    is there from the beginning of the training on.
+    is there from the beginning of the training on. Validation is by
+    :meth:`nmrun.Handle.evaluation_weights`.
 
     Args:
         total_steps: steps of this optimizer in the whole run. None, the default: as the Trainer
@@ -106,6 +107,12 @@ class NMCallback(Callback):
             for each in _callbacks(trainer):
                 forget_best(each)
         self._was_sparse = self.handle.is_sparse
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._training.evaluating(True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._training.evaluating(False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the recipe. Raises RunError as :meth:`nmrun.Handle.finalize`."""

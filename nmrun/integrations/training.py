@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Training:
         length: str,
     ) -> None:
         self.handle: Handle | None = None
+        self._evaluation = contextlib.ExitStack()
         self.hints = {"nmrun.optim.": own_optimizer, "needs total_steps": length}
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
@@ -89,6 +91,12 @@ class Training:
             raise
         BEGUN.add(self.handle)
         return self.handle
+
+    def evaluating(self, now: bool) -> None:
+        """From here on let the weights be those to evaluate by, or else those of the training."""
+        self._evaluation.close()
+        if now and self.handle is not None:
+            self._evaluation.enter_context(self.handle.evaluation_weights())
 
 
 def warn_if_late(handle: Handle, steps: int) -> None:

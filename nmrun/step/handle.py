@@ -171,6 +171,7 @@ class Handle:
         with torch.no_grad():
             for weight in self.sparse:
                 weight.weight.copy_(self.final_weight(weight))
+                weight.version = weight.parameter._version
         try:
             yield
         finally:

@@ -229,6 +229,25 @@ def test_the_process_that_saves_renames_alone(tmp_path):
     assert names == ["checkpoint.best_loss_1.00.pt", "dense_checkpoint.best_loss_1.00.pt"]
 
 
+VALIDATES = """
+import torch, nmrun
+from nmrun.integrations.fairseq import plugin
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+plugin.begun.append(nmrun.sparsify(model, optimizer, "proxsparse", "2:4", 2, dense=0.0))
+most = lambda *_: int((model.weight.view(-1, 4) != 0).sum(1).max())
+plugin.stock_validate = most
+print(most(), plugin.command.validate("cfg"), most())
+"""
+
+
+@pytest.mark.slow
+def test_it_validates_what_the_run_would_leave():
+    command = [sys.executable, "-W", "ignore", "-c", VALIDATES]
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert process.stdout.splitlines()[-1] == "4 2 4"
+
+
 def test_the_folder_is_printed():
     command = [sys.executable, "-m", "nmrun.integrations.fairseq"]
     process = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -101,6 +101,34 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
         assert weights(again.model) == weights(whole.model), step
 
 
+@pytest.mark.parametrize("recipe", ["proxsparse", "maskllm"])
+def test_it_evaluates_what_the_run_would_leave(recipe, tmp_path):
+    """On two data sets, at the start, in steps and at the end of epochs; the training does not change."""
+    seen: list[tuple[int, str]] = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_prediction_step(self, args, state, control, model, **_):
+            seen.append((state.global_step, sparse.handle.phase))
+            if sparse.handle.phase != "dense":
+                nmrun.sparsity.check_nm(model, "2:4")
+
+    ends = []
+    for evaluates in ({}, {"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}):
+        model = hf.gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        sparse = huggingface.NMTrainerCallback(recipe, "2:4", dense=0.25)
+        trainer = hf.trainer(
+            tmp_path, [Looks(), sparse], model=model, optimizers=(optimizer, schedule),
+            eval_on_start=bool(evaluates), **evaluates,
+        )  # fmt: skip
+        trainer.eval_dataset = {"one": trainer.eval_dataset, "two": trainer.eval_dataset}
+        trainer.train()
+        ends.append(weights(model))
+    assert {(0, "dense"), (3, "transition"), (6, "transition"), (8, "sparse")} <= set(seen)
+    assert ends[0] == ends[1] == ends[2]
+
+
 class Best:
     """A metric that is best at first, when ASP's weights are still dense."""
 

@@ -198,6 +198,28 @@ def test_only_sparse_models_compete_for_the_best(tmp_path):
     nmrun.sparsity.check_nm(lit.Module.load_from_checkpoint(best.best_model_path), "2:4")
 
 
+@pytest.mark.parametrize("recipe", ["proxsparse", "maskllm", "cast"])
+def test_it_validates_what_the_run_would_leave(recipe, tmp_path):
+    """Also between the batches of a step; the training does not change."""
+    phases: list[str] = []
+
+    class Looks(pl.Callback):
+        def on_validation_batch_end(self, trainer, pl_module, *_):
+            phases.append(watch.handle.phase)
+            if watch.handle.phase != "dense":
+                nmrun.sparsity.check_nm(pl_module, "2:4")
+
+    ends = []
+    for batches in (0, 1):
+        module, watch = lit.Module(), integration.NMCallback(recipe, "2:4")
+        options = {"val_check_interval": 3, "limit_val_batches": batches}
+        trainer = lit.trainer(tmp_path, [Looks(), watch], **options)
+        trainer.fit(module, lit.loader(), lit.loader(count=1))
+        ends.append(weights(module))
+    assert phases.count("transition") >= 4
+    assert ends[0] == ends[1]
+
+
 def test_without_a_metric_the_last_checkpoint_alone_is_kept(tmp_path):
     """Lightning deletes the one before, also where the weights became sparse between the two."""
     last = callbacks.ModelCheckpoint(tmp_path / "saved", save_on_train_epoch_end=True)

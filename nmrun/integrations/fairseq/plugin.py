@@ -7,6 +7,7 @@ here is a text: fairseq reads the types of an option from the class.
 """
 
 import ast
+import contextlib
 import importlib
 import sys
 from dataclasses import dataclass, field
@@ -136,6 +137,7 @@ command: Any = (
     else importlib.import_module("fairseq_cli.train")
 )
 stock_build, stock_main = Trainer._build_optimizer, command.main
+stock_validate = command.validate
 begun: list[Handle] = []  # of the training of this process
 
 
@@ -153,6 +155,14 @@ def build_and_begin(trainer: Trainer) -> None:
         sys.exit(refuse([str(error)]))
 
 
+def validate(*arguments: Any) -> Any:
+    """Take the place of fairseq-train's ``validate``, which it calls."""
+    with contextlib.ExitStack() as evaluation:
+        for handle in begun:
+            evaluation.enter_context(handle.evaluation_weights())
+        return stock_validate(*arguments)
+
+
 def main(cfg: Any) -> None:
     """Take the place of fairseq-train's ``main``, which it calls. Raises SystemExit with a line and
     status 1, where the weights are not what was asked for."""
@@ -165,4 +175,4 @@ def main(cfg: Any) -> None:
 
 
 Trainer._build_optimizer = build_and_begin
-command.main = main
+command.main, command.validate = main, validate
