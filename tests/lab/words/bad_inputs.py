@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 GROUPS = {
@@ -157,72 +158,43 @@ KEYS = {
     "trainer.clip_grad=1": "did you mean trainer.clip?",
 }
 
+# what else a key refuses: test_schema.py
 VALUES = {
-    **{f"trainer.epochs={value}": "a whole number, 1 or more" for value in ("0", "-1", "1.5", "abc", "null", "true", "[1]", "1e3", "''")},
-    **{f"trainer.batch_size={value}": "a whole number, 1 or more" for value in ("0", "-8", "3.5", "auto", "null")},
+    **{f"trainer.epochs={value}": "a whole number, 1 or more" for value in ("0", "abc", "null", "1e3", "''")},
     **{f"trainer.{key}={value}": "it takes" for key, value in (
-        ("accumulate", 0), ("accumulate", "two"), ("clip", -1), ("clip", 0), ("clip", "yes"), ("compile", "fast"),
-        ("label_smoothing", 1.5), ("label_smoothing", -0.1), ("on_oom", "retry"), ("distributed", "dp"),
-        ("evaluate", "all"), ("test", "never"), ("eval_every", 0), ("log_every", 0), ("checkpoint_every", -1), ("average", 0),
-        ("checkpoint_every", "10minutes"), ("checkpoint_every", "0s"),
-        ("limit_batches", 0), ("threads", 0), ("threads", "all"), ("fp8", "e4m3"), ("mvue", "dense"),
-        ("input_gradient", "sparse"), ("diagnose_every", 0), ("budget", 600), ("budget", "hours:2"),
-        ("budget", "flops:-1"), ("budget", "seconds:0"), ("budget", "seconds:abc"),
+        ("on_oom", "retry"), ("distributed", "dp"), ("average", 0), ("mvue", "dense"), ("device", "cuda:0"),
     )},
     "trainer.device=gpu": "did you mean cuda?",
-    "trainer.device=cuda:0": "it takes",
     "trainer.device=mps": "one of auto, cpu, cuda, free",
     "trainer.device=CUDA": "did you mean cuda?",
     "trainer.precision=float16": "did you mean fp16?",
     "trainer.precision=bfloat16": "did you mean bf16?",
-    "trainer.precision=16": "it takes",
     "trainer.precision=half": "did you mean fp16?",
-    "trainer.precision=mixed": "it takes",
-    "trainer.acceleration=sparse": "it takes",
     "trainer.acceleration=cusparsel": "did you mean cusparselt?",
-    **{f"optimizer.lr={value}": "a number above 0" for value in ("0", "-1", "abc", "nan", "inf", "null", "1e-3x", "true")},
-    **{f"optimizer.{key}={value}": "it takes" for key, value in (
-        ("weight_decay", -1), ("eps", 0), ("betas", 0.9), ("betas", "[0.9]"), ("betas", "[0.9,1.0]"),
-        ("betas", "[0.9,0.99,0.999]"), ("betas", "[a,b]"), ("head_lr", 0), ("decay", "none"),
-    )},
-    "optimizer=sgd recipe=ste optimizer.momentum=1.5": "it takes",
-    "optimizer=sgd recipe=ste optimizer.nesterov=maybe": "true or false",
+    **{f"optimizer.lr={value}": "a number above 0" for value in ("0", "abc", "nan", "null", "1e-3x")},
+    "optimizer.head_lr=0": "it takes",
     "optimizer=sgd recipe=ste optimizer.nesterov=true optimizer.momentum=0": "momentum above 0",
-    **{f"schedule.{key}={value}": "it takes" for key, value in (("warmup", 1), ("warmup", -0.1), ("final", 2), ("cycles", 0))},
-    **{f"seed={value}": "seed" for value in ("-1", "abc", "1.5", "null", "99999999999999999999999", "18446744073709551616")},
+    **{f"seed={value}": "seed" for value in ("abc", "99999999999999999999999", "18446744073709551616")},
     **{f"seeds={value}": "null or a list of different whole numbers" for value in ("[]", "[1,1]", "[-1]", "3", "[a]", "[99999999999999999999999]")},
-    **{f"{key}={value}": "true or false" for key, value in (("force", "yes"), ("resume", 1), ("dry", "maybe"), ("sparsity.pad", "on"))},
+    "dry=maybe": "true or false",
+    "sparsity.pad=on": "true or false",
     "track.also=[neptune]": "a list of tensorboard and mlflow",
     "track.also=tensorboard": "a list of tensorboard and mlflow",
     "track.tags=mine": "a list of texts",
     "track.git=yes": "true or false",
-    "trainer.limit_evaluation=0": "a whole number, 1 or more",
-    "output_dir=null": "it takes a text",
-    "output_dir=''": "it takes a text",
     "output_dir=/proc/nothing": "/proc/nothing",
     "output_dir=/dev/null": "/dev/null is not a folder",
-    "model.channels=8": "at least two whole numbers",
     "model.channels=[8]": "at least two whole numbers",
-    "model.channels=[0,8]": "at least two whole numbers",
-    "model=mlp model.hidden=[64,a]": "at least two whole numbers",
     "model.exclude=[(]": "cannot be read as key=value",
     "model.exclude=[\\\"(\\\"]": "a regular expression",
     "model=resnet18 model.form=small": "it takes",
     "model=resnet20 model.depth=4 dataset=cifar10": "it takes",
-    "recipe.switch=1.5": "it takes",
-    "recipe.switch=0": "it takes",
-    "recipe=sr_ste recipe.decay=-1": "it takes",
-    "recipe=sr_ste recipe.decay=none": "it takes",
     "recipe=ste_periodic recipe.gradient=sts": "did you mean ste?",
-    "recipe=sdgf_geometric recipe.frames=0": "it takes",
     "recipe._target_=Mine": "package.Class",
     "recipe._target_=nosuch.module.Mine": "cannot be imported",
     "+model._target_=nosuch.build model.name=x": "cannot be imported",
     "+dataset._target_=nosuch.build dataset.name=x": "cannot be imported",
-    "dataset.val_fraction=0.9": "it takes",
-    "dataset.split_seed=-1": "it takes",
     "dataset=glue dataset.task=cola2": "did you mean cola?",
-    "dataset=cifar10 dataset.train_size=0": "it takes",
 }  # fmt: skip
 
 RATIOS = {
@@ -300,8 +272,6 @@ TOGETHER = {
     "recipe=t_sr_ste recipe.decay=auto trainer.budget=flops:1e12": "on top of trainer.budget",
     "trainer.steps=10 trainer.budget=flops:1e12": "each say how long the run is",
     "trainer.steps=10 trainer.budget=seconds:60": "each say how long the run is",
-    "trainer.steps=0": "a whole number, 1 or more, or null",
-    "trainer.eval_every=0steps": "of steps such as 200steps",
     "trainer.eval_every=10min": "of steps such as 200steps",
     "recipe=mdgf_linear recipe.dense=0.8 recipe.final=0.8": "recipe.dense=0.8 and recipe.final=0.8 are fractions of",
     "dataset=digits dataset.val_fraction=0.5 dataset.test_fraction=0.5": "leave nothing to train with",
@@ -572,7 +542,6 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from nmrun.lab.sweeps import jobs
     from nmrun.lab.words import precheck
 
     look, composed = precheck.look, {}  # each choice of options is composed once for all lines
@@ -580,12 +549,10 @@ def main() -> None:
         words, multirun, place, composed
     )
 
-    class Accepts:
-        @staticmethod
-        def run(*_: Any) -> dict[str, Any]:
-            return {"status": "planned", "folder": None}
-
-    jobs._runner = lambda: Accepts
+    # whose import would load torch
+    runner: Any = ModuleType("nmrun.lab.train.runner")
+    runner.run = lambda *_: {"status": "planned", "folder": None}
+    sys.modules[runner.__name__] = runner
     print(json.dumps({line: answer(line) for line in EVERY}))
 
 
