@@ -4,6 +4,7 @@ operators, compiled graphs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,7 +185,8 @@ def test_rounding_is_that_of_the_layer_it_replaces() -> None:
 def test_recomputed_activations_share_the_packed_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = both_ways(8, 16), normal(5, 16).requires_grad_()
     packed, calls = SemiStructuredProducts("compressed", weight, None, torch.float64, True), []
-    monkeypatch.setattr(SemiStructuredProducts, "_pack", lambda *args: calls.append(args))
+    packs_again = replace(COMPRESSED, pack=lambda *weights: calls.append(weights))
+    monkeypatch.setitem(semi_structured.PATHS, "compressed", packs_again)
     z: Any = checkpoint(lambda x: packed(x, weight, None).relu(), x, use_reentrant=False)
     (dx,) = torch.autograd.grad(z.sum(), x)
     torch.testing.assert_close(dx, ((x @ weight.t()) > 0).double() @ weight)

@@ -250,7 +250,7 @@ def test_help_is_what_hydra_would_say(tmp_path, flags):
         (tmp_path / "mine" / f"{name}.yaml").write_text("name: ste\n")
     code = "import sys; from nmrun.lab import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
     quick = python("-c", code, *flags, "--help", cwd=tmp_path)
-    code = f"from nmrun.lab.sweeps import jobs; jobs._hydra({[*flags, '--help']}, [])"
+    code = f"from nmrun.lab.sweeps import jobs; jobs.main({[*flags, '--help']})"
     whole = python("-c", code, cwd=tmp_path)
     assert quick.stderr == "[]\n"
     assert quick.stdout == whole.stdout
