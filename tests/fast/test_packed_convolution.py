@@ -103,6 +103,19 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("faster")
+def test_a_model_that_was_cast_still_has_its_weight() -> None:
+    model, x = prune(net(), "1:4"), torch.randn(5, 8, 6, 7)
+    rounded, other = model[0].weight.detach().bfloat16(), copy.deepcopy(model)
+    for one in (model, other):
+        nmrun.deploy(one, x)
+    assert torch.equal(model.bfloat16()[0].dense(), rounded)
+    other.load_state_dict(model.state_dict())
+    expected = F.conv2d(x, rounded.float(), model[0].bias.float(), padding=1)
+    torch.testing.assert_close(other[0](x), expected)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
 def test_what_is_wrong_is_said_in_one_line() -> None:
     model = prune(net(), "1:4")
     nmrun.deploy(model, torch.randn(5, 8, 6, 7))

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
-from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.linear import KINDS, PARTS, Bf16Products, matrix_of
-from nmrun.products.layer import LayerPacker
+from nmrun.fast.cpu.weight import KINDS, PackedWeight, matrix_of
 
 
 def window_of(module: nn.Conv2d) -> Window:
@@ -30,28 +27,15 @@ def window_of(module: nn.Conv2d) -> Window:
     return Window.of(module.kernel_size, module.stride, padding, module.dilation)
 
 
-class ConvolutionProducts(nn.Module):
+class ConvolutionProducts(PackedWeight):
     """The packed weight of one convolution, (out channels, channels) = ``shape`` for each position of
-    the kernel, in buffers that keep their addresses; empty until :meth:`write`."""
+    the kernel."""
 
     dtype: torch.dtype = torch.float32
-    PARTS: ClassVar[tuple[str, ...]] = PARTS
-    packer = LayerPacker
 
     def __init__(self, shape: Pair, window: Window) -> None:
-        super().__init__()
-        self.shape, self.window = shape, window
-        for kind, sides in zip(KINDS, (shape, shape[::-1]), strict=True):
-            empty = self._empty(*sides)
-            for part in self.PARTS:
-                self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
-
-    def _empty(self, rows: int, columns: int) -> Any:
-        return PackedMatrix.empty(rows, columns, self.window.positions)
-
-    def parts(self, kind: str) -> list[Tensor]:
-        """What a product of ``KINDS`` reads."""
-        return [getattr(self, f"{kind}_{part}") for part in self.PARTS]
+        super().__init__(shape, window.positions)
+        self.window = window
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
@@ -59,17 +43,7 @@ class ConvolutionProducts(nn.Module):
         ``other``, the weight of the input gradient, where that is another. The weight gradient is whole,
         masked or not.
         """
-        self._pack(weight, other)
-
-    def _pack(self, weight: Tensor, other: Tensor | None) -> None:
-        forward, backward = (self._matrix(kind) for kind in KINDS)
-        if other is not None:
-            products.pack(by_taps(other.transpose(0, 1)), backward)
-        products.pack(by_taps(weight), forward, None if other is not None else backward)
-
-    def _matrix(self, kind: str) -> Any:
-        sides = self.shape if kind == KINDS[0] else self.shape[::-1]
-        return matrix_of(self.parts(kind), *sides, self.window.positions)
+        self.pack(by_taps(weight), None if other is None else by_taps(other))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (images, channels, height, width) to (images, out channels, height, width), channels
@@ -81,15 +55,7 @@ class ConvolutionProducts(nn.Module):
 class Bf16ConvolutionProducts(ConvolutionProducts):
     """The same with products in bfloat16, which the processor has to have; the weight is rounded."""
 
-    dtype = torch.bfloat16
-    PARTS = Bf16Products.PARTS
-
-    def _empty(self, rows: int, columns: int) -> Any:
-        return Bf16Matrix.empty(rows, columns, self.window.positions)
-
-    def _pack(self, weight: Tensor, other: Tensor | None) -> None:
-        bf16.pack(by_taps(weight), self._matrix("forward"))
-        bf16.pack(by_taps(weight if other is None else other), self._matrix("backward"), True)
+    dtype, MATRIX = torch.bfloat16, Bf16Matrix
 
 
 def by_taps(weight: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """A linear layer through N:M products on the CPU, as operators that autograd and ``torch.compile``
 know.
 
-:class:`LinearProducts` holds what the products read (``nmrun.fast.cpu.kernels.products``), packed once per
-optimizer step. It is no part of any state dict.
+:class:`LinearProducts` holds what the products read, see :mod:`nmrun.fast.cpu.weight`.
 
     Z = X W^T       sparse
     dX = dZ V       sparse: V^T is packed too, and needs no pattern; V is W unless the recipe has
@@ -17,35 +16,28 @@ forward product alone: where many weights are kept, the transpose fills its slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
+from nmrun.fast.cpu.weight import KINDS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
 from nmrun.patterns import Pattern
-from nmrun.products.layer import LayerPacker
 from nmrun.products.simulation import estimate
 
-KINDS, PARTS = ("forward", "backward"), ("values", "index", "start")
 
-
-class LinearProducts(nn.Module):
-    """The packed weight of one layer, (outputs, inputs) = ``shape``, in buffers that keep their addresses;
-    empty until :meth:`write`. Values and sums are float32 with either ``dtype`` of the products.
+class LinearProducts(PackedWeight):
+    """The packed weight of one layer, (outputs, inputs) = ``shape``. Values and sums are float32 with
+    either ``dtype`` of the products.
 
     ``gradient_is_faster``: the sparse ways to compute the weight gradient beat the dense one, which is
     computed by ``dense``, that is torch (``dense``) or ``onednn``.
     """
-
-    PARTS: ClassVar[tuple[str, ...]] = PARTS
-    packer = LayerPacker
 
     def __init__(
         self,
@@ -55,59 +47,21 @@ class LinearProducts(nn.Module):
         gradient_is_faster: bool = False,
         dense: str = "dense",
     ) -> None:
-        super().__init__()
-        self.shape, self.dtype = shape, dtype
+        super().__init__(shape)
+        self.dtype = dtype
         self.gradient_is_faster, self.dense, self.gradient = gradient_is_faster, dense, dense
         rows, columns = shape
         whole, rest = divmod(columns, pattern.m)
         self.full = rows * (whole * pattern.n + min(rest, pattern.n))  # where no kept weight is 0
-        self.names = dict[str, list[str]]()
-        for kind in KINDS:
-            buffers = {f"{kind}_{part}": tensor for part, tensor in self._buffers_of(kind).items()}
-            self.names[kind] = list(buffers)
-            for name, buffer in buffers.items():
-                self.register_buffer(name, buffer, persistent=False)
-
-    def _sides(self, kind: str) -> tuple[int, int]:
-        rows, columns = self.shape
-        return (rows, columns) if kind == "forward" else (columns, rows)
-
-    def _buffers_of(self, kind: str) -> dict[str, Tensor]:
-        """What a product of ``KINDS`` reads, by name, empty."""
-        empty = self._empty(*self._sides(kind))
-        return {part: getattr(empty, part) for part in self.PARTS}
-
-    def _empty(self, rows: int, columns: int) -> Any:
-        return PackedMatrix.empty(rows, columns)
-
-    def parts(self, kind: str) -> list[Tensor]:
-        """What a product of ``KINDS`` reads."""
-        return [getattr(self, name) for name in self.names[kind]]
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Pack a weight (outputs, inputs), float32, in place of the old one, and ``other`` for the input
         gradient. ``masked``: the gradients of pruned weights are not needed; kept weights that are 0 need
         theirs, so where there are any, all are computed."""
-        count = self._pack(weight.detach(), weight.detach() if other is None else other.detach())
+        count = self.pack(weight.detach(), None if other is None else other.detach())
         sampled = masked and self.gradient_is_faster and count == self.full
         self.gradient = "sampled" if sampled else self.dense
-
-    def _pack(self, weight: Tensor, other: Tensor) -> int:
-        """How many non-zeros the weight has."""
-        forward, backward = self._matrix("forward"), self._matrix("backward")
-        if other is not weight:
-            products.pack(other.t().contiguous(), backward)
-            products.pack(weight.contiguous(), forward)
-        elif weight.is_contiguous():
-            products.pack(weight, forward, backward)
-        else:  # stored as (inputs, outputs)
-            products.pack(weight.t().contiguous(), backward, forward)
-        count: int = forward.count
-        return count
-
-    def _matrix(self, kind: str) -> Any:
-        return matrix_of(self.parts(kind), *self._sides(kind))
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -128,22 +82,7 @@ class LinearProducts(nn.Module):
 class Bf16Products(LinearProducts):
     """The same with products in bfloat16, which the processor has to have; the weight is rounded."""
 
-    PARTS = ("values", "index", "counts", "start")
-
-    def _empty(self, rows: int, columns: int) -> Any:
-        return Bf16Matrix.empty(rows, columns)
-
-    def _pack(self, weight: Tensor, other: Tensor) -> int:
-        self._turn(other)
-        turned = not weight.is_contiguous()
-        stored = weight.t().contiguous() if turned else weight
-        return bf16.pack(stored, self._matrix("forward"), turned)
-
-    def _turn(self, other: Tensor) -> None:
-        """Write what the input gradient reads."""
-        turned = other.is_contiguous()
-        stored = other if turned else other.t().contiguous()
-        bf16.pack(stored, self._matrix("backward"), turned)
+    MATRIX = Bf16Matrix
 
 
 class Bf16Forward(Bf16Products):
@@ -151,28 +90,14 @@ class Bf16Forward(Bf16Products):
 
     backward_weight: Tensor
 
-    def _buffers_of(self, kind: str) -> dict[str, Tensor]:
+    def empty(self, kind: str) -> dict[str, Tensor]:
         if kind == "forward":
-            return super()._buffers_of(kind)
+            return super().empty(kind)
         return {"weight": torch.empty(self.shape, dtype=torch.bfloat16)}
 
-    def _turn(self, other: Tensor) -> None:
-        self.backward_weight.copy_(other)
-
-
-def matrix_of(
-    parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1
-) -> PackedMatrix | Bf16Matrix:
-    """What buffers of either class of products hold."""
-    if len(parts) == len(Bf16Products.PARTS):
-        values, index, counts, start = parts
-        return Bf16Matrix(values, index, counts, start, rows, columns, taps)
-    values, index, start = parts
-    return PackedMatrix(values, index, start, rows, columns, taps)
-
-
-def _kernels(matrix: PackedMatrix | Bf16Matrix) -> ModuleType:
-    return bf16 if isinstance(matrix, Bf16Matrix) else products
+    def pack(self, weight: Tensor, other: Tensor | None) -> int:
+        self.backward_weight.copy_(weight if other is None else other)
+        return bf16.pack(weight, self.matrix("forward"))
 
 
 @torch.library.custom_op("nmrun::linear_cpu", mutates_args=())
@@ -183,7 +108,7 @@ def linear(
     """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
     ``onednn``, ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
     matrix = matrix_of(forward, weight.shape[0], weight.shape[1])
-    product: Tensor = _kernels(matrix).multiply(x, matrix, bias)
+    product: Tensor = kernels_of(matrix).multiply(x, matrix, bias)
     return product
 
 
@@ -198,7 +123,7 @@ def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     if len(parts) == 1:
         return x @ parts[0]
     matrix = matrix_of(parts, rows, x.shape[1])
-    product: Tensor = _kernels(matrix).multiply(x, matrix)
+    product: Tensor = kernels_of(matrix).multiply(x, matrix)
     return product
 
 
@@ -211,7 +136,7 @@ def _(x, parts, rows):  # type: ignore[no-untyped-def]
 def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
     matrix = matrix_of(parts, dz.shape[1], x.shape[1])
-    gradient: Tensor = _kernels(matrix).sampled(x, dz, matrix)
+    gradient: Tensor = kernels_of(matrix).sampled(x, dz, matrix)
     return gradient
 
 

@@ -7,6 +7,7 @@ Its state dict has ``values`` (slots, 32), ``index`` (slots, 32), ``counts`` (bl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,28 +15,22 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.packed_linear import (
-    PackedLinear,
-    check_operands,
-)
+from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
 from nmrun.fast.operators import over_tokens, register_operator
 
 
 class Bf16Linear(PackedLinear):
     """``x W^T + bias`` with an N:M weight of bfloat16, on the CPU; other inputs are rounded to it."""
 
+    MATRIX = Bf16Matrix
+
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Bf16Linear:
         """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16."""
         return cls(bf16.packed(weight.detach()), bias)
 
-    def _hold(self, matrix: Any) -> None:
-        for name in self.PARTS:
-            self.register_buffer(name, getattr(matrix, name))
-        self.register_buffer("start", matrix.start, persistent=False)
-
-    def _matrix(self, *parts: Tensor) -> Any:
-        values, index, counts = parts
+    def matrix(self, stored: Sequence[Tensor]) -> Any:
+        values, index, counts = stored
         return Bf16Matrix.of(values.bfloat16(), index, counts, self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.grad import conv2d_input
 
 from nmrun.fast.cpu.convolution import by_taps
@@ -20,11 +20,12 @@ from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.linear import PARTS, matrix_of
+from nmrun.fast.cpu.packed_layer import PackedLayer
+from nmrun.fast.cpu.weight import matrix_of
 from nmrun.fast.operators import followed
 
 
-class PackedConvolution(nn.Module):
+class PackedConvolution(PackedLayer):
     """A convolution with an N:M weight, float32, on the CPU.
 
     Args:
@@ -33,47 +34,25 @@ class PackedConvolution(nn.Module):
         bias: (out_channels,), or None.
     """
 
-    STORED: ClassVar[tuple[str, ...]] = PARTS  # in the state dict
-    DERIVED: ClassVar[tuple[str, ...]] = ()
-    bias: Tensor | None
+    MATRIX: ClassVar[Any] = PackedMatrix
 
     def __init__(self, matrix: Any, window: Window, bias: Tensor | None = None) -> None:
-        super().__init__()
+        super().__init__(matrix, bias)
         self.in_channels, self.out_channels = matrix.columns, matrix.rows
         self.window = window
-        for part in (*self.STORED, *self.DERIVED):
-            self.register_buffer(part, getattr(matrix, part), persistent=part in self.STORED)
-        self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
     def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> PackedConvolution:
         """The layer of a weight (out_channels, in_channels, rows, columns) with zeros."""
         return cls(packed(weight), window, bias)
 
-    def _matrix(self, parts: Sequence[Tensor]) -> Any:
-        """Raises ValueError for tensors that hold no matrix of this layer."""
-        values, index, start = parts
+    def matrix(self, stored: Sequence[Tensor]) -> Any:
+        values, index, start = stored
         shape = (self.out_channels, self.in_channels, self.window.positions)
-        return PackedMatrix.of(values, index, start, *shape)
+        return PackedMatrix.of(values.to(self.values), index, start, *shape)
 
     def _parts(self) -> list[Tensor]:
-        return [getattr(self, part) for part in (*self.STORED, *self.DERIVED)]
-
-    def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
-        parts = [state.get(prefix + part) for part in self.STORED]
-        if all(isinstance(part, Tensor) for part in parts):
-            try:  # another weight of this shape may have another number of non-zeros
-                matrix = self._matrix(parts)  # type: ignore[arg-type]
-            except ValueError as error:
-                errors.append(f"{prefix.removesuffix('.')}: {error}")
-                return
-            for name in (*self.STORED, *self.DERIVED):
-                like = getattr(self, name)
-                setattr(self, name, getattr(matrix, name).to(like.device, copy=True))
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+        return [getattr(self, part) for part in (*self.MATRIX.STORED, *self.MATRIX.DERIVED)]
 
     def forward(self, input: Tensor) -> Tensor:
         """From (images, in_channels, height, width) to (images, out_channels, height, width), channels
@@ -101,16 +80,15 @@ class PackedConvolution(nn.Module):
 class Bf16Convolution(PackedConvolution):
     """The same with a weight of bfloat16, on processors that have the instruction."""
 
-    STORED = ("values", "index", "counts")
-    DERIVED = ("start",)
+    MATRIX = Bf16Matrix
 
     @classmethod
     def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> PackedConvolution:
         """The layer of a weight (out_channels, in_channels, rows, columns) with zeros, rounded."""
         return cls(bf16.packed(by_taps(weight), window.positions), window, bias)
 
-    def _matrix(self, parts: Sequence[Tensor]) -> Any:
-        values, index, counts = parts
+    def matrix(self, stored: Sequence[Tensor]) -> Any:
+        values, index, counts = stored
         shape = (self.out_channels, self.in_channels, self.window.positions)
         return Bf16Matrix.of(values.bfloat16(), index, counts, *shape)
 

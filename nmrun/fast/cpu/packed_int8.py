@@ -7,17 +7,15 @@ Its state dict has ``values`` (slots, 64), ``index`` (slots, 64), ``counts`` (ti
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
-from nmrun.fast.cpu.packed_linear import (
-    PackedLinear,
-    check_operands,
-)
+from nmrun.fast.cpu.packed_linear import PackedLinear, check_operands
 from nmrun.fast.operators import over_tokens, register_operator
 
 INT8 = "int8"
@@ -32,9 +30,9 @@ class Int8Linear(PackedLinear):
         bias: (out_features,), or None.
     """
 
+    MATRIX = Int8Matrix
     scales: Tensor
     sums: Tensor
-    PARTS: ClassVar[tuple[str, ...]] = (*PackedLinear.PARTS, "scales")
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
@@ -47,14 +45,8 @@ class Int8Linear(PackedLinear):
         value, scales = int8.quantised(row, weight.detach()[row, column], len(weight))
         return cls(int8.pack(row, column, value, scales, *weight.shape), bias)
 
-    def _hold(self, matrix: Any) -> None:
-        for name in self.PARTS:
-            self.register_buffer(name, getattr(matrix, name))
-        for name in ("start", "sums"):
-            self.register_buffer(name, getattr(matrix, name), persistent=False)
-
-    def _matrix(self, *parts: Tensor) -> Any:
-        values, index, counts, scales = parts
+    def matrix(self, stored: Sequence[Tensor]) -> Any:
+        values, index, counts, scales = stored
         shape = (self.out_features, self.in_features)
         return Int8Matrix.of(values, index, counts, scales.float(), *shape)
 

@@ -1,7 +1,6 @@
 """A linear layer for inference on the CPU whose N:M weight is packed in tiles.
 
-It stands in the place of ``nn.Linear`` and Hugging Face's ``Conv1D``. Nothing in it is trained, but
-gradients pass through to the input.
+It stands in the place of ``nn.Linear`` and Hugging Face's ``Conv1D``.
 
 The state dict of a :class:`PackedLinear` has the tensors of a
 :class:`nmrun.fast.cpu.kernels.tiles.TiledMatrix`: ``values`` (slots, 16), ``index`` (slots, 16) and
@@ -10,17 +9,19 @@ The state dict of a :class:`PackedLinear` has the tensors of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products, tiles
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
+from nmrun.fast.cpu.packed_layer import PackedLayer
 from nmrun.fast.operators import over_tokens, register_operator
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PackedLayer):
     """``x W^T + bias`` with an N:M weight, float32 or bfloat16, on the CPU.
 
     Args:
@@ -28,18 +29,13 @@ class PackedLinear(nn.Module):
         bias: (out_features,), or None.
     """
 
-    values: Tensor
-    index: Tensor
+    MATRIX: ClassVar[Any] = TiledMatrix
     counts: Tensor
-    start: Tensor
-    bias: Tensor | None
-    PARTS: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
+    same: int
 
     def __init__(self, matrix: Any, bias: Tensor | None = None) -> None:
-        super().__init__()
+        super().__init__(matrix, bias)
         self.in_features, self.out_features = matrix.columns, matrix.rows
-        self._hold(matrix)
-        self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -48,30 +44,10 @@ class PackedLinear(nn.Module):
         matrix = tiles.pack(row, column, weight.detach()[row, column], *weight.shape)
         return cls(matrix, bias)
 
-    def _hold(self, matrix: Any) -> None:
-        for name in self.PARTS:
-            self.register_buffer(name, getattr(matrix, name))
-        self.register_buffer("start", matrix.start, persistent=False)
-        self.same = matrix.same
-
-    def _matrix(self, *parts: Tensor) -> Any:
-        """Raises ValueError: for tensors that hold no matrix of this shape."""
-        values, index, counts = parts
+    def matrix(self, stored: Sequence[Tensor]) -> Any:
+        values, index, counts = stored
         shape = (self.out_features, self.in_features)
         return TiledMatrix.of(values.to(self.values), index, counts, *shape)
-
-    def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
-        parts = [state.get(prefix + name) for name in self.PARTS]
-        if all(isinstance(part, Tensor) for part in parts):
-            try:  # another weight of this shape may have another number of slots
-                self._hold(self._matrix(*(part.clone() for part in parts)))  # type: ignore[union-attr]
-            except ValueError as error:
-                errors.append(f"{prefix.removesuffix('.')}: {error}")
-                return
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
     def forward(self, input: Tensor) -> Tensor:
         """From (..., in_features) to (..., out_features), in the dtype of the input, summed in float32."""

@@ -8,6 +8,7 @@ The bits of a result depend on nothing but the operands, whatever the number of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,10 @@ class Bf16Matrix:
             its own blocks.
         start: int32, (blocks * tiles + 1): where the slots of a tile in a block begin.
     """
+
+    # what :meth:`of` takes, and what follows from these
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
+    DERIVED: ClassVar[tuple[str, ...]] = ("start",)
 
     values: Tensor
     index: Tensor
@@ -124,12 +129,14 @@ class Bf16Matrix:
 
 
 def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
-    """Round a float32 matrix, contiguous, and pack it into memory of :meth:`Bf16Matrix.empty`: a matrix
-    (rows, taps * columns) for ``into``, or ``turned`` one of (columns, taps * rows), of which the
-    transpose of each tap is packed.
+    """Round a float32 matrix and pack it into memory of :meth:`Bf16Matrix.empty`: a matrix (rows, taps *
+    columns) for ``into``, or ``turned`` one of (columns, taps * rows), of which the transpose of each
+    tap is packed. Without taps it may be stored by columns.
 
     Returns how many non-zeros there are, rounded.
     """
+    if not matrix.is_contiguous():
+        matrix, turned = matrix.t().contiguous(), not turned
     library, size = KERNELS.load(), matrix.numel() // into.taps
     across, tiles = (into.rows if turned else into.columns), into.counts.shape[1]
     shape = (int(turned), matrix.shape[1], into.rows, into.columns, BEGIN, END)
@@ -157,6 +164,14 @@ def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
     for source, counts, start, _ in taps:
         in_parts(library.nm_bf16_fill, (source, *shape, counts, start, *memory), tiles, size)
     return int(nonzeros.sum())
+
+
+def pack_both(
+    weight: Tensor, other: Tensor | None, forward: Bf16Matrix, backward: Bf16Matrix
+) -> int:
+    """As :func:`nmrun.fast.cpu.kernels.products.pack_both`; rounded."""
+    pack(weight if other is None else other, backward, turned=True)
+    return pack(weight, forward)
 
 
 def packed(matrix: Tensor, taps: int = 1) -> Bf16Matrix:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,10 @@ class Int8Matrix:
         start: int32, (tiles + 1): where a tile's slots begin.
         sums: int32, (tiles * 16): of the values of a row.
     """
+
+    # what :meth:`of` takes, and what follows from these
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts", "scales")
+    DERIVED: ClassVar[tuple[str, ...]] = ("start", "sums")
 
     values: Tensor
     index: Tensor

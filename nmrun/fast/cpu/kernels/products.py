@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,10 @@ class PackedMatrix:
         taps: how many there are.
     """
 
+    # what :meth:`of` takes, and what follows from these
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "start")
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
     values: Tensor
     index: Tensor
     start: Tensor
@@ -111,13 +115,14 @@ class PackedMatrix:
         return int(self.start[-1])
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, (rows, taps * columns), float32."""
+        """The matrix with its zeros, (rows, taps * columns), in the dtype of the values."""
         out = torch.empty(self.rows, self.taps * self.columns)
-        parts = [t.data_ptr() for t in (self.values, self.index, self.start)]
+        values = self.values.float()  # a model that is cast casts them as well
+        parts = [t.data_ptr() for t in (values, self.index, self.start)]
         shape, to = (self.taps, self.rows, self.columns), out.data_ptr()
         library = KERNELS.load()
         in_parts(library.nm_unpack, (*parts, *shape, BEGIN, END, to), self.rows, out.numel())
-        return out
+        return out.to(self.values.dtype)
 
 
 def blocks_of(columns: int) -> int:
@@ -146,6 +151,25 @@ def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None)
     in_parts(library.nm_count_turned, (*counted, BEGIN, END, begins), blocks, size)
     library.nm_starts(begins, len(turned.start) - 1)
     in_parts(library.nm_fill_turned, (*filled, BEGIN, END, *into), blocks, size)
+
+
+def pack_both(
+    weight: Tensor, other: Tensor | None, forward: PackedMatrix, backward: PackedMatrix
+) -> int:
+    """Pack a weight (rows, taps * columns) into ``forward``, and the transpose of every tap of it, or
+    of an ``other`` weight, into ``backward``. Without taps they may be stored by columns.
+
+    Returns how many non-zeros the weight has.
+    """
+    if other is not None:
+        turned = other.unflatten(1, (forward.taps, -1)).permute(2, 1, 0)
+        pack(turned.contiguous().flatten(1), backward)
+        pack(weight.contiguous(), forward)
+    elif weight.is_contiguous():
+        pack(weight, forward, backward)
+    else:
+        pack(weight.t().contiguous(), backward, forward)
+    return forward.count
 
 
 def multiply(

@@ -8,6 +8,7 @@ serves a single token (``nm_token.c``, bound by reading the non-zeros) and thous
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,10 @@ class TiledMatrix:
         start: int32, (blocks * tiles + 1): their sums, see ``nm_token.c``.
         same: how many slots all segments have, 0 if they differ.
     """
+
+    # what :meth:`of` takes, and what follows from these
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
+    DERIVED: ClassVar[tuple[str, ...]] = ("start", "same")
 
     values: Tensor
     index: Tensor
