@@ -118,6 +118,9 @@ ACCELERATION = (
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
 OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
+# where the weights are that a recipe reads: the folder of a finished run, or a file. They have to be as
+# their run left them, and its id is a part of the id of the run that reads them
+WEIGHTS = Check("a text, or null", OPTIONAL_TEXT.holds)
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check(
     f"{', '.join(SWITCHES)} or a fraction of all steps above 0 and below 1",

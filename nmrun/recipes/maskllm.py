@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
+from nmrun.ranges import FRACTION, SPAN, WEIGHTS, number
 from nmrun.recipes.base import drawn_seed
 from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates
 from nmrun.sparsity.layers import plain_name
@@ -57,7 +57,7 @@ class MaskLLM(MaskScores, FrozenWeights):
     kappa: Annotated[Span, SPAN] = (100.0, 500.0)
     temperature: Annotated[Span, SPAN] = (4.0, 0.05)
     prior: Annotated[float, number(0)] = 3.0
-    masks: Annotated[str | None, OPTIONAL_TEXT] = None
+    masks: Annotated[str | None, WEIGHTS] = None
     reg: Annotated[float, number(0)] = 1e-5
     lr_mult: Annotated[float, number(0, open_low=True)] = 10.0
     dense: Annotated[float, FRACTION] = 0.5

@@ -21,6 +21,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys.fields import Field, fields, recipe_fields
 from nmrun.lab.runs import documents
 from nmrun.patterns import USUAL
+from nmrun.ranges import WEIGHTS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -131,6 +132,15 @@ def keys(group: str, name: str = "") -> Mapping[str, Field]:
     if name not in names(group):
         raise KeyError(name)
     return recipe_fields(recipes.RECIPES[name]) if name in recipes.RECIPES else {}
+
+
+def weights_named(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Where the weights are that a recipe reads, by the hyperparameters that name them
+    (``nmrun.ranges.WEIGHTS``)."""
+    path = recipes.RECIPES.get(recipe.get("name", ""))
+    found = recipe_fields(path) if path is not None else {}
+    named = {key: recipe.get(key) for key, field in found.items() if field.check is WEIGHTS}
+    return {key: place for key, place in named.items() if place is not None}
 
 
 def points(group: str) -> Mapping[str, EntryPoint]:

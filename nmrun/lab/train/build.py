@@ -20,6 +20,7 @@ from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.kernels import compiler
 from nmrun.lab import ranks, tasks, verbs
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.locks import free_gpu
 from nmrun.lab.tasks.base import Loss, Task
@@ -137,8 +138,8 @@ def build(
     taught = trainer.distill is not None
     loss = distillation.loss_of(config, task, model) if taught else task.loss
     optimizer = optimizer_of(config.optimizer, model)
-    if config.recipe.name == "maskllm" and config.recipe.options.get("masks") is not None:
-        weights.check_masks(config.recipe.options["masks"])
+    for key, place in options.weights_named(config.plain["recipe"]).items():
+        weights.check(place, f"recipe.{key}={place}")
     try:
         if total_steps is None:
             total_steps = _planned_steps(config, task, whole, device)

@@ -33,15 +33,16 @@ def network(config: Config, task: Task) -> nn.Module:
     return model
 
 
-def check_masks(place: str) -> None:
-    """Look whether the weights that ``recipe.masks`` names are as their run left them; what is in
-    no run's folder is taken as it is. ConfigError where they were changed."""
+def check(place: str, setting: str) -> None:
+    """Look whether the weights that a recipe reads are as their run left them; what is in no run's
+    folder is taken as it is. ``setting`` is the key and value for errors. ConfigError where they were
+    changed."""
     folder, file = weights_in(Path(place).expanduser())
     if file in WEIGHTS:
         try:
             folder.checked(file)
         except RunError as error:
-            raise ConfigError(f"recipe.masks={place}: {error}") from None
+            raise ConfigError(f"{setting}: {error}") from None
         folder.tell_unverified()
 
 

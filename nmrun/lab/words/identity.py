@@ -83,8 +83,8 @@ def identity(config: Config) -> str:
         relevant[group] = value
     if (teacher := relevant["trainer"].get("distill", "start")) != "start":
         relevant["trainer"]["distill"] = _weights_of(teacher)
-    if config.recipe.name == "maskllm" and config.recipe.options["masks"] is not None:
-        relevant["recipe"]["masks"] = _weights_of(Path(relevant["recipe"]["masks"]).expanduser())
+    for key, place in options.weights_named(config.plain["recipe"]).items():
+        relevant["recipe"][key] = _weights_of(Path(place).expanduser())
     if config.init is not None:
         relevant["init"] = _weights_of(config.init)
     overrides = config.sparsity.overrides

@@ -271,7 +271,7 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     yield from _no_teacher(plain, on_this_machine)
     if on_this_machine and plain["init"] is not None and (why := _no_weights(plain["init"])):
         yield f"init={plain['init']}: {why}"
-    yield from _no_masks(plain["recipe"], on_this_machine)
+    yield from _unfinished(plain["recipe"], on_this_machine)
     if not custom:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     yield from _not_pruned(plain["model"], plain["trainer"])
@@ -331,12 +331,11 @@ def _no_teacher(plain: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
         yield f"trainer.distill={teacher}: {why}"
 
 
-def _no_masks(recipe: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
-    place = recipe.get("masks") if recipe.get("name") == "maskllm" else None
-    if not on_this_machine or place is None or Path(place).expanduser().is_file():
-        return
-    if why := RunFolder(Path(place).expanduser()).unfinished():
-        yield f"recipe.masks={place}: {why}"
+def _unfinished(recipe: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
+    for key, place in options.weights_named(recipe).items() if on_this_machine else ():
+        path = Path(place).expanduser()
+        if not path.is_file() and (why := RunFolder(path).unfinished()):
+            yield f"recipe.{key}={place}: {why}"
 
 
 def _not_pruned(model: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
