@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nmrun import atomic
 
@@ -144,6 +145,36 @@ def in_parts(
         failed = any([kernel(*call) for call in calls[:1]] + [job.result() for job in jobs])
     if failed:
         raise MemoryError("no memory for the products of a packed weight")
+
+
+def in_tokens_or_rows(
+    kernel: Callable[..., int],
+    operands: Sequence[Any],
+    tokens: int,
+    rows: int,
+    work: int,
+    panel: int,
+    line: int = 1,
+    last: Sequence[int] = (),
+) -> None:
+    """Call a kernel of a product for panels of tokens, or for rows where there are fewer panels than
+    threads.
+
+    Args:
+        operands: its first ones; then come the tokens and the rows of a part, and the ``last``.
+        rows: of the matrix, or tiles of them.
+        work: see :func:`in_parts`, of all tokens and rows.
+        panel, line: all parts but the last have multiples of so many tokens, or rows.
+    """
+    if -(-tokens // panel) >= torch.get_num_threads():
+        in_parts(kernel, (*operands, BEGIN, END, 0, rows, *last), tokens, work, panel)
+    else:
+        in_parts(kernel, (*operands, 0, tokens, BEGIN, END, *last), rows, work, line)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's numbers lie, for a kernel; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache

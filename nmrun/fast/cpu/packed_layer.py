@@ -8,6 +8,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 
+def check_on_cpu(x: Tensor, values: Tensor) -> None:
+    """Raise RuntimeError for an input or weights that are elsewhere."""
+    if not (x.is_cpu and values.is_cpu):
+        raise RuntimeError(
+            f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
+        )
+
+
 class PackedLayer(nn.Module):
     """A layer whose state dict has what the matrix of its weight stores, and ``bias`` where there is
     one. Nothing in it is trained, but gradients pass through to the input.

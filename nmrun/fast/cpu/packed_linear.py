@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products, tiles
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
-from nmrun.fast.cpu.packed_layer import PackedLayer
+from nmrun.fast.cpu.packed_layer import PackedLayer, check_on_cpu
 from nmrun.fast.operators import over_tokens, register_operator
 
 
@@ -66,10 +66,7 @@ class PackedLinear(PackedLayer):
 
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
     """Raise RuntimeError for an input of another width, and for tensors that are not on the CPU."""
-    if not (x.is_cpu and values.is_cpu):
-        raise RuntimeError(
-            f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
-        )
+    check_on_cpu(x, values)
     if x.shape[-1] != columns:
         raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
 

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
+from nmrun.fast.cpu.kernels.slots import start_of
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
 
 TILE = 16  # rows, as in nm_bf16.c
 SEGMENT = 32  # columns
@@ -86,13 +87,8 @@ class Bf16Matrix:
     ) -> Bf16Matrix:
         """Raises ValueError for tensors that hold no matrix of this shape."""
         blocks, tiles = taps * -(-columns // BLOCK), -(-rows // TILE)
-        if counts.shape != (blocks, tiles, SEGMENTS) or counts.dtype != torch.uint8:
-            raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
-        start = torch.zeros(blocks * tiles + 1, dtype=torch.int32)
-        start[1:] = counts.sum(2, dtype=torch.int64).flatten().cumsum(0)
-        slots = (int(start[-1]), SEGMENT)
-        if values.shape != slots or index.shape != slots or index.dtype != torch.uint8:
-            raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
+        shape, about = (blocks, tiles, SEGMENTS), f"{rows} x {columns}"
+        start = start_of(values, index, counts, shape, SEGMENT, about)
         if values.dtype != torch.bfloat16:
             raise ValueError(f"values of {values.dtype}, not bfloat16")
         parts = (values.contiguous(), index.contiguous(), counts.contiguous(), start)
@@ -191,13 +187,10 @@ def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tenso
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)
     bias = None if bias is None else bias.float().contiguous()
-    operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    operands = [x.data_ptr(), out.data_ptr(), address(bias)]
     operands += [*_addresses(matrix), rows, columns]
     tiles, work = matrix.counts.shape[1], tokens * matrix.values.numel() // WORTH
-    if -(-tokens // MOST) >= torch.get_num_threads():
-        in_parts(library.nm_bf16, (*operands, BEGIN, END, 0, tiles), tokens, work, MOST)
-    else:
-        in_parts(library.nm_bf16, (*operands, 0, tokens, BEGIN, END), tiles, work)
+    in_tokens_or_rows(library.nm_bf16, operands, tokens, tiles, work, MOST)
     return out
 
 
@@ -207,7 +200,7 @@ def convolve(
     """See :func:`nmrun.fast.cpu.kernels.convolution.convolve`: images in bfloat16, channels last, a bias
     in float32, and where a ``Geometry`` lies."""
     pixels = out.shape[0] * out.shape[2] * out.shape[3]
-    operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    operands = [x.data_ptr(), out.data_ptr(), address(bias)]
     operands += [*_addresses(matrix), geometry, x.shape[0]]
     work = pixels * matrix.slots * SEGMENT // WORTH
     in_parts(KERNELS.load().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, MOST)

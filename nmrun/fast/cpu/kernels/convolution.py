@@ -17,7 +17,7 @@ from torch import Tensor
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.kernels.compiler import BEGIN, END, address, in_parts
 
 Pair = tuple[int, int]
 
@@ -107,7 +107,7 @@ def _by_images(
     pixels = in_height * in_width
     turned = _workspace(pixels * columns * PANEL)
     parts = [t.data_ptr() for t in (weight.values, weight.index, weight.start)]
-    bias_at = 0 if bias is None else bias.data_ptr()
+    bias_at = address(bias)
     work = min(images, PANEL) * weight.count * height * out.shape[3] // WORTH
     for first in range(0, images, PANEL):
         panel = (first, min(first + PANEL, images))

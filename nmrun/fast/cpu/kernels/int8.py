@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
+from nmrun.fast.cpu.kernels.slots import in_order, start_of
+from nmrun.kernels.compiler import CFunctions, address, in_tokens_or_rows
 
 TILE = 16  # rows, as in nm_int8.c
 SEGMENT = 64  # columns
@@ -70,13 +71,8 @@ class Int8Matrix:
     ) -> Int8Matrix:
         """Raises ValueError for tensors that hold no matrix of this shape."""
         tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
-        if counts.shape != (tiles, segments) or counts.dtype != torch.uint8:
-            raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
-        start = torch.zeros(tiles + 1, dtype=torch.int32)
-        start[1:] = counts.sum(1, dtype=torch.int64).cumsum(0)
-        slots = (int(start[-1]), SEGMENT)
-        if values.shape != slots or index.shape != slots or index.dtype != torch.uint8:
-            raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
+        shape, about = (tiles, segments), f"{rows} x {columns}"
+        start = start_of(values, index, counts, shape, SEGMENT, about)
         if values.dtype != torch.int8 or scales.shape != (rows,) or scales.dtype != torch.float32:
             raise ValueError(
                 f"{values.dtype} values with {list(scales.shape)} {scales.dtype} scales"
@@ -135,13 +131,9 @@ def pack(
     of its rows.
     """
     tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
-    order = (row * columns + column).argsort()
-    row, column, value = row[order], column[order], value[order]
-    run = row * segments + column // SEGMENT
-    filled = torch.bincount(run, minlength=tiles * TILE * segments)
-    rank = torch.arange(len(run)) - (filled.cumsum(0) - filled)[run]
-    # the fullest row counts
-    counts = -(-filled.view(tiles, TILE, segments).amax(1) // DEEP)
+    row, column, value, rank, filled = in_order(row, column, value, tiles * TILE, columns, SEGMENT)
+    # the fullest row of a tile counts
+    counts = -(-filled.unflatten(0, (tiles, TILE)).amax(1) // DEEP)
     flat = counts.flatten()
     first = (flat.cumsum(0) - flat)[row // TILE * segments + column // SEGMENT]
     position = (first + rank // DEEP) * SEGMENT + row % TILE * DEEP + rank % DEEP
@@ -164,14 +156,11 @@ def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tenso
     bias = None if bias is None else bias.contiguous()
     parts = (matrix.values, matrix.index, matrix.counts, matrix.start, matrix.scales, matrix.sums)
     odd = ctypes.c_int32(0)
-    operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    operands = [x.data_ptr(), out.data_ptr(), address(bias)]
     operands += [part.data_ptr() for part in parts]
     operands += [ctypes.addressof(odd), rows, columns]
     tiles, work = len(matrix.counts), tokens * matrix.values.numel() // WORTH
-    if -(-tokens // MOST) >= torch.get_num_threads():
-        in_parts(library.nm_int8, (*operands, BEGIN, END, 0, tiles), tokens, work, MOST)
-    else:
-        in_parts(library.nm_int8, (*operands, 0, tokens, BEGIN, END), tiles, work)
+    in_tokens_or_rows(library.nm_int8, operands, tokens, tiles, work, MOST)
     if odd.value:
         raise RuntimeError("int8 products: the activations have NaN or infinity")
     return out

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
 
 BLOCK = 128  # columns, as in nm_product.c
 PANEL = 64  # tokens, as in nm_product.c
@@ -183,7 +183,7 @@ def multiply(
     out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
     bias = None if bias is None else bias.float().contiguous()
     flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
-    operands = [_address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
+    operands = [address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
     operands += [matrix.rows, matrix.columns, tokens]
     in_panels(library.nm_product, operands, flags, tokens, matrix.rows, matrix.count)
     return out
@@ -192,13 +192,10 @@ def multiply(
 def in_panels(
     kernel: Any, operands: Sequence[int], flags: int, tokens: int, rows: int, count: int
 ) -> None:
-    """Call ``nm_product``, whose first operands (up to ``all``) and last, ``flags``, are given, for panels
-    of tokens, or for rows where there are few panels. The matrix has ``count`` non-zeros."""
+    """Call ``nm_product``, whose operands before the parts and whose ``flags`` are given. The matrix has
+    ``count`` non-zeros."""
     work = tokens * count // WORTH
-    if -(-tokens // PANEL) >= torch.get_num_threads():
-        in_parts(kernel, (*operands, BEGIN, END, 0, rows, flags), tokens, work, PANEL)
-    else:
-        in_parts(kernel, (*operands, 0, tokens, BEGIN, END, flags), rows, work, LINE)
+    in_tokens_or_rows(kernel, operands, tokens, rows, work, PANEL, LINE, [flags])
 
 
 def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
@@ -207,11 +204,7 @@ def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
     library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
     sums = torch.zeros(mask.count)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
-    fixed = [_address(t) for t in (x, y, mask.index, mask.start)]
+    fixed = [address(t) for t in (x, y, mask.index, mask.start)]
     shape = (mask.rows, mask.columns, len(x), BEGIN, END, flags, sums.data_ptr())
     in_parts(library.nm_sampled, (*fixed, *shape), mask.rows, len(x) * len(sums) // WORTH)
     return PackedMatrix(sums, mask.index, mask.start, mask.rows, mask.columns).dense()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

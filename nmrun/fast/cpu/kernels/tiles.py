@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import BLOCK, LOW, in_panels
-from nmrun.kernels.compiler import BEGIN, END, in_parts
+from nmrun.fast.cpu.kernels.slots import in_order, start_of
+from nmrun.kernels.compiler import BEGIN, END, address, in_parts
 
 TILE = 16  # rows, and columns of a segment
 SEGMENTS = BLOCK // TILE
@@ -56,13 +57,8 @@ class TiledMatrix:
     ) -> TiledMatrix:
         """Raises ValueError for tensors that hold no matrix of this shape."""
         blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
-        if counts.shape != (blocks, tiles, SEGMENTS) or counts.dtype != torch.uint8:
-            raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
-        start = torch.zeros(blocks * tiles + 1, dtype=torch.int32)
-        start[1:] = counts.sum(2, dtype=torch.int64).flatten().cumsum(0)
-        slots = (int(start[-1]), TILE)
-        if values.shape != slots or index.shape != slots or index.dtype != torch.uint8:
-            raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
+        shape, about = (blocks, tiles, SEGMENTS), f"{rows} x {columns}"
+        start = start_of(values, index, counts, shape, TILE, about)
         # the columns that a segment has slots for: nothing outside of a block is read
         segment = torch.arange(counts.numel()).remainder_(SEGMENTS)
         if bool(
@@ -90,14 +86,10 @@ class TiledMatrix:
 def pack(row: Tensor, column: Tensor, value: Tensor, rows: int, columns: int) -> TiledMatrix:
     """A matrix from its non-zeros, each (count,), in any order, none twice."""
     tiles, blocks = -(-rows // TILE), -(-columns // BLOCK)
-    wide = blocks * SEGMENTS  # segments of a row
-    order = (row * columns + column).argsort()
-    row, column, value = row[order], column[order], value[order]
-    run = row * wide + column // TILE
-    filled = torch.bincount(run, minlength=tiles * TILE * wide)
-    rank = torch.arange(len(run)) - (filled.cumsum(0) - filled)[run]
-    # (tiles, 16, wide): the fullest row counts
-    most = filled.view(tiles, TILE, wide).amax(1)
+    sides = (tiles * TILE, blocks * BLOCK)
+    row, column, value, rank, filled = in_order(row, column, value, *sides, TILE)
+    # the fullest row of a tile counts
+    most = filled.unflatten(0, (tiles, TILE)).amax(1)
     counts = most.view(tiles, blocks, SEGMENTS).transpose(0, 1).contiguous()
     flat = counts.flatten()
     first = flat.cumsum(0) - flat
@@ -125,7 +117,7 @@ def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tens
     if not tokens:
         return out
     bias = None if bias is None else bias.contiguous()
-    fixed = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    fixed = [x.data_ptr(), out.data_ptr(), address(bias)]
     fixed += [part.data_ptr() for part in parts]
     size = (rows, columns, tokens)
     count = matrix.values.numel()
