@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import compute_dtype, convolution, linear
-from nmrun.sparsity.layers import forward_class, is_plain_linear
+from nmrun.sparsity.layers import forward_class, is_plain_linear, of_one_input
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
@@ -293,8 +293,8 @@ def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | N
 
 
 def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
-    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        (input,) = (*args, *kwargs.values())  # Conv1D calls it x
+    @of_one_input
+    def forward(module: Any, input: Tensor) -> Tensor:
         weight, bias = layer.matrix(module.weight), module.bias
         other, on = None, layer.is_on(module)
         if on:

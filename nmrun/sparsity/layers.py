@@ -3,10 +3,12 @@ parameters of a model under all their names."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -47,6 +49,18 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module has the ``forward`` of ``nn.Linear`` or of Hugging Face's Conv1D."""
     kind = forward_class(module)
     return kind is nn.Linear or (kind.__name__ == "Conv1D" and is_conv1d(module))
+
+
+def of_one_input(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A ``forward(module, input)`` in the place of a layer's own, by whatever name callers know the
+    input: ``input`` of ``nn.Linear``, ``x`` of Conv1D."""
+
+    @functools.wraps(forward)
+    def call(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (input,) = (*args, *kwargs.values())
+        return forward(module, input)
+
+    return call
 
 
 def is_touched(module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ from nmrun.fast.measurement import (
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import is_plain_linear
+from nmrun.sparsity.layers import is_plain_linear, of_one_input
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest
 
@@ -64,6 +64,7 @@ def install(module: nn.Module, role: str, by_onednn: bool, activations: Activati
     original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
     stored = isinstance(module, nn.Linear)
 
+    @of_one_input
     def forward(module: Any, input: Tensor) -> Tensor:
         if not (activations.sparse and onednn.takes(module, input)):
             return original(module, input)

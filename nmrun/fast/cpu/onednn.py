@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import is_plain_linear
+from nmrun.sparsity.layers import is_plain_linear, of_one_input
 
 
 def available() -> bool:
@@ -54,8 +54,8 @@ def install(module: nn.Module) -> None:
     """Let a linear layer compute its products so in training."""
     stored = isinstance(module, nn.Linear)
 
-    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        (input,) = (*args, *kwargs.values())  # Conv1D calls it x
+    @of_one_input
+    def forward(module: Any, input: Tensor) -> Tensor:
         if not takes(module, input):
             return type(module).forward(module, input)
         return linear(input, module.weight if stored else module.weight.t(), module.bias)

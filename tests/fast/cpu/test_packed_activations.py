@@ -13,6 +13,7 @@ import torch
 from runs import config, rows, stopping
 from torch import Tensor, nn
 from torch.nn import functional
+from training import Conv1D
 
 import nmrun
 from nmrun.fast.acceleration import accelerate
@@ -263,9 +264,10 @@ def test_layers_that_are_called_by_keyword(passes: list[str]) -> None:
     class ByName(FeedForward):
         def forward(self, x: Tensor) -> Tensor:
             feeds, squared, _, reads = self
-            return reads(input=squared(feeds(input=x)))
+            return reads(x=squared(feeds(input=x)))
 
     model = ByName()
+    model[3] = Conv1D(24, 64)
     assert [choice.name for choice in packing(model)[1]] == ["0.weight", "3.weight"]
     model.train()(torch.randn(5, 16))
     assert passes[-2:] == ["feeds", "reads"]
