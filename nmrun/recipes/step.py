@@ -35,8 +35,7 @@ class STEP(Recipe):
 
     When to use: images under Adam, with ``switch=0.5``, where nothing can be tuned and the number of
     steps is given. With as many FLOPs, in more steps, SR-STE leads. Where every recipe is tuned
-    others lead, on text by far. In long runs on text it needs SR-STE's decay,
-    ``decay=2e-4``.
+    others lead, on text by far. In long runs on text it needs SR-STE's decay, ``decay=2e-4``.
 
     Args:
         switch: when phase two begins: by ``auto`` or ``auto_geometric`` (AutoSwitch),

@@ -137,8 +137,8 @@ def keys(group: str, name: str = "") -> Mapping[str, Field]:
 def weights_named(recipe: Mapping[str, Any]) -> dict[str, str]:
     """Where the weights are that a recipe reads, by the hyperparameters that name them
     (``nmrun.ranges.WEIGHTS``)."""
-    path = recipes.RECIPES.get(recipe.get("name", ""))
-    found = recipe_fields(path) if path is not None else {}
+    name = recipe.get("name", "")
+    found = keys("recipe", name) if name in recipes.RECIPES else {}
     named = {key: recipe.get(key) for key, field in found.items() if field.check is WEIGHTS}
     return {key: place for key, place in named.items() if place is not None}
 
