@@ -225,6 +225,7 @@ def test_a_layer_that_modelopt_masks_is_refused():
     ("make", "message"),
     [
         (torch.optim.LBFGS, "LBFGS evaluates its closure several times a step"),
+        (lambda p: torch.optim.SGD(p, 0.1, maximize=True), "maximize=True turns the gradient"),
         (lambda p: Sam(p, 0.1), "Sam moves weights between two backward passes"),
         (lambda p: object(), "object is no torch optimizer"),
     ],

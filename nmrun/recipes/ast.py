@@ -48,10 +48,10 @@ class AdamDecay(PeriodicMask):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         super().attach(weights, optimizer)
         groups = [_group(weight, optimizer) for weight in weights]
-        others = any(group.get("amsgrad") or group.get("maximize") for group in groups)
+        others = any(group.get("amsgrad") for group in groups)
         if others or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ConfigError(
-                f"{self.name} changes Adam's step: it takes Adam or AdamW, without amsgrad or maximize"
+                f"{self.name} changes Adam's step: it takes Adam or AdamW, without amsgrad"
             )
 
     @torch.no_grad()

@@ -117,6 +117,11 @@ def sparsify(
         weights = candidates(model, dims)
         left_dense = [LeftDense(c.name, c.shape, "recipe dense") for c in weights]
         return Handle(optimizer, recipe, [], left_dense, model)
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise ConfigError(
+            "maximize=True turns the gradient that a recipe sees around, and its decay would grow "
+            "pruned weights: minimize the negative"
+        )
     if input_gradient == "transposable":
         recipe.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}

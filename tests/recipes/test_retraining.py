@@ -183,16 +183,13 @@ def test_ast_decays_pruned_weights_without_momentum():
         lambda p: torch.optim.SGD(p, LR),
         lambda p: torch.optim.NAdam(p, LR),
         lambda p: torch.optim.AdamW(p, LR, amsgrad=True),
-        lambda p: torch.optim.AdamW(p, LR, maximize=True),
     ],
 )
 @pytest.mark.parametrize("recipe", ["ast", "cast"])
 def test_ast_and_cast_name_the_optimizer_they_need(recipe, make):
     model = Net()
     before = model.used
-    with pytest.raises(
-        ValueError, match=f"^{recipe} .* takes Adam or AdamW, without amsgrad or maximize"
-    ):
+    with pytest.raises(ValueError, match=f"^{recipe} .* takes Adam or AdamW, without amsgrad"):
         nmrun.sparsify(model, make(model.parameters()), recipe, "2:4", TOTAL)
     assert all(map(torch.equal, model.used, before))
 
