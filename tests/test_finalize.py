@@ -50,6 +50,11 @@ def replaced(training: Start) -> None:
     training[0][2].weight = nn.Parameter(training[0][2].weight.detach().clone())
 
 
+def new_layer(training: Start) -> None:
+    train(*training[:2], range(3))
+    training[0][2] = nn.Linear(8, 8)
+
+
 def assigned(training: Start) -> None:
     train(*training[:2], range(3))
     training[0].load_state_dict(net(5).state_dict(), assign=True)
@@ -70,6 +75,7 @@ REASONS: list[tuple[str, Callable[[Start], None], str]] = [
         r"0\.weight was changed, but not by the optimizer that sparsify got",
     ),
     ("sr_ste", replaced, r"2\.weight is no longer the parameter that was made sparse"),
+    ("sr_ste", new_layer, r"2\.weight is no longer the parameter that was made sparse"),
     ("sr_ste", assigned, r"0\.weight is no longer the parameter that was made sparse"),
     ("mdgf_linear", dense_phase, r"0\.weight is not 2:4 after step 3 of total_steps=10\. Train on"),
     ("lbc", dense_phase, r"weight is not 2:4 after step 3 of total_steps=10\. Train on"),
@@ -303,6 +309,62 @@ def test_dense_weights_is_a_look_and_what_is_written_inside_stays():
     assert torch.equal(model[0].weight, plain[0][0].weight * 2)
     train(model, optimizer, [3])
     assert not [event for event in handle.pop_events() if "outside" in event]
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_a_look_changes_no_bit(recipe):
+    training = start(recipe)
+    for step in range(TOTAL):
+        train(*training[:2], [step])
+        before = everything(*training)
+        with training[2].dense_weights():
+            pass
+        assert everything(*training) == before
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_is_written_inside_past_the_version_stays(replaced):
+    """As by ``copy_to`` of diffusers' and torch_ema's averages."""
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(6))
+    averages = [torch.randn_like(p) for p in model.parameters()]
+    with handle.dense_weights():
+        for p, average in zip(model.parameters(), averages, strict=True):
+            if replaced:
+                p.data = average.clone()
+            else:
+                p.data.copy_(average)
+    assert torch.equal(handle.sparse[0].dense, averages[0])
+    handle.finalize()
+    assert torch.equal(model[0].weight, hard_threshold(averages[0], "2:4"))
+    assert torch.equal(model[2].weight, hard_threshold(averages[2], "2:4"))
+
+
+def test_autocast_keeps_no_copy_of_the_other_weights():
+    """It keeps casts of weights until its context is left."""
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    with handle.dense_weights():
+        average = copy.deepcopy(model)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+    def look(context: Any, model: nn.Module) -> torch.Tensor:
+        with context, torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    alone = [
+        look(contextlib.nullcontext(), model),
+        look(handle.dense_weights(), model),
+        look(handle.projected(average), average),
+    ]
+    assert not torch.equal(alone[0], alone[1])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(x), average(x)
+        with handle.dense_weights():
+            assert torch.equal(model(x), alone[1])
+        assert torch.equal(model(x), alone[0])
+        with handle.projected(average):
+            assert torch.equal(average(x), alone[2])
 
 
 def test_dense_weights_within_dense_weights_end_with_the_outer_ones():

@@ -48,9 +48,9 @@ class SparseWeight:
         self.dependents: list[Callable[[SparseWeight], None]] = []
         self.layer: Any = None
         self.copies = False
-        self.version = self.parameter._version
         self._tensors: dict[str, Tensor] = {}
         self._address: Tensor | None = None  # in a step: the memory of the projected weight
+        self.note()
 
     @property
     def shape(self) -> torch.Size:
@@ -183,10 +183,18 @@ class SparseWeight:
     def holds(self) -> bool:
         return holds(*grouped(self.weight, self.pattern, self.dim))
 
+    def note(self) -> None:
+        """Note the parameter as it is, for :meth:`moved` and :meth:`is_cast`."""
+        self._version, self._dtype = self.parameter._version, self.parameter.dtype
+
     def moved(self) -> bool:
-        """Whether the parameter was written in place since :attr:`version`; a write through
-        ``.data`` is not noticed."""
-        return self.parameter._version != self.version
+        """Whether the parameter was written in place since :meth:`note`; a write through ``.data`` is
+        not noticed."""
+        return self.parameter._version != self._version
+
+    def is_cast(self) -> bool:
+        """Whether the parameter has another dtype than at :meth:`note`."""
+        return self.parameter.dtype != self._dtype
 
     # --- the optimizer's state ------------------------------------------------------------------
 

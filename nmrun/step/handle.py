@@ -143,20 +143,16 @@ class Handle:
             products.active = False
         for weight in self.sparse:
             weight.show_dense()
-        before = [weight.parameter._version for weight in self.sparse]
+        torch.clear_autocast_cache()
         try:
             yield
         finally:
             self._reshard()
-            after = [weight.parameter._version for weight in self.sparse]
             for weight in self.sparse:
                 weight.show_projected()
             for products in layers:
                 products.active = True
-            if before != after:
-                self.refresh()
-            for weight in self.sparse:
-                weight.version = weight.parameter._version
+            self.refresh()  # a write through .data, as in many an EMA's copy_to, leaves no trace
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -171,7 +167,8 @@ class Handle:
         with torch.no_grad():
             for weight in self.sparse:
                 weight.weight.copy_(self.final_weight(weight))
-                weight.version = weight.parameter._version
+                weight.note()
+        torch.clear_autocast_cache()
         try:
             yield
         finally:
@@ -294,7 +291,7 @@ class Handle:
                 for w in self.sparse
                 if not dense and w.moved() and self.stepper.differs(w) and not w.holds()
             )
-            check_finished(self.recipe, self.sparse, next(moved, ""))
+            check_finished(self.model, self.recipe, self.sparse, next(moved, ""))
             self.finished = self.sparse
         for weight in self.sparse:
             weight.weight.add_(0.0)  # makes negative zeros positive
@@ -333,12 +330,14 @@ class Handle:
             ]
             for parameter, _, projection in pairs:
                 parameter.copy_(projection)
+        torch.clear_autocast_cache()
         try:
             yield
         finally:
             with torch.no_grad():
                 for parameter, before, _ in pairs:
                     parameter.copy_(before)
+            torch.clear_autocast_cache()
 
     def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each sparse weight, the parameter of an average and what it is to become."""
@@ -354,15 +353,25 @@ class Handle:
 Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters in their order
 
 
-def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
+def check_finished(
+    model: nn.Module, recipe: Recipe, weights: Sequence[SparseWeight], differs: str
+) -> None:
     """Raise RunError with the reason why the weights cannot stay as they are. ``differs``: the name
     of a weight that was written from outside and is not N:M, if any."""
-    replaced = [w for w in weights if _is_replaced(w)]
+    modules, parameters = set(model.modules()), dict(model.named_parameters(remove_duplicate=False))
+    others = {id(p) for p in parameters.values()} - {id(w.parameter) for w in weights}
+    replaced = [
+        w
+        for w in weights
+        if _is_replaced(w)
+        # in a layer that is gone, with another one under its name
+        or (w.module not in modules and id(parameters.get(w.name)) in others)
+    ]
     if replaced:
         raise RunError(
             f"{replaced[0].name} is no longer the parameter that was made sparse "
-            "(load_state_dict(assign=True), to_empty or fully_shard after sparsify?): make the "
-            "optimizer and call sparsify after that"
+            "(a new layer, load_state_dict(assign=True), to_empty or fully_shard after sparsify?): "
+            "make the optimizer and call sparsify after that"
         )
     if recipe.step == 0:
         raise RunError(

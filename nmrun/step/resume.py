@@ -49,6 +49,7 @@ class Resume:
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
         self._loaded = False  # whether the hooks have seen the present load
+        self._patterns = {plain_name(w.name): str(w.pattern) for w in weights}
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
@@ -114,17 +115,25 @@ class Resume:
             "version": VERSION,
             "recipe": recipe.name,
             "pattern": str(recipe.pattern),
-            "weights": {plain_name(w.name): str(w.pattern) for w in self.weights},
+            "weights": self._patterns,
             "dtypes": _as_text(self.weights),
             "state": recipe.state_dict(),
         }
 
+    def put_clock(self) -> None:
+        self.optimizer.param_groups[0][KEY] = self.settings()
+
+    def put(self) -> None:
+        """Put all that is saved into the optimizer, where its copies (deepcopy, pickle), which call no
+        hook, have it too."""
+        self.put_clock()
+        for weight in self.weights:
+            weight.put_state(self.optimizer)
+
     def _before_saving(self) -> None:
         state = self.optimizer.state
         self._without = [w for w in self.weights if not state.get(w.parameter)]
-        self.optimizer.param_groups[0][KEY] = self.settings()
-        for weight in self.weights:
-            weight.put_state(self.optimizer)
+        self.put()
         if self._room:
             self._fill_room()
 
@@ -190,19 +199,14 @@ class Resume:
         self._loaded = True
         settings = saved_settings(self.optimizer.param_groups)
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
-            self._before_saving()
+            self.put()
             return
         for weight in self.weights:
             weight.clear()  # a tensor that is not among the saved ones is gone
             weight.pop_state(self.optimizer, dtypes_of(settings))
             for key, value in apart.get(weight.name, {}).items():
                 weight.restore(key.removeprefix(PREFIX), value.clone())
-            if not (settings["state"]["dense_forward"] or weight.has_dense):
-                raise ConfigError(
-                    f"the loaded state has no dense weight of {weight.name}. With "
-                    "torch.distributed.checkpoint, call handle.make_room before it loads; with "
-                    "broadcast_from_rank0, load the state in every process"
-                )
+        check_dense(settings, self.weights)
         self.restore(settings)
 
     def restore(self, settings: dict[str, Any]) -> None:
@@ -210,8 +214,7 @@ class Resume:
         these into the state."""
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
-        for weight in self.weights:
-            weight.put_state(self.optimizer)
+        self.put()
 
 
 def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> None:
@@ -228,6 +231,17 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
         raise ConfigError(
             f"{type(optimizer).__name__} leaves the dense weights out of its state dict, and a "
             "resume would lose them: use its base optimizer alone"
+        )
+
+
+def check_dense(settings: dict[str, Any], weights: Sequence[SparseWeight]) -> None:
+    """Raise ConfigError where the state of a sparse phase came without dense weights."""
+    missing = next((w.name for w in weights if not w.has_dense), "")
+    if missing and not settings["state"]["dense_forward"]:
+        raise ConfigError(
+            f"the loaded state has no dense weight of {missing}. With torch.distributed.checkpoint, "
+            "call handle.make_room before it loads; with broadcast_from_rank0, load the state in "
+            "every process; copy an optimizer after its first step"
         )
 
 

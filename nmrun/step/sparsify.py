@@ -19,7 +19,7 @@ from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
-from nmrun.step.resume import Resume, check_saved, dtypes_of, saved_settings
+from nmrun.step.resume import Resume, check_dense, check_saved, dtypes_of, saved_settings
 
 # packages whose optimizers wrap the one that steps, and the attributes that have it
 WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
@@ -147,6 +147,7 @@ def sparsify(
             Resume(optimizer, recipe, sparse, lambda: None).check(saved)
             for weight in sparse:
                 weight.pop_state(optimizer, dtypes_of(saved))
+            check_dense(saved, sparse)
             tensors = {weight.name: weight.saved() for weight in sparse}
             for weight in sparse:
                 weight.clear()  # attach() begins with dense weights, and would overwrite these

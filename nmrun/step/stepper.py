@@ -36,7 +36,8 @@ from nmrun.sparsity.projections import WeightBatch
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import KEY, Resume, makes_state
 
-COMPARED_EVERY = 500  # steps between comparisons that find writes through ``.data``
+# steps between comparisons that find writes through ``.data``; the first steps are compared too
+COMPARED_EVERY = 500
 WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
 # the code of the wrapper that torch puts around ``step`` to run hooks
 HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
@@ -88,6 +89,7 @@ class Stepper:
                 optimizer.register_step_post_hook(_hook(self._after_step)),
                 *self.resume.hooks(),
             ]
+            self.resume.put_clock()
         self.refresh()
         self._log_events()
 
@@ -171,8 +173,7 @@ class Stepper:
         self.recipe.reordered.clear()
         self.refresh()
         self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
-        for weight in self.sparse:
-            weight.put_state(optimizer)
+        self.resume.put()
         self._log_events()
 
     def pop_events(self) -> list[str]:
@@ -220,8 +221,9 @@ class Stepper:
             if self.recipe.is_sparse and self.recipe.chooses and not self._checked:
                 self._check_masks()
         self._in_one_pass = {}
+        torch.clear_autocast_cache()  # it has the weights from before
         for weight in self.sparse:
-            weight.version = weight.parameter._version
+            weight.note()
 
     def _check_masks(self) -> None:
         """Raise RunError where the first masks that a recipe chooses itself are not N:M."""
@@ -251,13 +253,16 @@ class Stepper:
             return
         step = self.recipe.step
         thorough = (
-            self._last_written in (step - 1, step) or step % COMPARED_EVERY == COMPARED_EVERY - 1
+            step <= WRITTEN_AT_MOST
+            or self._last_written in (step - 1, step)
+            or step % COMPARED_EVERY == COMPARED_EVERY - 1
         )
         changed: list[SparseWeight] = []
         for weight in self.sparse:
-            dense = weight.dense
-            if dense.dtype != weight.weight.dtype or dense.device != weight.weight.device:
-                weight.restore("dense", dense)  # the model was moved or cast
+            if weight.is_cast() or weight.dense.device != weight.weight.device:
+                weight.restore("dense", weight.dense)
+                if not weight.moved():  # rounded weights may be equal, and the mask another
+                    self.recipe.project(weight, weight.weight)
             if (weight.moved() or thorough) and self.differs(weight):
                 changed.append(weight)
         if not changed:
@@ -284,10 +289,12 @@ class Stepper:
             self.warn(sentence)
 
     def differs(self, weight: SparseWeight) -> bool:
-        """Whether the parameter is not the projection of the dense weight."""
+        """Whether the parameter is not the projection of the dense weight; never on meta."""
+        if weight.dense.is_meta:
+            return False
         expected = torch.empty_like(weight.dense)
         self.recipe.project(weight, expected)
-        return not torch.equal(expected, weight.weight)
+        return not torch.equal(expected.nan_to_num(), weight.weight.nan_to_num())
 
     def leave(self) -> None:
         """Take hooks and tensors out of the optimizer; the parameters stay as they are."""
