@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16, int8
-from nmrun.fast.cpu.packed_bf16 import Bf16Linear
-from nmrun.fast.cpu.packed_int8 import Int8Linear
+from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear
 from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold

@@ -25,20 +25,19 @@ from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.onednn import OneDNNLinear, available
-from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
-from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE, Int8Linear
-from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.fast.fused import fuse
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, ONEDNN, Choice
+from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, INT8, ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
+TOLERANCE = 0.05  # of int8: normal operands are 0.01 off, outliers among the inputs make it more
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
 
@@ -60,7 +59,7 @@ def deploy(
     - On the CPU, linear layers, Hugging Face's ``Conv1D`` and the projections of
       ``nn.MultiheadAttention`` become :class:`~nmrun.fast.cpu.packed_linear.PackedLinear`, which
       holds the non-zeros and their columns alone: 1.25 N/M of the dense bytes in float32, 1.5 N/M
-      in bfloat16. In bfloat16 :class:`~nmrun.fast.cpu.packed_bf16.Bf16Linear` is another candidate,
+      in bfloat16. In bfloat16 :class:`~nmrun.fast.cpu.packed_linear.Bf16Linear` is another candidate,
       on processors with AVX512-BF16.
     - On the CPU, ``nn.Conv2d`` becomes a
       :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution` in float32, which needs a batch
@@ -78,7 +77,7 @@ def deploy(
             arguments, or a function that calls the model (``lambda: model.generate(prompt)``). The
             times of all calls that a layer gets in it are added.
         precision: ``"int8"`` adds two candidates for linear layers on the CPU:
-            :class:`~nmrun.fast.cpu.packed_int8.Int8Linear`, packed, and
+            :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, and
             :class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`, oneDNN's with the zeros. Attention
             may then multiply in bfloat16. None, the default: layers keep their precision.
         tolerance: the largest error of an int8 layer on the tokens of the sample, from 0 to 1, as a

@@ -15,10 +15,8 @@ from nmrun.fast import packed
 from nmrun.fast.cpu import dense_int8, packed_convolution
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products, tiles
-from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
-from nmrun.fast.cpu.packed_int8 import Int8Linear
-from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.fast.measurement import DENSE_INT8
 from nmrun.fast.packed import Line
 from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites

@@ -31,24 +31,3 @@ def over_tokens(
         return call(x, *operands)
     out = call(x.reshape(-1, x.shape[-1]), *operands)
     return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def register_operator(operator: Any, unpacked: Callable[..., Tensor], count: int) -> None:
-    """Let compilers and autograd know an operator ``(x, *parts, bias, rows, columns, ...)`` whose result
-    is (tokens, rows): the gradient of x goes through ``unpacked(*parts, rows, columns)``, the weight
-    with its zeros. There are ``count`` parts."""
-
-    @operator.register_fake
-    def _(x: Tensor, *operands: Any) -> Tensor:
-        return x.new_empty(x.shape[0], operands[count + 1])
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *parts = inputs[: count + 1]
-        ctx.save_for_backward(*parts)
-        ctx.shape, ctx.others = inputs[count + 2 : count + 4], [None] * (len(inputs) - 1)
-
-    def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-        dense = unpacked(*ctx.saved_tensors, *ctx.shape)
-        return dz @ dense.to(dz.dtype), *ctx.others
-
-    operator.register_autograd(backward, setup_context=save)

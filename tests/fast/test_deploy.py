@@ -111,8 +111,8 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
 
 def _operands(layer: PackedLinear) -> tuple[Any, ...]:
     x = torch.randn(3, layer.in_features, requires_grad=True)
-    parts = (layer.values, layer.index, layer.counts, layer.start, layer.bias)
-    return (x, *parts, layer.out_features, layer.in_features, layer.same)
+    shape = [layer.out_features, layer.in_features]
+    return (x, layer.parts(), layer.bias, shape, "PackedLinear")
 
 
 @needs_compiler

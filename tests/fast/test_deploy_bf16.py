@@ -15,7 +15,7 @@ from torch import nn
 
 import nmrun
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.packed_bf16 import Bf16Linear
+from nmrun.fast.cpu.packed_linear import Bf16Linear
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +76,15 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     for i in (0, 2):
         assert torch.equal(model[i].dense(), dense[i].weight)
     assert share(gradient(model, x), gradient(dense, x)) < 0.1  # a ReLU may see another sign
-    parts = [getattr(model[0], name) for name in (*names, "start", "bias")]
-    operands = (normal_bf16(3, 80).requires_grad_(), *parts, 50, 80)
-    torch.library.opcheck(torch.ops.nmrun.bf16_linear.default, operands)
+    layer = model[0]
+    operands = (
+        normal_bf16(3, 80).requires_grad_(),
+        layer.parts(),
+        layer.bias,
+        [50, 80],
+        "Bf16Linear",
+    )
+    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
 
 
 def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:

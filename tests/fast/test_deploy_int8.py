@@ -15,8 +15,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.packed_int8 import Int8Linear
-from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.cpu.packed_linear import Int8Linear, PackedLinear
 from nmrun.sparsity import nm_mask
 
 needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
@@ -62,9 +61,26 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     for i in (0, 2):  # gradients are those of the rounded weight
         dense[i].weight.data = model[i].dense()
     assert share(gradient(model, x), gradient(dense, x)) < 0.2  # a ReLU may see another sign
-    parts = [getattr(model[0], name) for name in (*names, "start", "sums", "bias")]
-    operands = (torch.randn(3, 80, requires_grad=True), *parts, 50, 80)
-    torch.library.opcheck(torch.ops.nmrun.int8_linear.default, operands)
+    layer = model[0]
+    operands = (
+        torch.randn(3, 80, requires_grad=True),
+        layer.parts(),
+        layer.bias,
+        [50, 80],
+        "Int8Linear",
+    )
+    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
+
+
+@needs_int8
+def test_a_cast_of_the_model_leaves_scales_and_their_bits() -> None:
+    layer = Int8Linear.of(pruned()[0].weight)
+    x, model = torch.randn(3, 80), nn.Sequential(layer)
+    before = model(x), layer.dense()
+    model.bfloat16()
+    assert layer.scales.dtype == torch.float32
+    assert torch.equal(model(x), before[0])
+    assert torch.equal(layer.dense(), before[1])
 
 
 @needs_int8

@@ -37,7 +37,7 @@ class PackedConvolution(PackedLayer):
     MATRIX: ClassVar[Any] = PackedMatrix
 
     def __init__(self, matrix: Any, window: Window, bias: Tensor | None = None) -> None:
-        super().__init__(matrix, bias)
+        super().__init__(matrix, bias, (matrix.rows, matrix.columns, matrix.taps))
         self.in_channels, self.out_channels = matrix.columns, matrix.rows
         self.window = window
 
@@ -46,28 +46,18 @@ class PackedConvolution(PackedLayer):
         """The layer of a weight (out_channels, in_channels, rows, columns) with zeros."""
         return cls(packed(weight), window, bias)
 
-    def matrix(self, stored: Sequence[Tensor]) -> Any:
-        values, index, start = stored
-        shape = (self.out_channels, self.in_channels, self.window.positions)
-        return PackedMatrix.of(values.to(self.values), index, start, *shape)
-
-    def _parts(self) -> list[Tensor]:
-        return [getattr(self, part) for part in (*self.MATRIX.STORED, *self.MATRIX.DERIVED)]
-
     def forward(self, input: Tensor) -> Tensor:
         """From (images, in_channels, height, width) to (images, out_channels, height, width), channels
         last; or one image, without the first dimension. In the dtype of the input: float32, and in
         bfloat16 any, which is rounded."""
         batch = input if input.dim() == 4 else input.unsqueeze(0)
-        shape = [self.out_channels, self.in_channels]
         call = followed(input, packed_convolution, _convolved)
-        z = call(batch, self._parts(), self.bias, shape, *_moves(self.window))
+        z = call(batch, self.parts(), self.bias, self.shape[:2], *_moves(self.window))
         return z if batch is input else z.squeeze(0)
 
     def dense(self) -> Tensor:
         """The weight with its zeros, (out_channels, in_channels, rows, columns)."""
-        shape = [self.out_channels, self.in_channels]
-        return unpacked_convolution(self._parts(), shape, list(self.window.taps))
+        return _of_taps(super().dense(), self.window.taps)
 
     def extra_repr(self) -> str:
         w = self.window
@@ -80,21 +70,12 @@ class PackedConvolution(PackedLayer):
 class Bf16Convolution(PackedConvolution):
     """The same with a weight of bfloat16, on processors that have the instruction."""
 
-    MATRIX = Bf16Matrix
+    MATRIX, KEPT = Bf16Matrix, ("values",)
 
     @classmethod
     def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> PackedConvolution:
         """The layer of a weight (out_channels, in_channels, rows, columns) with zeros, rounded."""
         return cls(bf16.packed(by_taps(weight), window.positions), window, bias)
-
-    def matrix(self, stored: Sequence[Tensor]) -> Any:
-        values, index, counts = stored
-        shape = (self.out_channels, self.in_channels, self.window.positions)
-        return Bf16Matrix.of(values.bfloat16(), index, counts, *shape)
-
-    def _parts(self) -> list[Tensor]:
-        values, *others = super()._parts()
-        return [values.bfloat16(), *others]  # a model that is cast casts values as well
 
 
 def packed(weight: Tensor) -> PackedMatrix:
@@ -105,6 +86,11 @@ def packed(weight: Tensor) -> PackedMatrix:
     products.pack(by_taps(weight), full)
     values, index = (t[: full.count].clone() for t in (full.values, full.index))
     return PackedMatrix(values, index, full.start, out, channels, height * width)
+
+
+def _of_taps(matrix: Tensor, taps: Sequence[int]) -> Tensor:
+    """A weight (out channels, channels, rows, columns), channels last, of its matrix."""
+    return matrix.view(len(matrix), *taps, -1).permute(0, 3, 1, 2)
 
 
 def _moves(window: Window) -> tuple[list[int], ...]:
@@ -151,7 +137,7 @@ def _(x, parts, bias, shape, *moves):  # type: ignore[no-untyped-def]
 def unpacked_convolution(parts: list[Tensor], shape: Sequence[int], taps: Sequence[int]) -> Tensor:
     """A packed weight with its zeros, channels last."""
     matrix = matrix_of(parts, shape[0], shape[1], taps[0] * taps[1])
-    return matrix.dense().view(shape[0], *taps, shape[1]).permute(0, 3, 1, 2)
+    return _of_taps(matrix.dense(), taps)
 
 
 @unpacked_convolution.register_fake

@@ -23,33 +23,49 @@ class PackedLayer(nn.Module):
     Args:
         matrix: a :attr:`MATRIX`.
         bias: (outputs,), or None.
+        shape: what a matrix is made of beside its tensors.
     """
 
     MATRIX: ClassVar[Any]
+    KEPT: ClassVar[Sequence[str]] = ()  # tensors that no cast of the model changes
     values: Tensor
-    index: Tensor
-    start: Tensor
     bias: Tensor | None
 
-    def __init__(self, matrix: Any, bias: Tensor | None) -> None:
+    def __init__(self, matrix: Any, bias: Tensor | None, shape: tuple[int, ...]) -> None:
         super().__init__()
+        self.shape = shape
         self.hold(matrix)
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def hold(self, matrix: Any) -> None:
         """Take over the tensors of a matrix."""
-        for name in self.MATRIX.STORED:
-            self.register_buffer(name, getattr(matrix, name))
-        for name in self.MATRIX.DERIVED:
-            value = getattr(matrix, name)
-            if isinstance(value, Tensor):
-                self.register_buffer(name, value, persistent=False)
-            else:
-                setattr(self, name, value)
+        for name in (*self.MATRIX.STORED, *self.MATRIX.DERIVED):
+            stored = name in self.MATRIX.STORED
+            self.register_buffer(name, getattr(matrix, name), persistent=stored)
 
-    def matrix(self, stored: Sequence[Tensor]) -> Any:
+    def parts(self) -> list[Tensor]:
+        """The tensors of the matrix."""
+        buffers: Any = self._buffers
+        return [buffers[name] for name in (*self.MATRIX.STORED, *self.MATRIX.DERIVED)]
+
+    def dense(self) -> Tensor:
+        """The weight with its zeros."""
+        dense: Tensor = self.MATRIX(*self.parts(), *self.shape).dense()
+        return dense
+
+    def _apply(self, *args: Any, **kwargs: Any) -> PackedLayer:
+        kept = {name: getattr(self, name) for name in self.KEPT}
+        super()._apply(*args, **kwargs)
+        for name, before in kept.items():
+            if (now := getattr(self, name)).dtype != before.dtype:
+                self.register_buffer(name, before.to(now.device))
+        return self
+
+    def _matrix(self, stored: Sequence[Tensor]) -> Any:
         """The matrix of this layer's shape that has these tensors. Raises ValueError where there is none."""
-        raise NotImplementedError
+        own = [getattr(self, name) for name in self.MATRIX.STORED]
+        cast = [t.to(o) if o.is_floating_point() else t for t, o in zip(stored, own, strict=True)]
+        return self.MATRIX.of(*cast, *self.shape)
 
     def _load_from_state_dict(
         self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
@@ -58,7 +74,7 @@ class PackedLayer(nn.Module):
         stored = [state.get(prefix + name) for name in self.MATRIX.STORED]
         if all(isinstance(tensor, Tensor) for tensor in stored):
             try:  # another weight of this shape may have another number of non-zeros
-                self.hold(self.matrix([tensor.clone() for tensor in stored]))  # type: ignore[union-attr]
+                self.hold(self._matrix([tensor.clone() for tensor in stored]))  # type: ignore[union-attr]
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.')}: {error}")
                 return

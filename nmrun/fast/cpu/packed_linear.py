@@ -1,10 +1,6 @@
-"""A linear layer for inference on the CPU whose N:M weight is packed in tiles.
-
-It stands in the place of ``nn.Linear`` and Hugging Face's ``Conv1D``.
-
-The state dict of a :class:`PackedLinear` has the tensors of a
-:class:`nmrun.fast.cpu.kernels.tiles.TiledMatrix`: ``values`` (slots, 16), ``index`` (slots, 16) and
-``counts`` (blocks, tiles, 8). It has ``bias`` where there is one.
+"""Linear layers for inference on the CPU whose N:M weight is packed: in float32 or bfloat16, with
+products in bfloat16, or in int8. They stand in the place of ``nn.Linear`` and Hugging Face's
+``Conv1D``.
 """
 
 from __future__ import annotations
@@ -15,26 +11,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import products, tiles
+from nmrun.fast.cpu.kernels import bf16, int8, products, tiles
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
 from nmrun.fast.cpu.packed_layer import PackedLayer, check_on_cpu
-from nmrun.fast.operators import over_tokens, register_operator
+from nmrun.fast.operators import over_tokens
 
 
 class PackedLinear(PackedLayer):
     """``x W^T + bias`` with an N:M weight, float32 or bfloat16, on the CPU.
 
+    The state dict has ``values`` (slots, 16), ``index`` (slots, 16) and ``counts`` (blocks, tiles, 8),
+    see :class:`nmrun.fast.cpu.kernels.tiles.TiledMatrix`.
+
     Args:
-        matrix: W, (out_features, in_features), a :class:`TiledMatrix`.
+        matrix: W, (out_features, in_features), a :attr:`MATRIX`.
         bias: (out_features,), or None.
     """
 
     MATRIX: ClassVar[Any] = TiledMatrix
-    counts: Tensor
-    same: int
 
     def __init__(self, matrix: Any, bias: Tensor | None = None) -> None:
-        super().__init__(matrix, bias)
+        super().__init__(matrix, bias, (matrix.rows, matrix.columns))
         self.in_features, self.out_features = matrix.columns, matrix.rows
 
     @classmethod
@@ -44,24 +43,77 @@ class PackedLinear(PackedLayer):
         matrix = tiles.pack(row, column, weight.detach()[row, column], *weight.shape)
         return cls(matrix, bias)
 
-    def matrix(self, stored: Sequence[Tensor]) -> Any:
-        values, index, counts = stored
-        shape = (self.out_features, self.in_features)
-        return TiledMatrix.of(values.to(self.values), index, counts, *shape)
-
     def forward(self, input: Tensor) -> Tensor:
         """From (..., in_features) to (..., out_features), in the dtype of the input, summed in float32."""
-        parts = (self.values, self.index, self.counts, self.start, self.bias)
-        shape = (self.out_features, self.in_features)
-        return over_tokens(input, packed_linear, _product, *parts, *shape, self.same)
+        kind = type(self).__name__
+        return over_tokens(
+            input, packed_linear, _product, self.parts(), self.bias, self.shape, kind
+        )
 
-    def dense(self) -> Tensor:
-        """The weight with its zeros."""
-        parts = (self.values, self.index, self.counts, self.start)
-        return unpacked(*parts, self.out_features, self.in_features)
+    @staticmethod
+    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
+        """``x W^T + bias`` of tokens (tokens, in_features), in their dtype."""
+        for tensor, name in ((x, "x"), (matrix.values, "weights")):
+            if tensor.dtype not in products.DTYPES:
+                raise RuntimeError(
+                    f"{name} of {tensor.dtype}: packed layers take float32 and bfloat16"
+                )
+        return tiles.multiply(x, matrix, bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Bf16Linear(PackedLinear):
+    """``x W^T + bias`` with an N:M weight of bfloat16, on processors that multiply such numbers
+    (:mod:`nmrun.fast.cpu.kernels.bf16`). Other inputs are rounded to them.
+
+    The state dict has ``values`` (slots, 32), ``index`` (slots, 32) and ``counts`` (blocks, tiles, 16).
+    """
+
+    MATRIX, KEPT = Bf16Matrix, ("values",)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Bf16Linear:
+        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16."""
+        return cls(bf16.packed(weight.detach()), bias)
+
+    @staticmethod
+    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
+        return bf16.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+
+
+class Int8Linear(PackedLinear):
+    """``x W^T + bias`` with an N:M weight of int8, on processors that multiply such numbers. It quantises
+    its tokens itself (:mod:`nmrun.fast.cpu.kernels.int8` says how).
+
+    The state dict has ``values`` (slots, 64), ``index`` (slots, 64), ``counts`` (tiles, segments) and
+    ``scales`` (out_features,).
+
+    Raises:
+        RuntimeError: when called, for NaN and infinity in the input.
+    """
+
+    MATRIX, KEPT = Int8Matrix, ("scales",)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
+        """The layer of a weight (out_features, in_features) with zeros, rounded to int8.
+
+        Raises:
+            ValueError: for a weight with NaN or infinity.
+        """
+        row, column = weight.nonzero(as_tuple=True)
+        value, scales = int8.quantised(row, weight.detach()[row, column], len(weight))
+        return cls(int8.pack(row, column, value, scales, *weight.shape), bias)
+
+    @staticmethod
+    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
+        return int8.multiply(x.float(), matrix, bias).to(x.dtype)
+
+
+# the layers by the name that the operators take
+LAYERS = {layer.__name__: layer for layer in (PackedLinear, Bf16Linear, Int8Linear)}
 
 
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
@@ -72,36 +124,46 @@ def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
 
 
 def _product(
-    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
-    rows: int, columns: int, same: int,
-) -> Tensor:  # fmt: skip
-    check_operands(x, values, columns)
-    for tensor, name in ((x, "x"), (values, "weights")):
-        if tensor.dtype not in products.DTYPES:
-            raise RuntimeError(f"{name} of {tensor.dtype}: packed layers take float32 and bfloat16")
-    bias = None if bias is None else bias.float()
-    return tiles.multiply(x, TiledMatrix(values, index, counts, rows, columns, start, same), bias)
+    x: Tensor, parts: list[Tensor], bias: Tensor | None, shape: Sequence[int], kind: str
+) -> Tensor:
+    check_operands(x, parts[0], shape[1])
+    layer, bias = LAYERS[kind], None if bias is None else bias.float()
+    return layer.multiply(x, layer.MATRIX(*parts, *shape), bias)
 
 
 @torch.library.custom_op("nmrun::packed_linear", mutates_args=())
 def packed_linear(
-    x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
-    rows: int, columns: int, same: int,
-) -> Tensor:  # fmt: skip
-    return _product(x.detach(), values, index, counts, start, bias, rows, columns, same)
+    x: Tensor, parts: list[Tensor], bias: Tensor | None, shape: Sequence[int], kind: str
+) -> Tensor:
+    return _product(x.detach(), parts, bias, shape, kind)
+
+
+@packed_linear.register_fake
+def _(x, parts, bias, shape, kind):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], shape[0])
 
 
 @torch.library.custom_op("nmrun::unpacked", mutates_args=())
-def unpacked(
-    values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
-) -> Tensor:
-    """A packed weight with its zeros."""
-    return TiledMatrix(values, index, counts, rows, columns, start, 0).dense()
+def unpacked(parts: list[Tensor], shape: Sequence[int], kind: str) -> Tensor:
+    """A packed weight with its zeros, float32."""
+    dense: Tensor = LAYERS[kind].MATRIX(*parts, *shape).dense()
+    return dense.float()
 
 
 @unpacked.register_fake
-def _(values, index, counts, start, rows, columns):  # type: ignore[no-untyped-def]
-    return values.new_empty(rows, columns)
+def _(parts, shape, kind):  # type: ignore[no-untyped-def]
+    return parts[0].new_empty(shape, dtype=torch.float32)
 
 
-register_operator(packed_linear, unpacked, 4)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, parts, _, ctx.shape, ctx.kind = inputs
+    ctx.save_for_backward(*parts)
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    parts = list(ctx.saved_tensors)
+    dense = unpacked(parts, ctx.shape, ctx.kind)
+    return dz @ dense.to(dz.dtype), [None] * len(parts), None, None, None
+
+
+packed_linear.register_autograd(_backward, setup_context=_save)

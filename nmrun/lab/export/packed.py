@@ -12,9 +12,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.packed_int8 import INT8, TOLERANCE
-from nmrun.fast.deploy import int8_layers, times
-from nmrun.fast.measurement import DENSE_INT8
+from nmrun.fast.deploy import TOLERANCE, int8_layers, times
+from nmrun.fast.measurement import DENSE_INT8, INT8
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, load, pack, scaled, sha256_of
 from nmrun.fast.sites import Site, install, sites, watch
 from nmrun.lab.export.finished_run import FinishedRun, network, write_about

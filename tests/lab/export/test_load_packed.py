@@ -26,10 +26,8 @@ from nmrun.fast import deploy as deploying
 from nmrun.fast import packed
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products
-from nmrun.fast.cpu.packed_bf16 import Bf16Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
-from nmrun.fast.cpu.packed_int8 import Int8Linear
-from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.lab.export import cli, finished_run
 
 PACKED = (PackedLinear, PackedConvolution)

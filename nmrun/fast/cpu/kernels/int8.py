@@ -47,9 +47,9 @@ class Int8Matrix:
         index: (slots, 64), uint8: their columns, counted from the segment's first.
         counts: (tiles, segments), uint8: the slots of each segment of 64 columns.
         scales: (rows,), float32.
-        rows, columns: the shape.
         start: int32, (tiles + 1): where a tile's slots begin.
         sums: int32, (tiles * 16): of the values of a row.
+        rows, columns: the shape.
     """
 
     # what :meth:`of` takes, and what follows from these
@@ -60,10 +60,10 @@ class Int8Matrix:
     index: Tensor
     counts: Tensor
     scales: Tensor
-    rows: int
-    columns: int
     start: Tensor
     sums: Tensor
+    rows: int
+    columns: int
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class Int8Matrix:
         tile = torch.arange(tiles).repeat_interleave(start.diff())
         sums = torch.zeros(tiles, TILE, dtype=torch.int32).index_add_(0, tile, slot_sums).flatten()
         values, index, counts = (t.contiguous() for t in (values, index, counts))
-        return cls(values, index, counts, scales.contiguous(), rows, columns, start, sums)
+        return cls(values, index, counts, scales.contiguous(), start, sums, rows, columns)
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, float32."""

@@ -50,6 +50,13 @@ static inline __attribute__((always_inline)) wide picked(const float *x, const u
 #endif
 }
 
+/* How many slots all segments of a tile and block have, 0 if they differ. */
+static inline int slots_alike(const uint8_t *counts) {
+  for (int s = 1; s < SEGMENTS; s++)
+    if (counts[s] != counts[0]) return 0;
+  return counts[0];
+}
+
 /* Add one tile and block for `tokens` tokens, `apart` floats from one to the next in x, `rows` in sums; `same` slots in each segment, or
    as many as counts says with 0. */
 static inline __attribute__((always_inline)) void add_tile(const float *restrict x, int64_t apart, const void *restrict values,
@@ -75,10 +82,9 @@ static inline __attribute__((always_inline)) void add_tile(const float *restrict
   for (int t = 0; t < tokens; t++) *(wide *)(sums + t * rows) += even[t] + odd[t];
 }
 
-/* y = x S^T + bias for the rows of tiles `begin` to `end`; x is (tokens, columns), y (tokens, rows). `same`: how many slots each segment
-   of S has, 0 if they differ. Flags and result as in nm_product. */
+/* y = x S^T + bias for the rows of tiles `begin` to `end`; x is (tokens, columns), y (tokens, rows). Flags and result as in nm_product. */
 int nm_token(const void *x, void *y, const float *bias, const void *values, const uint8_t *index, const int32_t *start,
-             const uint8_t *counts, int64_t rows, int64_t columns, int64_t tokens, int64_t begin, int64_t end, int same, int flags) {
+             const uint8_t *counts, int64_t rows, int64_t columns, int64_t tokens, int64_t begin, int64_t end, int flags) {
   int64_t tiles = (rows + TILE - 1) / TILE, blocks = (columns + BLOCK - 1) / BLOCK, apart = blocks * BLOCK;
   int64_t width = (end - begin) * TILE, first = begin * TILE, last = end * TILE < rows ? end * TILE : rows;
   int low = flags & LOW_X;
@@ -96,6 +102,7 @@ int nm_token(const void *x, void *y, const float *bias, const void *values, cons
     for (int64_t tile = begin; tile < end; tile++) {
       int64_t slot = start[b * tiles + tile], most = tokens;
       const uint8_t *of = counts + (b * tiles + tile) * SEGMENTS, *places_of = index + slot * TILE;
+      int same = slots_alike(of);
       const char *values_of = (const char *)values + slot * TILE * (flags & LOW_VALUES ? 2 : 4);
 #define ADD(TOKENS_, SAME, LOW_V) \
   add_tile(turned + t * apart + b * BLOCK, apart, values_of, places_of, of, SAME, sums + t * width + (tile - begin) * TILE, width, TOKENS_, LOW_V);

@@ -33,7 +33,7 @@ KERNELS = CFunctions(
     __package__,
     {
         "nm_product": "p" * 6 + "n" * 7 + "i",
-        "nm_token": "p" * 7 + "n" * 5 + "ii",
+        "nm_token": "p" * 7 + "n" * 5 + "i",
         "nm_sampled": "p" * 4 + "n" * 5 + "ip",
         "nm_convolution": "p" * 7 + "n" * 4,
         "nm_turn": "pp" + "n" * 4 + "p",

@@ -23,7 +23,6 @@ SEGMENTS = BLOCK // TILE
 FEW = 8  # tokens that nm_token.c takes; from about 12 on nm_product.c is faster
 FEW_WORTH = 8  # its multiplications that cost as much as a weight in another pass, see in_parts
 TILED, LOW_VALUES = 8, 16  # flags of nm_product.c
-ALIKE = (1, 2, 4, 8)  # slots a segment that nm_token.c has loops for
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,20 @@ class TiledMatrix:
         values: (slots, 16), float32 or bfloat16; zeros fill up rows that have fewer non-zeros.
         index: (slots, 16), uint8: their columns, counted from the block's first.
         counts: (blocks, tiles, 8), uint8: the slots of each segment of 16 columns.
-        rows, columns: the shape.
         start: int32, (blocks * tiles + 1): their sums, see ``nm_token.c``.
-        same: how many slots all segments have, 0 if they differ.
+        rows, columns: the shape.
     """
 
     # what :meth:`of` takes, and what follows from these
     STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
-    DERIVED: ClassVar[tuple[str, ...]] = ("start", "same")
+    DERIVED: ClassVar[tuple[str, ...]] = ("start",)
 
     values: Tensor
     index: Tensor
     counts: Tensor
+    start: Tensor
     rows: int
     columns: int
-    start: Tensor
-    same: int
 
     @classmethod
     def of(
@@ -65,11 +62,8 @@ class TiledMatrix:
             (index // TILE != segment.repeat_interleave(counts.flatten().long())[:, None]).any()
         ):
             raise ValueError("a column that is not of its segment")
-        first = int(counts.flatten()[0])
-        same = first if first in ALIKE and bool((counts == first).all()) else 0
-        return cls(
-            values.contiguous(), index.contiguous(), counts.contiguous(), rows, columns, start, same
-        )
+        values, index, counts = (t.contiguous() for t in (values, index, counts))
+        return cls(values, index, counts, start, rows, columns)
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, in the dtype of the values."""
@@ -123,7 +117,7 @@ def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tens
     count = matrix.values.numel()
     if tokens <= FEW:
         counts = matrix.counts.data_ptr()
-        operands = (*fixed, counts, *size, BEGIN, END, matrix.same, flags)
+        operands = (*fixed, counts, *size, BEGIN, END, flags)
         in_parts(library.nm_token, operands, -(-rows // TILE), tokens * count // FEW_WORTH)
     else:
         in_panels(library.nm_product, (*fixed, *size), flags + TILED, tokens, rows, count)
