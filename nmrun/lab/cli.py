@@ -148,7 +148,7 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
 def _topic(word: str) -> str:
     """What help is asked for beside an override: its option of a group, or its key."""
     key, _, value = word.partition("=")
-    return key if "." in key or "," in value or key in ("seed", "seeds", "output_dir") else word
+    return key if "." in key or "," in value or key in ("seed", "output_dir") else word
 
 
 def explain(argv: list[str]) -> int:

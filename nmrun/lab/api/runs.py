@@ -57,8 +57,6 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     typed, config_dir = parse(overrides, settings, multirun=False)
     sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
     ((words, job),) = jobs_of(sweeps, config_dir, look.composed)
-    if job.get("seeds") is not None:
-        raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
     with unchanged():
         outcome = jobs.one(config, command=command_line.typed(config_dir, words))

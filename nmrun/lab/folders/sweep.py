@@ -1,6 +1,6 @@
 """The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``.
 
-``sweep.json`` says what was asked for, ``jobs.jsonl`` each run's beginning and each job's end.
+``sweep.json`` says what was asked for, ``jobs.jsonl`` the beginning and the end of each job.
 Where jobs run side by side, ``job3.log`` has what one prints. Other processes read it meanwhile,
 and several may write it.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
 SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
-OWN_AXES = ("seed", "seeds", "sparsity", "output_dir")  # what a table averages over or has anyway
+OWN_AXES = ("seed", "sparsity", "output_dir")  # what a table averages over or has anyway
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = (
     "skipped",
@@ -326,8 +326,7 @@ def planned(folder: Path) -> list[str]:
     """The jobs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
     plans = [line for line in read(folder).ends if line.get("plan")]
     jobs = [line["overrides"] for line in plans]
-    of_several = {command_line.key(word) for word in itertools.chain(*jobs)} & {"seeds"}
-    swept = [key for key in _varying_keys(jobs) | dict.fromkeys(of_several) if key not in SAID]
+    swept = [key for key in _varying_keys(jobs) if key not in SAID]
     rows = []
     for line in plans:
         words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}

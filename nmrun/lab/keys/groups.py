@@ -19,7 +19,6 @@ from nmrun.lab.keys.ranges import (
     PATTERN,
     RATIOS,
     SEED,
-    SEEDS,
     TAGS,
 )
 from nmrun.patterns import Pattern
@@ -69,11 +68,6 @@ class Run(Group):
         SEED,
         "of the initial weights and the order of batches; the data split has a seed of its own",
     ] = 0
-    seeds: Annotated[
-        Sequence[int] | None,
-        SEEDS,
-        "several seeds in one job, such as [0,1,2]: one run after the other",
-    ] = None
     init: Annotated[
         str | None,
         OPTIONAL_TEXT,

@@ -182,17 +182,3 @@ SEED = Check(
     "a whole number, 0 or more, below 2^63",
     lambda value: type(value) is int and 0 <= value < 2**63,
 )
-
-
-SEEDS = Check(
-    "null or a list of different whole numbers, 0 or more, such as [0,1,2]",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, list)
-            and bool(value)
-            and all(map(SEED.holds, value))
-            and len(set(value)) == len(value)
-        )
-    ),
-)

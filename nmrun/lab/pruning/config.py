@@ -110,12 +110,12 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if result is None:
         raise ConfigError(f"{folder}: {run.unfinished()}")
     verbs.demand_consent(folder, result["config"], trusted)
-    plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder), "seeds": None}
+    plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder)}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
     composed = OmegaConf.create(plain)
-    keys = {key for key in (*plain, *schema.flatten(plain)) if key != "seeds"}
+    keys = {*plain, *schema.flatten(plain)}
     if problems := [line for override in overrides if (line := _put(composed, override, keys))]:
         raise ConfigError(problems)
     config = schema.check(composed)

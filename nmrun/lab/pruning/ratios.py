@@ -80,9 +80,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     from nmrun.lab.words.identity import completed
     from nmrun.sparsity.select import select
 
-    # a run has one seed
-    saved = {**completed(run.result["config"]), "seeds": None}
-    config = schema.check(OmegaConf.create(saved))
+    config = schema.check(OmegaConf.create(completed(run.result["config"])))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs)
     model.load_state_dict(load_file(run.checked(FINAL)))

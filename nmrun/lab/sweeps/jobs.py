@@ -42,9 +42,6 @@ from nmrun.lab.words.composition import (
 )
 from nmrun.lab.words.identity import run_folder, title
 
-# Ends of runs, the one that matters most last.
-MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
-
 composition.register()
 
 
@@ -68,7 +65,7 @@ def main(argv: list[str]) -> int:
     if not options.multirun:
         ((overrides, job),) = jobs
         command = command_line.of_job(overrides, options.config_dir)
-        return _exit_status(_job_outcome(job, None, command))
+        return _exit_status(_outcome_of(job, None, command))
     with recorded(looks, shlex.join(["nmrun", *argv]), sweeps) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launcher = looks[0].launcher
@@ -172,7 +169,7 @@ def _job(composed: DictConfig) -> None:
             run_job = of_sweep if sweep.is_own(folder) else _beside
             outcome = run_job(folder, number, composed, overrides, command)
         else:
-            outcome = _job_outcome(composed, None, command_line.of_hydra(job, overrides))
+            outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
     _outcomes.append(outcome)
     workers.end_with_sweep()
     if folder and leads() and outcome["status"] == "interrupted":
@@ -229,7 +226,7 @@ def of_sweep(
     """Run the ``number``-th job, from 1, of the sweep that is recorded in ``folder``, and note its
     end there.
 
-    ``command`` asks for this job alone; ``begins`` is called with the folder of each of its runs.
+    ``command`` asks for this job alone; ``begins`` is called with its run's folder.
     Returns the outcome as of :func:`nmrun.lab.train.runner.run`, with the status ``refused`` for a
     mistake.
     """
@@ -239,32 +236,17 @@ def of_sweep(
         verbs.waiting(head)  # a list of all follows at the end
     else:
         print(head, flush=True)
-    outcome = _job_outcome(composed, folder.name, command, begins)
+    outcome = _outcome_of(composed, folder.name, command, begins)
     if leads():
         sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
     return outcome
 
 
-def _job_outcome(
+def _outcome_of(
     composed: DictConfig,
     sweep: str | None,
-    command: str = "",
+    command: str,
     begins: Callable[[Path], None] = lambda run: None,
-) -> dict[str, Any]:
-    """A job is one run, or one for each of ``seeds``: the outcome that matters most."""
-    seeds = composed.get("seeds")
-    outcomes = []
-    for seed in [composed.seed] if seeds is None else seeds:
-        composed.seed = seed
-        alone = command if seeds is None else command_line.of_seed(command, seed)
-        outcomes.append(_run_outcome(composed, sweep, alone, begins))
-        if outcomes[-1]["status"] == "interrupted":
-            break
-    return max(outcomes, key=lambda outcome: MATTERS.index(outcome["status"]))
-
-
-def _run_outcome(
-    composed: DictConfig, sweep: str | None, command: str, begins: Callable[[Path], None]
 ) -> dict[str, Any]:
     try:
         config = schema.check(composed)

@@ -65,12 +65,11 @@ def cells(
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     for words, job in jobs_of(sweeps, config_dir, {}):
-        seeds = [job.seed] if job.seeds is None else list(job.seeds)
-        job.seed, job.seeds = SEED, None
+        seed, job.seed = job.seed, SEED
         config = schema.check(job)
-        bare = [word for word in words if command_line.key(word) not in ("seed", "seeds")]
+        bare = [word for word in words if command_line.key(word) != "seed"]
         cell_seeds = by_identity.setdefault(identity(config), (bare, config, []))[2]
-        cell_seeds += [seed for seed in seeds if seed not in cell_seeds]
+        cell_seeds += [seed] if seed not in cell_seeds else []
     unknown = [key for key in space if not any(has(c, key) for _, c, _ in by_identity.values())]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")

@@ -103,12 +103,6 @@ def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
     return typed(config_dir, words)
 
 
-def of_seed(command: str, seed: int) -> str:
-    """The command of one of a job's ``seeds``."""
-    words = shlex.split(command)
-    return shlex.join(f"seed={seed}" if key(word) == "seeds" else word for word in words)
-
-
 def of_hydra(job: Any, overrides: Sequence[str]) -> str:
     """Likewise for a job that Hydra launched, by its config of it."""
     places = [

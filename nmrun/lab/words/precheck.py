@@ -118,9 +118,6 @@ class _Look:
         }
         for key, override in self.written.items():
             self._read(key, override, multirun)
-        if "seed" in self.written and self.values.get("seeds", [None]) != [None]:
-            one, several = (self.written[key].input_line for key in ("seed", "seeds"))
-            findings.problems.append(f"{one} and {several}: give one of them")
 
     def _read(self, key: str, override: Override, multirun: bool) -> None:
         """Note the values of an override: options of a group, or values of a key."""
@@ -206,7 +203,7 @@ class _Look:
             wrong = schema.problems(config, self.unsure)
             self.findings.problems += wrong
             if not wrong:
-                self.findings.seeds |= {*(config["seeds"] or [config["seed"]])}
+                self.findings.seeds.add(config["seed"])
             if not wrong and not self.findings.problems:
                 self.findings.problems += rules.refusals(config, self.on_this_machine)
 

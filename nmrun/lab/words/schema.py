@@ -41,7 +41,6 @@ def check(composed: DictConfig) -> Config:
     _convert(_checks(options.keys("")), plain)
     for group in (*NAMED, *UNNAMED):
         _convert(ranges(group, plain[group]), plain[group])
-    plain.pop("seeds", None)  # a run has one
     plain["optimizer"]["decay"] = _decay(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:

@@ -234,7 +234,6 @@ def test_mistakes_get_a_line(nmrun_cli):
         "-m seed=0,1": "--multirun: not for Python; nmrun.sweep does several runs",
         "seed=0,1": "seed=0,1: nmrun.sweep does several runs",
         "experiment=step_cifar10": "experiment=step_cifar10: nmrun.sweep does several runs",
-        "seeds=[0,1]": "seeds=[0, 1]: one run has one seed; see nmrun.sweep",
         "seed='1": "seed='1: No closing quotation",
     }.items():
         with pytest.raises(ConfigError) as raised:
@@ -311,11 +310,6 @@ def test_a_sweep_goes_on_behind_a_failure(capsys):
     assert frame["status"].tolist() == ["failed", "finished"]
     assert frame["optimizer.lr"].tolist() == [1e30, 1e-3]
     assert "sweep of 2: 1 finished, 1 not done" in capsys.readouterr().out
-
-
-def test_several_seeds_of_a_job_are_several_runs():
-    frame = nmrun.sweep([*SHORT, "seeds=[3,4]"])
-    assert frame["seed"].tolist() == [3, 4]
 
 
 def test_a_result_shows_itself():

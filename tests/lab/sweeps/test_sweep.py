@@ -353,22 +353,6 @@ def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path):
     assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
 
 
-def test_what_matters_most_of_several_seeds(tmp_path, monkeypatch):
-    sweep.begin(tmp_path, 1, "nmrun", "out")
-    with composing():
-        job = composed(["seeds=[0,1]"], {})
-    for first, second, most in (
-        ("finished", "running", "running"),
-        ("running", "failed", "failed"),
-        ("failed", "running", "failed"),
-        ("running", "interrupted", "interrupted"),
-        ("skipped", "finished", "finished"),
-    ):
-        ends = iter([{"status": first}, {"status": second}])
-        monkeypatch.setattr(jobs, "one", lambda *_, ends=ends: next(ends))
-        assert jobs.of_sweep(tmp_path, 1, job, [], "nmrun")["status"] == most
-
-
 # --- locks and pipes ------------------------------------------------------------------------------
 
 
@@ -536,13 +520,6 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     assert refused.endswith("epochs; it takes one epoch or more")
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
     assert not list((tmp_path / "outputs").iterdir())
-
-
-def test_a_dry_sweep_has_the_seeds_of_a_job(nmrun_cli):
-    process = nmrun_cli("-m", "recipe=ste,asp", "seeds=[0,1]", "track=local", "dry=true")
-    head, *rows, _ = [re.split("  +", line) for line in process.stdout.splitlines()]
-    assert head[:3] == ["recipe", "ratio", "seeds"]
-    assert [row[2] for row in rows] == ["[0,1]", "[0,1]"]
 
 
 def test_a_dry_sweep_goes_on_after_a_model_that_cannot_be_built(tmp_path, nmrun_cli):

@@ -6,7 +6,6 @@ import getpass
 import io
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from pictures import make_folder
-from runs import TINY, result_of
+from runs import result_of
 from verbs import python, verb
 
 from nmrun.errors import ConfigError, RunError
@@ -222,24 +221,6 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(number, tmp_path, nmrun_cl
     assert again.returncode == 0
     assert "goes on at step" in again.stdout
     assert "sweep of 2: 2 finished" in again.stdout
-
-
-def test_several_seeds_in_one_job(tmp_path, capsys):
-    short = [word for word in TINY if "epochs" not in word]
-    words = [*short, "trainer.epochs=1", "recipe=ste", f"output_dir={tmp_path}", "seeds=[3,5]"]
-    assert jobs.main([*words]) == 0
-    assert "finished already" not in capsys.readouterr().out
-    assert jobs.main([*words]) == 0
-    assert capsys.readouterr().out.count("finished already") == 2
-    assert sorted(
-        p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
-    ) == ["s3", "s5"]
-    results = [result_of(p.parent) for p in sorted(tmp_path.rglob("result.json"))]
-    assert [result["config"]["seed"] for result in results] == [3, 5]
-    assert "seeds" not in results[0]["config"]
-    for result in results:
-        alone = shlex.split(result["environment"]["command"])[1:]
-        assert alone == [*words[:-1], f"seed={result['config']['seed']}"]
 
 
 @pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--config-dir=mine"]])
