@@ -61,23 +61,6 @@ def is_terminal(stream: Any) -> bool:
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
 
-def rich_console(error: bool = False) -> Any:
-    """Rich's console for lines as they are: it finds no numbers or marks in them."""
-    from rich.console import Console
-
-    return Console(stderr=error, highlight=False, markup=False, emoji=False)
-
-
-def live_display() -> Any:
-    """What is drawn anew in one place of the terminal, and taken away once it stops."""
-    from rich.live import Live
-
-    redirect = sys.stderr.isatty()
-    return Live(
-        console=rich_console(), auto_refresh=False, transient=True, redirect_stderr=redirect
-    )
-
-
 def agreed(verb: str, question: str) -> bool:
     """Ask, and return whether the answer is yes; ConfigError where there is nobody to ask."""
     if not sys.stdin.isatty():

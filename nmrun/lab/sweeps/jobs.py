@@ -32,7 +32,7 @@ from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.sweeps import workers
-from nmrun.lab.sweeps.workers import SweepTable
+from nmrun.lab.sweeps.workers import JobLines
 from nmrun.lab.words import command_line, composition, experiment, precheck, schema
 from nmrun.lab.words.composition import (
     Cache,
@@ -130,10 +130,12 @@ def _launch(flags: list[str], overrides: list[str]) -> int:
 
 
 def _launch_beside(folder: Path, launcher: str, flags: list[str], overrides: list[str]) -> int:
-    """Likewise, by a launcher that runs jobs side by side, while their table is shown."""
+    """Likewise, by a launcher that runs jobs side by side, while lines tell of those that end."""
+    place = shlex.quote(sweep.read(folder).output_dir)
+    print(f"jobs side by side: nmrun status --watch {place} shows how far they are", flush=True)
     with (
         workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
-        SweepTable(folder, lambda: sweeper.catch(signal.SIGPIPE)),
+        JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
         try:
             status = _launch(flags, overrides)

@@ -1,5 +1,5 @@
-"""A sweep whose jobs run side by side: its processes, what a signal does to them, and the table that it
-shows.
+"""A sweep whose jobs run side by side: its processes, what a signal does to them, and what is said of
+them.
 
 A launcher such as joblib's takes a worker that ends for a failure, and kills all the others at
 once. So a signal to the sweep's process goes on to the jobs that run, and each saves its run.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -21,13 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nmrun.errors import folded, tell
+from nmrun.errors import tell
 from nmrun.lab.compare import notation
 from nmrun.lab.folders import sweep
-from nmrun.lab.runs import run_folder
-from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import ECHO, ENDING, ends_with
-from nmrun.lab.verbs import is_terminal, live_display
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 LOOK = 0.1  # seconds between two looks at the others
@@ -54,7 +50,7 @@ class Sweeper:
             self._former[number] = signal.signal(number, self.catch)
         if self.waits:
             _start_trackers()
-            # for the workers, which handle none while they start; the table's thread has it
+            # for the workers, which handle none while they start; JobLines' thread has it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return self
 
@@ -145,38 +141,29 @@ def _alive(process: int) -> bool:
     return False
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- what is said of the jobs ---------------------------------------------------------------------
 
-GAP = 2  # columns
 PAUSE = 0.5  # seconds between two looks
-STYLES = {"finished": "green", "failed": "bold red", "refused": "bold red", "killed": "bold red"}
 
 
-class SweepTable:
-    """While entered, a thread reads the record of a sweep and the files of its runs, and draws the
-    table on a terminal. ``on_broken_pipe`` is called once where nobody reads the output any more."""
+class JobLines:
+    """While entered, a thread reads the record of a sweep and prints a line for each job that has
+    ended. ``on_broken_pipe`` is called once where nobody reads the output any more."""
 
     def __init__(self, folder: Path, on_broken_pipe: Callable[[], None]) -> None:
         self.folder, self.on_broken_pipe = folder, on_broken_pipe
-        self.is_drawn = False
         self._next = 0
-        self._trainers: dict[str, dict[str, Any]] = {}  # of runs by their folder
-        self._live: Any = None
+        self._is_signal_told = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> SweepTable:
-        if is_terminal(sys.stdout):
-            self._live = live_display()
-            self._live.start()
+    def __enter__(self) -> JobLines:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        if self._live is not None:
-            self._live.stop()
 
     def _watch(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
@@ -191,34 +178,13 @@ class SweepTable:
     def _look(self) -> None:
         record = sweep.read(self.folder)
         for line in record.ends[self._next :]:
-            if line["status"] == "planned":  # a list of all follows at the end
-                continue
-            self._tell(job_line(self.folder, record, line), STYLES.get(line["status"], ""))
+            if line["status"] != "planned":  # a list of all follows at the end
+                print(job_line(self.folder, record, line), flush=True)
         self._next = len(record.ends)
-        if self._live is not None:
-            rows = [self._row(record, line) for _, line in sorted(record.running.items())]
-            width, height = shutil.get_terminal_size()
-            self._live.update(
-                table_of(rows, footer(record, len(rows)), width, height), refresh=True
-            )
-            self.is_drawn = True
-
-    def _tell(self, text: str, style: str) -> None:
-        if self._live is None:
-            print(text, flush=True)
-        else:
-            self._live.console.print(folded(text, sys.stdout), style=style, soft_wrap=True)
-
-    def _row(self, record: sweep.Record, line: dict[str, Any]) -> tuple[str, ...]:
-        """A job's name, phase, epoch or step, metric and time left, as far as they are known."""
-        place, name = str(line.get("folder") or ""), sweep.name(record, line)
-        trainer = self._trainers.get(place) or RunFolder(place).config.get("trainer", {})
-        self._trainers[place] = trainer
-        now = run_folder.position_of(Path(place), trainer) if place else None
-        if now is None:
-            return (name, "", "begins", "", "")
-        remaining = "" if now.seconds_left is None else sweep.span(now.seconds_left)
-        return (name, now.phase, now.epoch or now.steps, now.validation, remaining)
+        if record.signal is not None and not self._is_signal_told:
+            self._is_signal_told = True
+            name = signal.Signals(record.signal).name
+            print(f"{name}: each job saves its run, a second one ends them at once", flush=True)
 
 
 def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
@@ -233,36 +199,3 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     if status in ("failed", "refused", "killed") and line.get("job"):
         parts.append(str(sweep.log_of(folder, line["job"])))
     return f"{sweep.name(record, line)}: {'; '.join(parts)}"
-
-
-def footer(record: sweep.Record, running: int) -> str:
-    """The line below the table: ``2 of 6 jobs done, 1 failed, 2 running; 25 s so far, 50 s left``."""
-    counts = record.counts()
-    words = [record.done()]
-    words += [f"{counts[key]} {key}" for key in ("failed", "refused", "killed") if key in counts]
-    words.append(f"{running} running")
-    if record.signal is not None:
-        name = signal.Signals(record.signal).name
-        return f"{', '.join(words)}; {name}: each saves its run, a second one ends them at once"
-    return "; ".join(filter(None, [", ".join(words), record.times(running=True)]))
-
-
-def table_of(rows: list[tuple[str, ...]], foot: str, width: int, height: int) -> Any:
-    """The table, as wide as the terminal at most: names of jobs are cut where it is narrow."""
-    from rich.console import Group
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    heads = ("job", "phase", "epoch", "metric", "left")
-    body = rows[: max(height - 4, 1)]
-    lines = [heads, *body]
-    keep = [i for i in range(len(heads)) if i == 0 or any(row[i] for row in body)]
-    wide = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    wide[0] = max(min(wide[0], width - sum(wide[i] + GAP for i in keep[1:])), 8)
-    table = Table.grid(*(Column(width=wide[i], no_wrap=True) for i in keep), padding=(0, GAP, 0, 0))
-    for line in lines:
-        style = "dim" if line is heads else ""
-        table.add_row(*(Text(line[i], style, overflow="ellipsis", no_wrap=True) for i in keep))
-    more = [f"and {len(rows) - len(body)} more"] if len(rows) > len(body) else []
-    below = [Text(text, "dim", overflow="ellipsis", no_wrap=True) for text in (*more, foot)]
-    return Group(*([table] if rows else []), *below)

@@ -68,7 +68,7 @@ class Console:
         # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
         with contextlib.suppress(OSError):
             if style and self.on_terminal:
-                rich = verbs.rich_console(error)
+                rich = _rich(error)
                 rich.print(folded(text, stream), style=style, soft_wrap=True)
             else:
                 print(folded(text, stream), file=stream, flush=True)
@@ -116,7 +116,7 @@ class Console:
         assert self._status is not None
         self._draw_time = time.monotonic()
         if self._live is None:
-            self._live = verbs.live_display()
+            self._live = _live_display()
             self._live.start()
         width = self._live.console.width
         self._live.update(_display(self._status, width, evaluated), refresh=True)
@@ -126,6 +126,21 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live, self._draw_time = None, 0.0
+
+
+def _rich(error: bool = False) -> Any:
+    """Rich's console for lines as they are: it finds no numbers or marks in them."""
+    from rich.console import Console
+
+    return Console(stderr=error, highlight=False, markup=False, emoji=False)
+
+
+def _live_display() -> Any:
+    """What is drawn anew in one place of the terminal, and taken away once it stops."""
+    from rich.live import Live
+
+    redirect = sys.stderr.isatty()
+    return Live(console=_rich(), auto_refresh=False, transient=True, redirect_stderr=redirect)
 
 
 def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = None) -> Any:

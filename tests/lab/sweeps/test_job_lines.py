@@ -1,21 +1,21 @@
-"""A sweep whose jobs run side by side: its record, its table on a terminal, and its plain lines."""
+"""A sweep whose jobs run side by side: its record, and its lines."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from terminal import Terminal
 
 from nmrun.lab import verbs
 from nmrun.lab.folders import sweep
 from nmrun.lab.sweeps import workers
-from nmrun.lab.sweeps.workers import SweepTable
+from nmrun.lab.sweeps.workers import JobLines
 
 SWEEPS = [["recipe=step,sr_ste", "seed=0,1", "sparsity=2:4", "trainer.epochs=12"]]
 RUN = {"status": "finished", "metric": "accuracy"}
@@ -78,30 +78,19 @@ def test_the_record_says_who_is_at_work(folder):
     assert record.signal == 15
 
 
-def test_plain_lines_where_there_is_no_terminal(folder, capsys):
-    with SweepTable(folder, lambda: None):
+def test_a_line_for_each_job_that_has_ended(folder, capsys):
+    with JobLines(folder, lambda: None):
         pass
     assert capsys.readouterr().out.splitlines() == lines_of(folder)
 
 
-@pytest.mark.parametrize("width", [30, 80, 120])
-def test_one_table_on_a_terminal(width, folder, monkeypatch):
-    screen = Terminal(monkeypatch, width)
-    monkeypatch.setattr(sys, "stdout", screen)
-    with SweepTable(folder, lambda: None) as table:
-        while not table.is_drawn:
-            pass
-        lines = [line.split() for line in screen.lines()]
-        assert max(map(len, screen.lines())) <= width
-        if width >= 80:
-            at = lines.index(["job", "phase", "epoch", "metric", "left"])
-            job = ["[4/6]", "recipe=sr_ste", "seed=1"]
-            assert lines[at + 1] == ["[3/6]", "recipe=sr_ste", "seed=0", "begins"]
-            # 20 steps an epoch, so 190 steps are left, 10 a second
-            assert lines[at + 2] == [*job, "sparse", "3/12", "accuracy", "0.5000", "19", "s"]
-            assert lines[at + 3][:7] == ["2", "of", "6", "jobs", "done,", "1", "failed,"]
-    # the table has gone, the lines stay
-    assert "".join("".join(screen.lines()).split()) == "".join("".join(lines_of(folder)).split())
+def test_a_signal_is_told_once(folder, capsys):
+    sweep.note_signal(folder, signal.SIGTERM)
+    with JobLines(folder, lambda: None):  # looks as it begins and as it ends
+        pass
+    *ends, told = capsys.readouterr().out.splitlines()
+    assert ends == lines_of(folder)
+    assert told == "SIGTERM: each job saves its run, a second one ends them at once"
 
 
 def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):
@@ -110,7 +99,7 @@ def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):
     left: list[bool] = []
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        with verbs.ends_quietly(), SweepTable(folder, lambda: left.append(True)):
+        with verbs.ends_quietly(), JobLines(folder, lambda: left.append(True)):
             pass
     assert left == [True]
 
