@@ -3,8 +3,8 @@ et al. 2024, arXiv 2407.20584, AAAI 2025).
 
 The forward pass uses ``m * w`` with straight-through gradients; the mask is chosen anew every
 ``interval`` steps. Pruned weights decay as in SR-STE, by a factor l that rises linearly from 0 to
-``decay``. The decay has no momentum, as in the authors' code (thu-ml/Adaptive-Sparse-Trainer,
-``adamw.py``): ``u = m1 + l * (1 - m) * w`` in :class:`AdamDecay`.
+``decay``. The decay has no momentum, as in the paper: ``u = m1 + l * (1 - m) * w`` in
+:class:`AdamDecay`.
 
 The paper's teacher, the dense network, is ``trainer.distill``. Not here: its masks by Wanda's
 scores, and its low-rank weights beside the sparse ones (SLoRB).

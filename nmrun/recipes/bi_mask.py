@@ -5,7 +5,7 @@ Forward and weight gradient are SR-STE's. The input gradient ``dX = dZ W`` sums 
 there the forward weight is pruned once more, to N:M along the outputs. Which outputs share a group
 is free: every ``interval`` steps the best of ``candidates`` random permutations is taken, the one
 that loses fewest entries. Between, the mask alone follows the weight. 100 and 100 are the paper's;
-its code draws 10 unless told otherwise, and counts forward passes.
+its code for CNNs draws 10 unless told otherwise, and that for DeiT counts forward passes.
 
 Cost: SR-STE's, and a mask a step.
 """

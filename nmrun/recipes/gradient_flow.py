@@ -169,8 +169,8 @@ class MdGfExponential(MdGfLinear):
 
 @dataclass
 class DecayMask(MdGfLinear):
-    """Decaying pruning mask, mask form (Kao et al. 2022, arXiv 2209.07617), MdGf's predecessor:
-    linear decay with the straight-through gradient.
+    """Decaying pruning mask, mask form (after Kao et al. 2022, arXiv 2209.07617), MdGf's predecessor:
+    linear decay with the straight-through gradient, which its authors' code does not have.
 
     When to use: as the reference for what MdGf's scaled gradient adds.
     """
@@ -217,10 +217,10 @@ class SdGfGeometric(Progressive):
 
 @dataclass
 class DecayStructure(SdGfStepwise):
-    """Decaying pruning mask, structure form (Kao et al. 2022, arXiv 2209.07617), SdGf's
+    """Decaying pruning mask, structure form (after Kao et al. 2022, arXiv 2209.07617), SdGf's
     predecessor.
 
-    When to use: as the reference for what SdGf changed.
+    When to use: never. It computes what ``sdgf_stepwise`` does.
     """
 
     name: ClassVar[str] = "decay_structure"
