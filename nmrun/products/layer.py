@@ -116,11 +116,14 @@ class Layer:
         return self.input_weight is not None or self.input_mvue is not None
 
     @torch.no_grad()
-    def is_behind(self) -> bool:
-        """Whether the weight was written from outside and is no N:M weight: until the next step.
-        Where it is one (a checkpoint was loaded), what depends on it follows first. Compiled
-        code does not ask."""
+    def is_behind(self, used: Tensor) -> bool:
+        """Whether a pass uses another weight than the last step left: one that it was given
+        (``torch.func.functional_call``), or, until the next step, one that was written from outside
+        and is no N:M weight. Where it is one (a checkpoint was loaded), what depends on it follows
+        first. Compiled code does not ask about writes. ``used``: the module's weight."""
         weight = self.weight
+        if used is not weight.parameter and not weight.is_sharded:  # FSDP gathers another tensor
+            return True
         if torch.compiler.is_compiling() or not weight.moved():
             return False
         if self._looked_at != weight.parameter._version:
@@ -131,10 +134,12 @@ class Layer:
                 self.pack()
         return not self._holds
 
-    def other_weight(self) -> Tensor | None:
+    def other_weight(self, used: Tensor) -> Tensor | None:
         """:attr:`input_weight` as this pass needs it, also where the model was moved or cast."""
         stored = self.input_weight
-        return None if stored is None or self.is_behind() else stored.to(self.weight.parameter)
+        if stored is None or self.is_behind(used):
+            return None
+        return stored.to(self.weight.parameter)
 
     def keep_input_weight(self) -> Tensor:
         """The memory of :attr:`input_weight`, made where the weight is."""
@@ -170,7 +175,7 @@ class Layer:
     def up_to_date(self, whole: Tensor) -> PackedProducts | None:
         """:attr:`packed` for a pass, None where it is not used. ``whole``: the module's weight in
         this pass, which FSDP has gathered."""
-        if self.packed is None or not self.uses_packed or self.is_behind():
+        if self.packed is None or not self.uses_packed or self.is_behind(whole):
             return None
         if self._waits:
             if whole.dtype != self.weight.parameter.dtype:  # FSDP's mixed precision
@@ -301,13 +306,13 @@ def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
             packed = layer.up_to_date(module.weight)
             if packed is not None and compute_dtype(input) == packed.dtype and input.numel():
                 return packed(input, weight, bias, layer.mvue)
-            other = layer.matrix(layer.other_weight())
+            other = layer.matrix(layer.other_weight(module.weight))
         estimated = layer.mvue is not None or layer.input_mvue is not None
         plain = not on or (other is None and not estimated and not layer.fp8)
         dense = layer.dense if plain and module is layer.module else None
         if dense is not None and dense.takes(module, input):
             return dense.linear(input, weight, bias)
-        if not on:
+        if plain:
             return type(module).forward(module, input)
         operands = (input, weight, bias, other, layer.mvue, layer.fp8)
         return linear(*operands, input_mvue=layer.input_mvue)
@@ -323,7 +328,7 @@ def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
         fits = packed is not None and input.dim() == 4 and compute_dtype(input) == packed.dtype
         if packed is not None and fits and input.numel():
             return packed(input, module.weight, module.bias)
-        input_weight = layer.other_weight()
+        input_weight = layer.other_weight(module.weight)
         if input_weight is None:
             return type(module).forward(module, input)
         x, padding = input, module.padding

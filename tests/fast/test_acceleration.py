@@ -462,6 +462,34 @@ def test_weights_loaded_or_changed_by_hand_are_used_at_once(
         )
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"input_gradient": "double_prune"}], ids=["packed", "pruned again"]
+)
+def test_functional_call_computes_with_the_weights_that_it_is_given(
+    options: dict[str, Any],
+) -> None:
+    """As of another model; and torch.func differentiates by them."""
+    model, plain = mlp(), mlp()
+    _, handle = sparse(model, **options)
+    accelerate(handle, passing(model))
+    given = {name: 3 * value for name, value in plain.state_dict().items()}
+    plain.load_state_dict(given)
+    x = normal(16, 32).bfloat16().requires_grad_()
+    z, expected = torch.func.functional_call(model, given, (x,)), plain(x)
+    torch.testing.assert_close(z, expected)
+    dz = torch.ones_like(z)
+    dx, other_dx = torch.autograd.grad(z, x, dz), torch.autograd.grad(expected, x, dz)
+    torch.testing.assert_close(dx, other_dx)
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, (x.detach(),)).float().square().mean()
+
+    grads = torch.func.grad(loss)(given)
+    plain(x).float().square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
 def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
     class Conv1D(nn.Module):
         def __init__(self) -> None:
