@@ -19,6 +19,7 @@ from nmrun.patterns import Pattern
 
 EMBEDDING = "an embedding"
 COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parametrization)"
+STANDARDIZED = "its forward standardizes the weight, which makes zeros other numbers"
 UNKNOWN_LAYER = "not a weight of a known layer (dims={...} names its input dimension)"
 UNKNOWN_DIM = "which dimension is summed over cannot be told; say so by dims={...}"
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -111,6 +112,9 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
         return EMBEDDING
     if isinstance(module, ParametrizationList) or (attribute not in weight_axes and computed):
         return COMPUTED
+    # timm's and transformers' classes: the mean is subtracted
+    if any(re.search("StdConv|WeightStandardized", kind.__name__) for kind in type(module).__mro__):
+        return STANDARDIZED
     if kind := _foreign_kind(parameter):
         return f"quantised or of another kind ({kind})"
     if named or attribute in weight_axes:

@@ -339,6 +339,28 @@ def test_a_weight_that_is_computed_stays_dense(norm, originals):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("package", "name", "standardized"),
+    [
+        *(("timm.layers", f"{scaled}StdConv2d{same}", True)
+          for scaled in ("", "Scaled") for same in ("", "Same")),
+        ("timm.layers", "Conv2dSame", False),
+        ("transformers.models.bit.modeling_bit", "WeightStandardizedConv2d", True),
+    ],
+)  # fmt: skip
+def test_a_weight_that_forward_standardizes_stays_dense(package, name, standardized):
+    """There an input counts where its weight is 0: the mean is subtracted."""
+    layer = getattr(pytest.importorskip(package), name)(8, 4, 1)
+    with torch.no_grad():
+        layer.weight[:, 2:4] = layer.weight[:, 6:] = 0.0
+    x = torch.randn(2, 8, 3, 3).requires_grad_()
+    layer(x).square().sum().backward()
+    assert bool(x.grad[:, 2].any()) == standardized
+    sparse, dense = select(nn.Sequential(layer), Pattern(2, 4))
+    assert [each.name for each in sparse] == ([] if standardized else ["0.weight"])
+    assert not standardized or "standardizes the weight" in dense[0].reason
+
+
 def test_only_the_computed_matrix_of_a_recurrent_layer_stays_dense():
     model = nn.utils.weight_norm(nn.LSTM(8, 8), "weight_hh_l0")
     assert names(model) == ["weight_ih_l0"]
