@@ -208,6 +208,20 @@ def test_a_model_that_is_cast_after_sparsify(recipe, dtype):
         nmrun.sparsity.check_nm(layer.weight, "2:4")
 
 
+@pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft", "cast"])
+def test_a_cast_does_not_reach_parameters_that_a_recipe_added(recipe):
+    """They are not the model's; cast before sparsify, all train on in half precision."""
+    model, optimizer, _ = start(recipe)
+    model.bfloat16()
+    with pytest.raises(ConfigError, match=r"cast the model before sparsify"):
+        train(model, optimizer, range(TOTAL))
+    model = net().bfloat16()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    handle = attach(model, optimizer, recipe)
+    train(model, optimizer, range(TOTAL))
+    handle.finalize()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_by_sgd_a_cast_model_has_the_dense_weights_cast(dtype):
     """By an optimizer without a state of its own, which torch would cast."""

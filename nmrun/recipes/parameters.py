@@ -74,8 +74,14 @@ class AddedParameters(Recipe):
             optimizer.state.pop(parameter, None)
 
     def parameter(self, weight: SparseWeight, key: str) -> nn.Parameter:
-        """A parameter of a weight; saved values that were loaded count."""
+        """A parameter of a weight; saved values that were loaded count. Raises ConfigError where the
+        weight was cast, of which its own parameters know nothing."""
         parameter = self.parameters[weight.name, key]
+        if parameter.dtype != weight.dense.dtype:
+            raise ConfigError(
+                f"{weight.name} was cast, and not what {self.name} has added for it: cast the model "
+                "before sparsify"
+            )
         if weight[key].data_ptr() != parameter.data_ptr():
             parameter.data.copy_(weight[key])
             weight[key] = parameter.detach()
