@@ -184,8 +184,12 @@ class SparseWeight:
         return holds(*grouped(self.weight, self.pattern, self.dim))
 
     def note(self) -> None:
-        """Note the parameter as it is, for :meth:`moved` and :meth:`is_cast`."""
+        """Note the parameter as it is, for the three questions that follow."""
         self._version, self._dtype = self.parameter._version, self.parameter.dtype
+        self._place = self._data_ptr()
+
+    def _data_ptr(self) -> int:
+        return 0 if self.is_sharded else self.parameter.data_ptr()
 
     def moved(self) -> bool:
         """Whether the parameter was written in place since :meth:`note`; a write through ``.data`` is
@@ -195,6 +199,10 @@ class SparseWeight:
     def is_cast(self) -> bool:
         """Whether the parameter has another dtype than at :meth:`note`."""
         return self.parameter.dtype != self._dtype
+
+    def is_elsewhere(self) -> bool:
+        """Whether the parameter got other memory since :meth:`note`, as by ``p.data = ...``."""
+        return self._data_ptr() != self._place
 
     # --- the optimizer's state ------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from nmrun.sparsity.projections import WeightBatch
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import KEY, Resume, makes_state
 
-# steps between comparisons that find writes through ``.data``; the first steps are compared too
+# steps between comparisons that find writes into ``.data``; the first steps are compared too
 COMPARED_EVERY = 500
 WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
 # the code of the wrapper that torch puts around ``step`` to run hooks
@@ -263,7 +263,7 @@ class Stepper:
                 weight.restore("dense", weight.dense)
                 if not weight.moved():  # rounded weights may be equal, and the mask another
                     self.recipe.project(weight, weight.weight)
-            if (weight.moved() or thorough) and self.differs(weight):
+            if (weight.moved() or weight.is_elsewhere() or thorough) and self.differs(weight):
                 changed.append(weight)
         if not changed:
             return
