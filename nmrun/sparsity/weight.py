@@ -204,6 +204,13 @@ class SparseWeight:
         """Whether the parameter got other memory since :meth:`note`, as by ``p.data = ...``."""
         return self._data_ptr() != self._place
 
+    def is_replaced(self) -> bool:
+        """Whether the module has another parameter in the place of this one."""
+        now = getattr(self.module, self.attribute, None)
+        if self.is_sharded and not hasattr(now, "_local_tensor"):
+            return False  # fully_shard shows the gathered weight after a forward pass
+        return now is not self.parameter
+
     # --- the optimizer's state ------------------------------------------------------------------
 
     def pop_state(

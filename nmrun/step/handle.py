@@ -17,7 +17,7 @@ from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.select import LeftDense
 from nmrun.sparsity.weight import SparseWeight
-from nmrun.step.stepper import Stepper
+from nmrun.step.stepper import REPLACED, Stepper
 
 
 class Handle:
@@ -363,16 +363,12 @@ def check_finished(
     replaced = [
         w
         for w in weights
-        if _is_replaced(w)
+        if w.is_replaced()
         # in a layer that is gone, with another one under its name
         or (w.module not in modules and id(parameters.get(w.name)) in others)
     ]
     if replaced:
-        raise RunError(
-            f"{replaced[0].name} is no longer the parameter that was made sparse "
-            "(a new layer, load_state_dict(assign=True), to_empty or fully_shard after sparsify?): "
-            "make the optimizer and call sparsify after that"
-        )
+        raise RunError(f"{replaced[0].name} {REPLACED}")
     if recipe.step == 0:
         raise RunError(
             "the optimizer that was given to sparsify never stepped: give sparsify the optimizer "
@@ -400,13 +396,6 @@ def check_finished(
         if not recipe.ends_dense and not weight.holds():
             too_early = "" if recipe.is_sparse else f". {advice}"
             raise RunError(f"{weight.name} is not {weight.pattern} {at_step}{too_early}")
-
-
-def _is_replaced(weight: SparseWeight) -> bool:
-    now = getattr(weight.module, weight.attribute, None)
-    if weight.is_sharded and not hasattr(now, "_local_tensor"):
-        return False  # fully_shard shows the gathered weight after a forward pass
-    return now is not weight.parameter
 
 
 def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> list[Tensor]:

@@ -39,6 +39,10 @@ from nmrun.step.resume import KEY, Resume, makes_state
 # steps between comparisons that find writes into ``.data``; the first steps are compared too
 COMPARED_EVERY = 500
 WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
+REPLACED = (
+    "is no longer the parameter that was made sparse (a new layer, load_state_dict(assign=True), "
+    "to_empty or fully_shard after sparsify?): make the optimizer and call sparsify after that"
+)
 # the code of the wrapper that torch puts around ``step`` to run hooks
 HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
@@ -75,7 +79,7 @@ class Stepper:
         # the weights that the present step projects, by id: the mask or scale, and its version
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
         self._batch, self._packers = WeightBatch(), layer.Packers()
-        self._compared = False  # whether the ranks' dense weights were compared
+        self._compared = False  # whether it was seen that all weights, and ranks, are in place
         self._checked = False  # whether the recipe's own masks were
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
@@ -109,6 +113,8 @@ class Stepper:
         for weight in self.sparse:
             weight.pop_state(optimizer)
         if not self._compared:
+            if replaced := next((w.name for w in self.sparse if w.is_replaced()), ""):
+                raise RunError(f"{replaced} {REPLACED}")
             self._compared = True
             if agree_over_ranks(self.recipe, self.sparse):
                 self.refresh()

@@ -76,9 +76,19 @@ def test_memory_that_comes_after_sparsify_is_an_error(recipe):
     model.to_empty(device="cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    train(model, optimizer, range(3))
+    for step in range(2):
+        with pytest.raises(RunError, match="to_empty or fully_shard after sparsify"):
+            train(model, optimizer, [step])
     with pytest.raises(RunError, match="to_empty or fully_shard after sparsify"):
         handle.finalize()
+
+
+def test_weights_that_are_assigned_after_sparsify_are_an_error_in_the_first_step():
+    """The optimizer has the parameters from before, and would train nothing."""
+    model, optimizer, _ = start("sr_ste")
+    model.load_state_dict(net(3).state_dict(), assign=True)
+    with pytest.raises(RunError, match=r"0\.weight is no longer .* load_state_dict\(assign=True\)"):
+        train(model, optimizer, [0])
 
 
 def test_memory_that_comes_before_is_fine():
@@ -95,8 +105,9 @@ def test_memory_that_comes_before_is_fine():
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, parametrizations.weight_norm])
 def test_a_norm_put_on_later_is_an_error(norm):
     model, optimizer, handle = start("sr_ste")
-    norm(model[0])
     train(model, optimizer, range(2))
+    norm(model[0])
+    train(model, optimizer, range(2, 4))
     with pytest.raises(RunError, match="no longer the parameter that was made sparse"):
         handle.finalize()
 
