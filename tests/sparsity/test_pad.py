@@ -466,17 +466,7 @@ def test_plan():
     assert f"density {nonzeros / 1855:.1%} of 1,855 parameters" in text
 
 
-def test_the_config_says_what_would_help():
-    with pytest.raises(
-        nmrun.errors.ConfigError,
-        match=r"multiple of 6 \(its inner layers have 10, 8 inputs\); sparsity.pad=true",
-    ):
-        config("out", *ODD)
-    with pytest.raises(
-        nmrun.errors.ConfigError,
-        match=r"16:32, does not divide all layers' inputs .*sparsity.pad=true",
-    ):
-        config("out", "model.channels=[8,12,8]", "recipe=sdgf_geometric", "recipe.frames=4")
+def test_a_dense_run_is_the_same_with_it():
     plain, padded = (
         config("out", "recipe=dense", *extra) for extra in ((), ("sparsity.pad=true",))
     )

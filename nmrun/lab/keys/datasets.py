@@ -21,13 +21,12 @@ CLASSES = "a folder of images for each class, or train and val with such"
 class Dataset(Named):
     """A data set, with ``data`` in it.
 
-    ``train_images`` there are, before any are put aside; None where that depends. ``within`` says
-    what is in the folder ``dataset.path``, if there is such a key; ``places`` are the keys that
-    name another file or folder. ``builder`` is the dotted path of what builds its task.
+    ``within`` says what is in the folder ``dataset.path``, if there is such a key; ``places`` are
+    the keys that name another file or folder. ``builder`` is the dotted path of what builds its
+    task.
     """
 
     data: ClassVar[str] = IMAGES
-    train_images: ClassVar[int | None] = None
     within: ClassVar[str] = ""
     places: ClassVar[tuple[str, ...]] = ()
     builder: ClassVar[str] = ""
@@ -129,7 +128,6 @@ class Digits(Fractions, Seeded, Dataset):
     download.
     """
 
-    train_images: ClassVar[int | None] = 1797
     builder: ClassVar[str] = "nmrun.lab.tasks.vision.images.digits"
 
     val_fraction: Annotated[float, "share of all images that is for validation"] = 0.15
@@ -156,8 +154,6 @@ class Cifar10(Images):
     cifar10-jpeg.tar.xz; JPEG loses a little). torchvision downloads them if neither is there.
     """
 
-    train_images: ClassVar[int | None] = 50_000
-
     crop_padding: int = 4
 
 
@@ -167,8 +163,6 @@ class Cifar100(Images):
     NMRUN_DATA if it is not there.
     """
 
-    train_images: ClassVar[int | None] = 50_000
-
     crop_padding: int = 4
 
 
@@ -177,8 +171,6 @@ class FashionMNIST(Images):
     """Fashion-MNIST: 60,000 training and 10,000 test grey images of 28x28 in 10 classes; downloaded
     to NMRUN_DATA if it is not there.
     """
-
-    train_images: ClassVar[int | None] = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)

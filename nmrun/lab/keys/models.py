@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -43,13 +43,6 @@ class Model(Named):
         "(docs/recipes/index.md)",
     ] = None
 
-    @classmethod
-    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
-        """The inputs of each layer that can be sparse by name, 0 where they depend on the data.
-        None where only the built model knows them.
-        """
-        return {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel(Model):
@@ -61,11 +54,6 @@ class OwnModel(Model):
     def values(self) -> dict[str, Any]:
         beside = {"_target_": self.target, "include": self.include, "exclude": self.exclude}
         return {**beside, **self.options}
-
-
-def _in_a_row(widths: Sequence[int]) -> dict[str, int]:
-    inner = {f"inner.{number}": width for number, width in enumerate(widths[:-1])}
-    return {"stem": 0, **inner, "head": 0}
 
 
 @dataclass(frozen=True)
@@ -82,10 +70,6 @@ class SmallConv(Model):
         64,
     )
     exclude: Sequence[str] | None = ("stem", "head")
-
-    @classmethod
-    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
-        return _in_a_row(values["channels"])
 
 
 @dataclass(frozen=True)
@@ -105,10 +89,6 @@ class MLP(Model):
 
     hidden: Annotated[Sequence[int], WIDTHS, "widths of the hidden layers"] = (64, 64)
     exclude: Sequence[str] | None = ("stem", "head")
-
-    @classmethod
-    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
-        return _in_a_row(values["hidden"])
 
 
 @dataclass(frozen=True)
@@ -150,19 +130,6 @@ class ResNet18(Torchvision):
     """torchvision's ResNet-18 (He et al. 2016)."""
 
     exclude: Sequence[str] | None = ("conv1", "fc")
-
-    @classmethod
-    def layer_inputs(cls, values: Mapping[str, Any]) -> dict[str, int]:
-        inputs = {"conv1": 0}
-        before = 64
-        for stage, width in enumerate((64, 128, 256, 512), 1):
-            for block in (0, 1):
-                name = f"layer{stage}.{block}"
-                inputs |= {f"{name}.conv1": before, f"{name}.conv2": width}
-                if before != width:
-                    inputs[f"{name}.downsample.0"] = before
-                before = width
-        return {**inputs, "fc": before}
 
 
 @dataclass(frozen=True)

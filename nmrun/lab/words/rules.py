@@ -8,7 +8,6 @@ import functools
 import glob
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.runs.run_folder import RunFolder, weights_in
-from nmrun.patterns import Pattern, PatternError, geometric, stepwise, written
-from nmrun.ranges import value_text
+from nmrun.patterns import Pattern, PatternError, written
 
 Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
 
@@ -35,11 +33,6 @@ PACKAGES = {
 # the recipes whose masks keep the largest weights, along one dimension alone
 BLOCKS = ("asp", "sr_ste", "ste", "ste_periodic", "step", "sqft")
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
-STRUCTURES = {
-    "sdgf_stepwise": "structure",
-    "decay_structure": "structure",
-    "sdgf_geometric": "structure_geometric",
-}
 
 
 class Facts:
@@ -100,35 +93,6 @@ class Facts:
         return self._pattern if isinstance(self._pattern, str) else None
 
     @functools.cached_property
-    def inputs(self) -> list[int]:
-        """Inputs of layers that may be sparse; none where only the built model knows them."""
-        good = self._good("sparsity.pad", "model", *(f"model.{key}" for key in self.model))
-        if self.pattern is None or not good or self.sparsity["pad"] or "_target_" in self.model:
-            return []
-        layers = options.kind("model", self.model["name"]).layer_inputs(self.model)
-        return [width for width in layers.values() if width]
-
-    @functools.cached_property
-    def path(self) -> list[Pattern] | str:
-        """The patterns that the recipe goes through, or why it cannot."""
-        kind = STRUCTURES.get(self.recipe["name"])
-        try:
-            if self.pattern is not None and kind == "structure":
-                return stepwise(self.pattern)
-            if self.pattern is not None and kind == "structure_geometric":
-                frames, densify = self.recipe.get("frames", 4), self.recipe.get("densify", False)
-                return geometric(self.pattern, frames, densify)
-        except PatternError as error:
-            return f"recipe={self.recipe['name']} sparsity={self.pattern}: {error}"
-        return []
-
-    @property
-    def divided(self) -> list[int]:
-        """The inputs that the pattern divides."""
-        assert self.pattern is not None
-        return [width for width in self.inputs if width % self.pattern.m == 0]
-
-    @functools.cached_property
     def unwritable(self) -> Path | None:
         """The first folder above the output that exists, if nothing can be written there."""
         folder = Path(self.output_dir)
@@ -178,15 +142,6 @@ def _wrong_recipe(facts: Facts) -> Iterator[str]:
                 f"recipe.dense={recipe['dense']} and recipe.final={recipe['final']} are "
                 "fractions of one run: at most 1 together"
             )
-        if isinstance(facts.path, str):
-            yield facts.path
-        elif facts.path and any(width % facts.path[0].m for width in facts.divided):
-            fewer = "; fewer recipe.frames start smaller" if "frames" in recipe else ""
-            yield (
-                f"recipe={name} sparsity={pattern}: its first pattern, {facts.path[0]}, does not "
-                f"divide all layers' inputs ({_widths(facts.divided)}){fewer}; sparsity.pad=true "
-                "allows that"
-            )
     if facts.own_rules and pattern is not None and pattern.v > 1 and name not in BLOCKS:
         yield (
             f"recipe={name} sparsity={pattern}: V:N:M masks are for recipes that keep the largest "
@@ -204,14 +159,6 @@ def _wrong_training(facts: Facts) -> Iterator[str]:
         yield (
             f"trainer.batch_size={trainer['batch_size']} cannot be split into "
             f"trainer.accumulate={trainer['accumulate']} equal micro-batches"
-        )
-    if facts.inputs and not facts.sparsity.get("overrides") and not facts.divided:
-        pattern = facts.pattern
-        assert pattern is not None  # there are no inputs without one
-        yield (
-            f"sparsity={pattern}: model {facts.model['name']} has no layer whose inputs are a "
-            f"multiple of {pattern.m} (its inner layers have {_widths(facts.inputs)} inputs); "
-            "sparsity.pad=true allows that"
         )
     if facts.good("trainer.steps", "trainer.budget"):
         steps, budget = trainer["steps"], trainer["budget"]
@@ -253,10 +200,6 @@ def _wrong_acceleration(facts: Facts) -> Iterator[str]:
         )
 
 
-def _widths(widths: list[int]) -> str:
-    return ", ".join(map(str, dict.fromkeys(widths)))
-
-
 def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[str]:
     """What the run itself would refuse after seconds, as far as a config, the names of files and
     this machine show it. A line each.
@@ -275,17 +218,10 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     if not custom:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     yield from _not_pruned(plain["model"], plain["trainer"])
-    if "dataset" not in custom:
-        yield from _too_few(plain["dataset"], plain["trainer"])
-        if on_this_machine:
-            yield from _no_files(plain["dataset"])
+    if on_this_machine and "dataset" not in custom:
+        yield from _no_files(plain["dataset"])
     if on_this_machine:
         yield from _no_pretrained(plain["dataset"], plain["model"])
-    if "model" not in custom:
-        layers = options.kind("model", plain["model"]["name"]).layer_inputs(plain["model"])
-        if layers:
-            wrong = [*_no_layer(plain["model"], plain["sparsity"], layers)]
-            yield from wrong or _all_dense(plain, layers)
     if on_this_machine and no_gpu():
         yield from _needs_gpu(plain["trainer"])
 
@@ -361,23 +297,6 @@ def _other_data(dataset: str, model: str) -> Iterator[str]:
         yield (f"model={model} is {what}, and dataset={dataset} has {has}: these take {fitting}")
 
 
-def _too_few(dataset: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
-    said, every = dataset.get("train_size"), options.kind("dataset", dataset["name"]).train_images
-    if said is None and every is None:
-        return
-    most = said or every
-    if said is None and "val_size" in dataset:
-        most -= dataset["val_size"] or most // 10
-    elif said is None:  # about: each class is divided by itself
-        shares = dataset.get("val_fraction", 0) + dataset.get("test_fraction", 0)
-        most = min(most, most - int(shares * most) + 10)
-    if trainer["batch_size"] > most:
-        yield (
-            f"trainer.batch_size={trainer['batch_size']}: dataset={dataset['name']} has "
-            f"{'' if said else 'at most '}{most} training images"
-        )
-
-
 def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[str]:
     named = {"model.pretrained": model.get("pretrained")}
     if dataset.get("tokenizer") != model.get("pretrained"):  # the model's own by default
@@ -404,57 +323,6 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
         yield (
             f"dataset.path={dataset['path']}: there is no such folder, neither in "
             f"{storage.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
-        )
-
-
-def _no_layer(
-    model: dict[str, Any], sparsity: dict[str, Any], layers: dict[str, int]
-) -> Iterator[str]:
-    expressions = {
-        "model.include": model["include"],
-        "model.exclude": model["exclude"],
-        "sparsity.overrides": sparsity["overrides"],
-    }
-    for key, texts in expressions.items():
-        for text in [texts] if isinstance(texts, str) else texts or ():
-            matches = [layer for layer in layers if text == "auto" or re.fullmatch(text, layer)]
-            if not matches:
-                yield (
-                    f"{key}: {text!r} is the whole name of no layer of model={model['name']}; "
-                    f"there are {', '.join(layers)}"
-                )
-            elif key == "sparsity.overrides" and not sparsity["pad"]:
-                yield from _unfit(text, str(texts[text]), [layers[layer] for layer in matches])
-
-
-def _all_dense(plain: dict[str, Any], layers: dict[str, int]) -> Iterator[str]:
-    model, sparsity = plain["model"], plain["sparsity"]
-    include, exclude = (
-        [texts] if isinstance(texts, str) else texts
-        for texts in (model["include"], model["exclude"] or [])
-    )
-    dense = sparsity["n"] is None or plain["recipe"].get("name") == "dense"
-    if dense or sparsity["overrides"] or "auto" in exclude:
-        return
-
-    def may_be_sparse(layer: str) -> bool:
-        included = include is None or any(re.fullmatch(text, layer) for text in include)
-        return included and not any(re.fullmatch(text, layer) for text in exclude)
-
-    if not any(map(may_be_sparse, layers)):
-        yield (
-            f"model.include={value_text(include)} and model.exclude={value_text(exclude)} leave no "
-            f"layer of model={model['name']} that may be sparse; there are {', '.join(layers)}"
-        )
-
-
-def _unfit(text: str, ratio: str, inputs: list[int]) -> Iterator[str]:
-    m = 1 if ratio == "dense" else Pattern.parse(ratio).m
-    if all(width and width % m for width in inputs):
-        widths = ", ".join(map(str, dict.fromkeys(inputs)))
-        yield (
-            f"sparsity.overrides: {text!r} with {ratio} fits no layer: {widths} inputs are not a "
-            f"multiple of {m} (sparsity.pad=true allows that)"
         )
 
 

@@ -335,11 +335,28 @@ def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("recipe=ste model.exclude=[stem,haed]", "haed"),
+        ("recipe=ste model.include=[head] model.channels=[6,6,6]", "can be 2:4 sparse"),
+        ("recipe=ste model.exclude=['.*']", "can be 2:4 sparse"),
+        ("recipe=ste sparsity=1:128", "8 inputs are not a multiple of 128"),
+        ("recipe=ste sparsity.overrides={nosuch:1:8}", "'nosuch' matches no layer's whole name"),
+        ("recipe=ste sparsity.overrides={inner.1:3:7}", "8 inputs are not a multiple of 7"),
+        ("recipe=sdgf_stepwise sparsity=3:8", "M / N is not a power of two"),
+        ("recipe=sdgf_geometric sparsity=1:8", "coarsest pattern 2:16"),
+        ("recipe=ste trainer.batch_size=5000", "training images"),
+    ],
+)
+def test_what_does_not_fit_the_network_or_the_data_is_refused(words, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run(config(tmp_path / "out", *words.split()))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model.exclude=[stem,haed]",), "haed"),
-        (("model.include=[head]", "model.channels=[6,6,6]"), "can be 2:4 sparse"),
-        (("trainer.batch_size=5000",), "training images"),
         (("dataset.val_fraction=1e-9",), "leave no image for val"),
         (("dataset.val_fraction=0.6", "dataset.test_fraction=0.5"), "are more than all images"),
         (("recipe.name=step", "optimizer.betas=[0.9,0.99999999999]"), "10,000,000 at most"),

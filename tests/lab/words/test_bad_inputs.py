@@ -8,14 +8,11 @@ from typing import Any
 
 import bad_inputs
 import pytest
-from torch import nn
 from verbs import python
 
 from nmrun import recipes
-from nmrun.lab import models
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
-from nmrun.lab.keys.fields import defaults
 from nmrun.lab.keys.options import find_builder
 from nmrun.lab.words import composition, precheck, rules
 from nmrun.papers.detection.keys import INSTANCES
@@ -76,20 +73,6 @@ def test_what_a_model_takes_is_what_its_builder_asks_for(name):
 def test_models_of_fairseq_take_pairs_of_sentences():
     names = [name for name in options.names("model") if "fairseq" in name]
     assert {options.kind("model", name).data for name in names} == {PAIRS}
-
-
-@pytest.mark.parametrize("name", ["small_conv", "small_conv_bn", "mlp", "resnet18"])
-def test_layers_that_are_known_without_building_are_those_of_the_model(name):
-    kind = options.kind("model", name)
-    settings = {"name": name, **defaults(options.keys("model", name))}
-    model = models.build(settings, {"shape": (3, 16, 16), "classes": 10})
-    by_data = {"conv1"} if name == "resnet18" else {"stem", "head"}
-    built = {
-        place: layer.weight.shape[1]
-        for place, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d)
-    }
-    assert kind.layer_inputs(settings) == built | dict.fromkeys(by_data, 0)
 
 
 @pytest.mark.parametrize(

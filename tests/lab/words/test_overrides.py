@@ -12,7 +12,6 @@ from runs import result_of
 from safetensors.torch import load_file
 
 import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios)
-from nmrun.lab.keys import models
 from nmrun.lab.words import precheck, schema
 from nmrun.lab.words.composition import Cache, composed, composing
 
@@ -58,13 +57,6 @@ GENERAL = {  # what cannot be guessed, or can be read and means nothing
     "sparsity.overrides.inner.1=1:8": "'sparsity.overrides={inner.1: 1:8}'",
     "'+sparsity.overrides={inner.1: 1:8}'": "write it without +",
 }
-
-
-@pytest.fixture(autouse=True)
-def layers_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The texts are looked at, not whether a network has such layers."""
-    for kind in (models.SmallConv, models.ResNet18):
-        monkeypatch.setattr(kind, "layer_inputs", lambda values: {})
 
 
 def checked(*words: str) -> schema.Config:

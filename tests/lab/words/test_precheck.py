@@ -28,7 +28,6 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
         ("optimizer.lrr=1 model.chanels=[8,8]", ["optimizer.lrr: no such key; did you mean optimizer.lr?", "model.chanels: no such"]),
         ("-m recipe=asp,step optimizer=adam,sgd", ["recipe=step freezes Adam's second moment, which sgd has not"]),
         ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),
-        ("-m sparsity=2:4,1:128", ["sparsity=1:128: model small_conv has no"]),
     ],
 )  # fmt: skip
 def test_a_command_line(line, starts):

@@ -299,10 +299,6 @@ def test_the_nearest_match():
             {"recipe.t_min": 0.9},
         ),  # the dense run: what the recipe says does not matter
         ("recipe=dense,sparsity=1:128,optimizer=sgd", {}),
-        ("model=mlp,sparsity=1:16", {"model.hidden": [24, 16, 8]}),  # one layer that fits is enough
-        ("sparsity=1:128", {"sparsity.overrides": {"inner.1": "1:8"}}),
-        ("recipe=sdgf_stepwise,sparsity=1:16", {}),
-        ("recipe=sdgf_geometric,sparsity=1:16", {"recipe.frames": 2}),
         (
             "recipe=custom",
             {"recipe._target_": "a.B", "recipe.decay": "what it likes", "recipe.t_min": "none"},
