@@ -18,8 +18,16 @@ import pandas as pd
 from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
+from nmrun.lab.keys import options
 from nmrun.lab.runs import documents
-from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
+from nmrun.lab.runs.run_folder import (
+    FINAL,
+    REMEDY,
+    RESULT,
+    WEIGHTS,
+    RunFolder,
+    weights_in,
+)
 from nmrun.lab.words.identity import GROUPS, OF_COMMAND, completed
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
@@ -114,7 +122,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
             for group in ("dataset", "model", "recipe", "optimizer", "schedule")
         },
         "sparsity": ratio,
-        **{key: _other_run(keys[key], ratio) for key in ("init", "trainer.distill") if key in keys},
+        **{key: _other_run(place, ratio) for key, place in options.weights_named(config).items()},
         "seed": config["seed"],
         "status": result["status"],
         "id": result["id"],
@@ -130,16 +138,16 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _other_run(folder: str | None, ratio: str) -> str | None:
+def _other_run(place: str, ratio: str) -> str:
     """What a run of this ratio took from another: its recipe, and its ratio where that is neither
     the same nor dense. The folder would differ from seed to seed.
     """
-    run, name = weights_in(folder or "")  # <recipe>/<ratio>/<run>
+    run, name = weights_in(place)
     file = "" if name == FINAL else Path(name).stem
-    place = run.path.parts[-3:-1]
-    if len(place) < 2:
-        return folder
-    recipe, other = place[0], place[1].replace("of", ":")
+    above = run.path.parts[-3:-1]  # <recipe>/<ratio>/<run>
+    if len(above) < 2 or name not in WEIGHTS:
+        return place
+    recipe, other = above[0], above[1].replace("of", ":")
     words = (recipe, "" if other in (ratio, "dense") else other, file and f"({file})")
     return " ".join(word for word in words if word)
 

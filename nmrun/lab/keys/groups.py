@@ -29,6 +29,7 @@ from nmrun.ranges import (
     INPUT_GRADIENTS,
     OPTIONAL_TEXT,
     TEXT,
+    WEIGHTS,
     number,
     one_of,
     whole,
@@ -70,7 +71,7 @@ class Run(Group):
     ] = 0
     init: Annotated[
         str | None,
-        OPTIONAL_TEXT,
+        WEIGHTS,
         "a finished run whose weights this one begins with: its folder, its best.safetensors "
         "or its dense.safetensors. It is of the same network, pruned or not; gpt_classifier "
         "and gpt_reader take gpt2's, mask_rcnn a ResNet's. null = the network's own",
@@ -308,9 +309,10 @@ class Trainer(Group):
     ] = 0.0
     distill: Annotated[
         str | None,
-        OPTIONAL_TEXT,
+        WEIGHTS,
         "teacher, whose term is added to the loss (Hinton et al. 2015): start (the network as"
-        " it begins, for pretrained ones) or the folder of a finished run of the same network",
+        " it begins, for pretrained ones) or a finished run of the same network: its folder, or a"
+        " file of its weights",
     ] = None
     distill_weight: Annotated[
         float, number(0, 1), "weight of the teacher's term; the task's loss has the rest"

@@ -19,6 +19,7 @@ import yaml
 from nmrun import recipes, registry
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.fields import Field, fields, recipe_fields
+from nmrun.lab.keys.ranges import START
 from nmrun.lab.runs import documents
 from nmrun.patterns import USUAL
 from nmrun.ranges import WEIGHTS
@@ -134,12 +135,20 @@ def keys(group: str, name: str = "") -> Mapping[str, Field]:
     return recipe_fields(recipes.RECIPES[name]) if name in recipes.RECIPES else {}
 
 
-def weights_named(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Where the weights are that a recipe reads, by the hyperparameters that name them
-    (``nmrun.ranges.WEIGHTS``)."""
-    name = recipe.get("name", "")
-    found = keys("recipe", name) if name in recipes.RECIPES else {}
-    named = {key: recipe.get(key) for key, field in found.items() if field.check is WEIGHTS}
+def weights_named(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where the weights are that a run reads, by the keys that name them (``nmrun.ranges.WEIGHTS``):
+    ``init``, ``trainer.distill``, and hyperparameters such as ``recipe.masks``."""
+    name = config["recipe"].get("name")
+    groups = {"": keys(""), "trainer": keys("trainer")}
+    groups |= {"recipe": keys("recipe", name)} if name in recipes.RECIPES else {}
+    named = {
+        f"{group}.{key}".lstrip("."): (config.get(group, {}) if group else config).get(key)
+        for group, fields in groups.items()
+        for key, field in fields.items()
+        if field.check is WEIGHTS
+    }
+    if named["trainer.distill"] == START:
+        named["trainer.distill"] = None
     return {key: place for key, place in named.items() if place is not None}
 
 

@@ -10,6 +10,7 @@ from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import FRACTION, TEXT, Check, whole
 
 UNITS = {"s": 1, "min": 60, "h": 3600}
+START = "start"  # of trainer.distill: the network as it begins
 
 
 def seconds(time: Any) -> float | None:

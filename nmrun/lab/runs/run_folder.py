@@ -259,8 +259,9 @@ class RunFolder:
 
 
 def weights_in(place: Path | str) -> tuple[RunFolder, str]:
-    """The run and the file of its weights that ``init`` names: a folder names the last ones."""
-    path = Path(place)
+    """The run and the file of its weights that a key such as ``init`` names: a folder names the
+    last ones."""
+    path = Path(place).expanduser()
     named = path.suffix == ".safetensors"
     return (RunFolder(path.parent), path.name) if named else (RunFolder(path), FINAL)
 

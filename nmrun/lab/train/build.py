@@ -138,8 +138,9 @@ def build(
     taught = trainer.distill is not None
     loss = distillation.loss_of(config, task, model) if taught else task.loss
     optimizer = optimizer_of(config.optimizer, model)
-    for key, place in options.weights_named(config.plain["recipe"]).items():
-        weights.check(place, f"recipe.{key}={place}")
+    for key, place in options.weights_named(config.plain).items():
+        if key.startswith("recipe."):  # the others have been read
+            weights.check(place, f"{key}={place}")
     try:
         if total_steps is None:
             total_steps = _planned_steps(config, task, whole, device)

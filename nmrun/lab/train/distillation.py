@@ -23,10 +23,9 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.ranges import START
 from nmrun.lab.tasks.base import Batch, Categorical, Task
 from nmrun.lab.train import weights
-
-START = "start"
 
 
 @dataclass(frozen=True)

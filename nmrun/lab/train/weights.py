@@ -5,7 +5,6 @@ last epochs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def check(place: str, setting: str) -> None:
     """Look whether the weights that a recipe reads are as their run left them; what is in no run's
     folder is taken as it is. ``setting`` is the key and value for errors. ConfigError where they were
     changed."""
-    folder, file = weights_in(Path(place).expanduser())
+    folder, file = weights_in(place)
     if file in WEIGHTS:
         try:
             folder.checked(file)
@@ -65,13 +64,11 @@ def load(
     folder, file = weights_in(place)
     if why := folder.without(file):
         raise ConfigError(f"{setting}: {why}")
+    check(place, setting)
     try:
-        state = load_file(folder.checked(file))
+        state = load_file(folder.path / file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{setting}: {file} cannot be read ({error})") from None
-    except RunError as error:
-        raise ConfigError(f"{setting}: {error}") from None
-    folder.tell_unverified()
     for name in part:
         if not any(key.startswith(f"{name}.") for key in state):
             model = model.get_submodule(name)

@@ -81,24 +81,23 @@ def identity(config: Config) -> str:
                 if key not in ignored and not (key in later and later[key] == item)
             }
         relevant[group] = value
-    if (teacher := relevant["trainer"].get("distill", "start")) != "start":
-        relevant["trainer"]["distill"] = _weights_of(teacher)
-    for key, place in options.weights_named(config.plain["recipe"]).items():
-        relevant["recipe"][key] = _weights_of(Path(place).expanduser())
-    if config.init is not None:
-        relevant["init"] = _weights_of(config.init)
+    for key, place in options.weights_named(config.plain).items():
+        group, _, leaf = key.rpartition(".")
+        (relevant[group] if group else relevant)[leaf] = _weights_of(place)
     overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _weights_of(place: Path | str) -> str:
+def _weights_of(place: str) -> str:
     """The id of the run whose weights ``place`` names, wherever that lies, and the file where it is
     not the last one's; without a run the text as it is."""
     folder, name = weights_in(place)
     run = folder.result.get("id")
-    return str(place) if run is None else run if name == FINAL else f"{run}/{name}"
+    return (
+        str(Path(place).expanduser()) if run is None else run if name == FINAL else f"{run}/{name}"
+    )
 
 
 def title(config: Config) -> str:

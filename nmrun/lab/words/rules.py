@@ -15,7 +15,8 @@ from typing import Any
 
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
-from nmrun.lab.runs.run_folder import RunFolder, weights_in
+from nmrun.lab.keys.ranges import START
+from nmrun.lab.runs.run_folder import weights_in
 from nmrun.patterns import Pattern, PatternError, written
 
 Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
@@ -211,10 +212,9 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     for group in ("dataset", "model", "recipe"):
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _not_installed(plain)
-    yield from _no_teacher(plain, on_this_machine)
-    if on_this_machine and plain["init"] is not None and (why := _no_weights(plain["init"])):
-        yield f"init={plain['init']}: {why}"
-    yield from _unfinished(plain["recipe"], on_this_machine)
+    yield from _no_teacher(plain)
+    if on_this_machine:
+        yield from _no_weights(plain)
     if not custom:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     yield from _not_pruned(plain["model"], plain["trainer"])
@@ -247,31 +247,23 @@ def _not_installed(plain: dict[str, Any]) -> Iterator[str]:
             yield f"{option} needs {package}, which is not installed: pip install 'nmrun[{extra}]'"
 
 
-def _no_weights(place: str) -> str:
-    folder, name = weights_in(place)
-    return folder.without(name)
+def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
+    for key, place in options.weights_named(plain).items():
+        folder, name = weights_in(place)
+        # a recipe takes any file, of a run or not
+        taken = key.startswith("recipe.") and Path(place).expanduser().is_file()
+        if not taken and (why := folder.without(name)):
+            yield f"{key}={place}: {why}"
 
 
-def _no_teacher(plain: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
-    teacher, model = plain["trainer"]["distill"], plain["model"]
-    if teacher is None:
-        return
-    if teacher == "start":
-        trained = "_target_" in model or options.kind("model", model["name"]).trained
-        if plain["init"] is None and not trained:
-            yield (
-                f"trainer.distill=start: model={model['name']} begins with random weights in its "
-                "head or everywhere, which teach nothing; take the folder of a finished run"
-            )
-    elif on_this_machine and (why := RunFolder(teacher).unfinished()):
-        yield f"trainer.distill={teacher}: {why}"
-
-
-def _unfinished(recipe: dict[str, Any], on_this_machine: bool) -> Iterator[str]:
-    for key, place in options.weights_named(recipe).items() if on_this_machine else ():
-        path = Path(place).expanduser()
-        if not path.is_file() and (why := RunFolder(path).unfinished()):
-            yield f"recipe.{key}={place}: {why}"
+def _no_teacher(plain: dict[str, Any]) -> Iterator[str]:
+    model = plain["model"]
+    trained = "_target_" in model or options.kind("model", model["name"]).trained
+    if plain["trainer"]["distill"] == START and plain["init"] is None and not trained:
+        yield (
+            f"trainer.distill=start: model={model['name']} begins with random weights in its "
+            "head or everywhere, which teach nothing; take the folder of a finished run"
+        )
 
 
 def _not_pruned(model: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:

@@ -382,6 +382,13 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table):
     }
 
 
+def test_runs_whose_recipes_read_others_of_a_kind_are_averaged(write, table):
+    for seed in (0, 1):
+        pruned = write("sparsegpt", "2:4", seed, 0.7)
+        write("maskllm", "2:4", seed, 0.9, recipe__masks=str(pruned))
+    assert cells(table()[1])["maskllm"] == {"2:4": "**90.0 +- 0.0 (2)**"}
+
+
 def test_cells_of_other_settings_are_mentioned(write, table):
     write("ste", "2:4", 0, 0.9, trainer__epochs=24)
     write("asp", "2:4", 0, 0.9)

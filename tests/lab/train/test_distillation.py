@@ -254,6 +254,13 @@ def test_a_teacher_s_place_is_no_part_of_the_id(tmp_path, teacher, monkeypatch):
     assert begins != identity(taught(tmp_path, teacher))
 
 
+def test_a_file_of_a_run_s_weights_teaches(tmp_path, teacher):
+    parts = build.build(taught(tmp_path, f"{teacher}/best.safetensors"))
+    best = load_file(Path(teacher) / "best.safetensors")
+    state = parts.loss.teacher.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in best.items())
+
+
 def test_a_damaged_teacher(tmp_path, teacher):
     copy = tmp_path / "copy"
     shutil.copytree(teacher, copy)

@@ -20,6 +20,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.runner import run
 from nmrun.lab.words.identity import identity
+from nmrun.lab.words.rules import refusals
 
 LONG = ("recipe=sr_ste", "recipe.decay=0.1", "optimizer.lr=0.02", "trainer.evaluate=both")
 
@@ -118,12 +119,13 @@ def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path, monkeypatch
 
     run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
     files, keys = ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors"), {}
-    for key in ("init", "recipe.masks"):
+    for key in ("init", "trainer.distill", "recipe.masks"):
         ids = keys[key] = [id_of(key, f"{tmp_path}/ste{file}") for file in files]
         assert ids[0] == ids[1], key
         assert len(set(ids)) == 3, key
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert id_of("recipe.masks", "'~/ste'") == keys["recipe.masks"][0]
+    for key, ids in keys.items():
+        assert id_of(key, "'~/ste'") == ids[0], key
     (tmp_path / "ste").rename(tmp_path / "moved")
     for key, ids in keys.items():
         assert id_of(key, f"{tmp_path}/moved/dense.safetensors") == ids[3], key
@@ -142,3 +144,22 @@ def test_weights_that_are_not_there_are_refused(file, why, tmp_path):
     asked = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/{file}")
     with pytest.raises(ConfigError, match=f"init=.*{file}: {why}"):
         weights.network(asked, tasks.build(asked, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("key", ["init", "trainer.distill", "recipe.masks"])
+def test_a_key_takes_a_run_or_a_file_of_its_weights(key, tmp_path, monkeypatch):
+    run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def refused(place: str) -> list[str]:
+        words = ("recipe=maskllm", "track=local", "trainer.device=cpu", f"{key}={place}")
+        return [*refusals(config(tmp_path, *words).plain)]
+
+    for place in ("ste", "ste/best.safetensors", "ste/model.safetensors"):
+        assert refused(f"'{tmp_path}/{place}'") == refused(f"'~/{place}'") == []
+    for place, why in (
+        ("nowhere", "no finished run is there"),
+        ("ste/dense.safetensors", "the run has none: trainer.evaluate=dense and both keep it"),
+    ):
+        (line,) = refused(f"'~/{place}'")
+        assert line.startswith(f"{key}=~/{place}: {why}")
