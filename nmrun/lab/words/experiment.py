@@ -16,16 +16,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import command_line, composition, schema
-from nmrun.lab.words.composition import Cache, composed, composing
+from nmrun.lab.words.composition import Cache, jobs_of, plain_errors
 from nmrun.lab.words.identity import run_folder
 from nmrun.registry import did_you_mean, no_such
 
@@ -255,29 +254,13 @@ def configs(
     """The checked configs of an experiment's runs, each once. ``changes`` are overrides that win
     over its own."""
     by_folder: dict[str, Config] = {}
-    cache = {} if cache is None else cache
     composition.register()
-    with composing():
-        for words in experiment.overrides(scale, changes):
-            try:
-                parsed = OverridesParser.create().parse_overrides(
-                    [word for word in words if not word.startswith("hydra")]
-                )
-                jobs = BasicSweeper.split_arguments(
-                    [o for o in parsed if o.key_or_group != "seed"], None
-                )[0]
-                seeds = [
-                    job
-                    for job in BasicSweeper.split_arguments(
-                        [o for o in parsed if o.key_or_group == "seed"], None
-                    )[0]
-                    if job
-                ]
-                for job in jobs:  # one composition serves all seeds, which change nothing else
-                    base = schema.check(composed([*job, *(seeds[0] if seeds else [])], cache))
-                    for seed in [int(word[0].partition("=")[2]) for word in seeds] or [base.seed]:
-                        config = Config({**base.plain, "seed": seed}, base.pattern)
-                        by_folder.setdefault(str(run_folder(config)), config)
-            except HydraException as error:
-                raise ConfigError(f"experiment={experiment.name}: {first_line(error)}") from None
+    sweeps = [
+        [word for word in words if not command_line.is_hydras(word)]
+        for words in experiment.overrides(scale, changes)
+    ]
+    with plain_errors():
+        for _, job in jobs_of(sweeps, None, {} if cache is None else cache):
+            config = schema.check(job)
+            by_folder.setdefault(str(run_folder(config)), config)
     return list(by_folder.values())
