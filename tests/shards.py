@@ -47,7 +47,6 @@ RECIPES = (
     "mdgf_exponential",
     "sdgf_stepwise",
     "sdgf_geometric",
-    "decay_mask",
 )
 CASES: dict[str, tuple[str, ...]] = {
     "dense": ("recipe=dense", *OPTIONS),

@@ -30,8 +30,6 @@ RECIPES = {
     "mdgf_exponential": "nmrun.recipes.gradient_flow.MdGfExponential",
     "sdgf_stepwise": "nmrun.recipes.gradient_flow.SdGfStepwise",
     "sdgf_geometric": "nmrun.recipes.gradient_flow.SdGfGeometric",
-    "decay_mask": "nmrun.recipes.gradient_flow.DecayMask",
-    "decay_structure": "nmrun.recipes.gradient_flow.DecayStructure",
     "lbc": "nmrun.recipes.lbc.LBC",
     "maskllm": "nmrun.recipes.maskllm.MaskLLM",
     "slope": "nmrun.recipes.slope.SLoPe",

@@ -1,8 +1,7 @@
 """Progressive gradient flow: MdGf, mask decay, and SdGf, structure decay.
 
-After Bambhaniya et al. 2024 (arXiv 2402.04744), and Kao et al. 2022 (arXiv 2209.07617) before. A
-run is dense for a fraction ``dense`` of its steps and N:M exactly for the last fraction ``final``.
-In between it goes from one to the other.
+After Bambhaniya et al. 2024 (arXiv 2402.04744). A run is dense for a fraction ``dense`` of its steps
+and N:M exactly for the last fraction ``final``. In between it goes from one to the other.
 
 - MdGf: pruned weights fade out. Forward ``w * (m + (1 - m) * D(j))``, j the steps since the dense
   phase, the mask m chosen anew at every step. D falls linearly or exponentially from 1 to 0. The
@@ -168,19 +167,6 @@ class MdGfExponential(MdGfLinear):
 
 
 @dataclass
-class DecayMask(MdGfLinear):
-    """Decaying pruning mask, mask form (after Kao et al. 2022, arXiv 2209.07617), MdGf's predecessor:
-    linear decay with the straight-through gradient, which its authors' code does not have.
-
-    When to use: as the reference for what MdGf's scaled gradient adds.
-    """
-
-    name: ClassVar[str] = "decay_mask"
-
-    grad_mode: Annotated[str, one_of("scaled", "ste")] = "ste"
-
-
-@dataclass
 class SdGfStepwise(Progressive):
     """Ever sparser patterns; M / N must be a power of two.
 
@@ -213,14 +199,3 @@ class SdGfGeometric(Progressive):
 
     def frames_to(self, target: Pattern) -> list[Pattern]:
         return patterns.geometric(target, self.frames, self.densify)
-
-
-@dataclass
-class DecayStructure(SdGfStepwise):
-    """Decaying pruning mask, structure form (after Kao et al. 2022, arXiv 2209.07617), SdGf's
-    predecessor.
-
-    When to use: never. It computes what ``sdgf_stepwise`` does.
-    """
-
-    name: ClassVar[str] = "decay_structure"

@@ -314,7 +314,7 @@ def test_machines_without_sparse_tensor_cores(monkeypatch: pytest.MonkeyPatch) -
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ste": {}, "sr_ste": {"decay": 1e-2}, "s_ste": {}, "asp": {}, "step": {"switch": 0.5}, "t_sr_ste": {"interval": 3}, "bi_mask": {"interval": 3},
-    "mdgf_linear": {"dense": 0.25, "final": 0.25}, "sdgf_stepwise": {"dense": 0.25, "final": 0.25}, "decay_mask": {}, "lbc": {},
+    "mdgf_linear": {"dense": 0.25, "final": 0.25}, "sdgf_stepwise": {"dense": 0.25, "final": 0.25}, "lbc": {},
 }  # fmt: skip
 
 

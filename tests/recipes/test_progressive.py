@@ -39,18 +39,6 @@ def test_mask_decay(mode, shape, tau):
     follow(f"mdgf_{shape}", ByHand(Net().used, forward, edit), tau=tau, grad_mode=mode, **PHASES)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options", "shape"),
-    [("decay_mask", {}, "linear"), ("mdgf_exponential", {"grad_mode": "ste"}, "exponential")],
-)
-def test_the_decaying_mask_passes_the_gradient_on(recipe, options, shape):
-    def forward(t, i, w):
-        m = top(w, 2, 4)
-        return w * (m + (1 - m) * factor(shape, 0.25, t))
-
-    follow(recipe, ByHand(Net().used, forward), tau=0.25, **options, **PHASES)
-
-
 def test_densify_keeps_n():
     """N:(M * 2^i), as the authors' code has it; the density rises to the target's."""
     assert [str(p) for p in geometric(Pattern(1, 8), 4, densify=True)] == [
@@ -87,15 +75,6 @@ def test_structure_decay(recipe, pattern):
     follow(recipe, ByHand(Net().used, forward), pattern, **options, **PHASES)
 
 
-def test_decay_structure_is_stepwise():
-    frames = FRAMES["sdgf_stepwise", "1:4"]
-
-    def forward(t, i, w):
-        return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 4)))
-
-    follow("decay_structure", ByHand(Net().used, forward), "1:4", **PHASES)
-
-
 def test_paths_of_patterns():
     def shown(path):
         return [str(p) for p in path]
@@ -123,7 +102,7 @@ def test_phase_is_told():
 
 
 def test_the_weight_a_run_would_leave_is_always_nm():
-    for recipe in ("mdgf_linear", "sdgf_stepwise", "decay_mask", "decay_structure"):
+    for recipe in ("mdgf_linear", "sdgf_stepwise"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         handle = nmrun.sparsify(model, optimizer, recipe, "1:4", 10, dense=0.2, final=0.3)
@@ -157,8 +136,6 @@ def test_the_weight_a_run_would_leave_is_always_nm():
         ("sdgf_stepwise", "3:8", {}, "power of two"),
         ("sdgf_geometric", "2:4", {}, "multiple of the 32"),
         ("sdgf_geometric", "2:4", {"frames": 0}, "frames"),
-        ("decay_mask", "2:4", {"grad_mode": "masks"}, "scaled, ste"),
-        ("decay_structure", "3:8", {}, "power of two"),
     ],
 )
 def test_refused(recipe, pattern, options, words):
@@ -183,9 +160,7 @@ def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe):
         train_step(model, optimizer, data(1)(t))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["sdgf_stepwise", "sdgf_geometric", "decay_structure", "mdgf_linear"]
-)
+@pytest.mark.parametrize("recipe", ["sdgf_stepwise", "sdgf_geometric", "mdgf_linear"])
 def test_a_dense_phase_may_leave_no_middle_one(recipe):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)

@@ -46,7 +46,7 @@ def test_compiled_equals_eager(recipe):
 
 
 MASKED = {"asp", "ste_periodic", "slope", "mdgf_linear", "mdgf_exponential"}  # at the end
-FULL = {"ste", "sr_ste", "step", "s_ste", "decay_mask", "sdgf_stepwise", "sdgf_geometric"}
+FULL = {"ste", "sr_ste", "step", "s_ste", "sdgf_stepwise", "sdgf_geometric"}
 
 
 @pytest.mark.parametrize("recipe", SPARSE)

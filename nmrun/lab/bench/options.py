@@ -20,7 +20,7 @@ COLUMNS = 4096  # inputs of the layer of masks; the number of weights decides on
 WORKLOADS = ("small_conv", "resnet18", "transformer", "tiny")
 RECIPES = (
     "dense_again", "asp", "ste", "sr_ste", "step_phase_one", "step_phase_two", "s_ste", "mdgf_linear", "mdgf_exponential",
-    "sdgf_stepwise", "sdgf_geometric", "decay_mask", "t_sr_ste", "t_sr_ste_search", "bi_mask", "bi_mask_search", "lbc", "maskllm",
+    "sdgf_stepwise", "sdgf_geometric", "t_sr_ste", "t_sr_ste_search", "bi_mask", "bi_mask_search", "lbc", "maskllm",
     "slope", "ast", "cast", "proxsparse", "sqft", "sr_ste_argsort",
 )  # fmt: skip
 # of masks: what writes into a tensor that is there (masks.ARMS), what makes one (masks.FUNCTIONS)
@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 RATIOS = ("2:4", "1:4", "2:8", "1:16", "8:32", "16:32")
 # of update
 UPDATED = (
-    "asp", "ste", "sr_ste", "step_phase_two", "s_ste", "mdgf_linear", "sdgf_stepwise", "decay_mask", "t_sr_ste", "bi_mask",
+    "asp", "ste", "sr_ste", "step_phase_two", "s_ste", "mdgf_linear", "sdgf_stepwise", "t_sr_ste", "bi_mask",
 )  # fmt: skip
 # of gemm, by the kind of device
 GEMM_SHAPES = {

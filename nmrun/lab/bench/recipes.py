@@ -150,7 +150,6 @@ ARMS: dict[str, Attach] = {
     "mdgf_exponential": _recipe("mdgf_exponential", total_steps=10**9, dense=0.0),
     "sdgf_stepwise": _recipe("sdgf_stepwise", total_steps=10**9, dense=0.0),
     "sdgf_geometric": _recipe("sdgf_geometric", total_steps=10**9, dense=0.0, frames=2),
-    "decay_mask": _recipe("decay_mask", total_steps=10**9, dense=0.0),
     "t_sr_ste": _recipe("t_sr_ste", interval=10**9),  # between two searches for masks
     "t_sr_ste_search": _recipe(
         "t_sr_ste", interval=1

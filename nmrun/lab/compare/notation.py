@@ -39,8 +39,6 @@ PAPERS = {
     "mdgf_exponential": "MdGf-Exponential",
     "sdgf_stepwise": "SdGf-Stepwise",
     "sdgf_geometric": "SdGf-Geometric",
-    "decay_mask": "decaying mask",
-    "decay_structure": "decaying structure",
     "lbc": "LBC",
     "maskllm": "MaskLLM",
     "slope": "SLoPe",

@@ -62,7 +62,6 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
     most = int((used.reshape(-1, 4) != 0).sum(1).max())
     # on the way to the pattern
     fading = recipe.startswith(("mdgf", "sdgf")) or recipe in (
-        "decay_mask",
         "lbc",
         "maskllm",
         "proxsparse",

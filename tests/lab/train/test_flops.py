@@ -344,14 +344,12 @@ SCHEDULES: dict[
     "step": ({"switch": 0.3}, [(6, DENSE), (14, STE)]),
     "t_sr_ste": ({"dense_end": 0.2}, [(16, STE), (4, DENSE)]),
     "mdgf_linear": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, MASKED)]),
-    "mdgf_exponential": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, MASKED)]),
-    "decay_mask": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
+    "mdgf_exponential": (
+        {"dense": 0.1, "final": 0.3, "grad_mode": "ste"},
+        [(14, DENSE), (6, STE)],
+    ),
     "sdgf_geometric": ({"dense": 0.1, "final": 0.3, "frames": 2}, [(2, DENSE), (18, STE)]),
     "sdgf_stepwise": (  # 7:8, 4:8, 2:8
-        {"dense": 0.1, "final": 0.3},
-        [(2, DENSE), (4, Densities(7 / 8, 7 / 8)), (4, Densities(0.5, 0.5)), (10, STE)],
-    ),
-    "decay_structure": (
         {"dense": 0.1, "final": 0.3},
         [(2, DENSE), (4, Densities(7 / 8, 7 / 8)), (4, Densities(0.5, 0.5)), (10, STE)],
     ),

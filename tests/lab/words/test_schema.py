@@ -125,7 +125,6 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "recipe.gamma": ([0.0, 0.5], NO_SHARE), "recipe.fit": (["mse", "l1"], ["l2", None]),
         "recipe.beta": ([None, 1, 2.5], [0, -1, "fit"]), "recipe.interval": ([None, 1, 100], [0, 1.5, "auto"]),
     },
-    "recipe=decay_mask": {"recipe.grad_mode": (["scaled", "ste"], ["masks", None])},
     "recipe=lbc": {"recipe.t_i": ([0.0, 0.2], NO_SHARE), "recipe.t_f": ([0.4, 0.9], [0.0, 1.0, None])},
     "recipe=maskllm": {
         "recipe.kappa": ([[1, 2], [2, 1.0]], [[0, 1], [1], 1, [1, "b"]]), "recipe.temperature": ([[1, 2], [2, 1]], [[1, -1], "hot"]),
@@ -273,13 +272,13 @@ def test_the_nearest_match():
     """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is
     like nothing.
     """
-    options = ["ste", "step", "sr_ste", "s_ste", "t_sr_ste", "dense", "decay_mask"]
+    options = ["ste", "step", "sr_ste", "s_ste", "t_sr_ste", "dense", "bi_mask"]
     meant = {
         "stpe": "step",
         "set": "ste",
         "sr-ste": "sr_ste",
         "dens": "dense",
-        "decaymask": "decay_mask",
+        "bimask": "bi_mask",
         "tsrste": "t_sr_ste",
     }
     assert {word: did_you_mean(word, options) for word in meant} == {
