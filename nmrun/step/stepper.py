@@ -295,12 +295,16 @@ class Stepper:
             self.warn(sentence)
 
     def differs(self, weight: SparseWeight) -> bool:
-        """Whether the parameter is not the projection of the dense weight; never on meta."""
-        if weight.dense.is_meta:
+        """Whether the parameter is not the projection of the dense weight; never on meta, nor while a
+        CUDA graph is captured, where nothing can be asked."""
+        dense, used = weight.dense, weight.weight
+        if dense.is_meta or (dense.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
-        expected = torch.empty_like(weight.dense)
+        expected = torch.empty_like(dense)
         self.recipe.project(weight, expected)
-        return not torch.equal(expected.nan_to_num(), weight.weight.nan_to_num())
+        return not (
+            torch.equal(expected, used) or torch.equal(expected.nan_to_num(), used.nan_to_num())
+        )
 
     def leave(self) -> None:
         """Take hooks and tensors out of the optimizer; the parameters stay as they are."""
