@@ -47,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--trials {options.trials}: it takes a whole number, 1 or more")
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
-    from nmrun.lab.folders.sweep import span
     from nmrun.lab.sweeps import jobs
     from nmrun.lab.tune import plan
     from nmrun.lab.words import command_line
@@ -61,13 +60,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, space, options.config_dir)
     if any(cell.config.dry for cell in cells):
-        seconds = comparison.expected(cells, options.trials)
-        about = (
-            []
-            if seconds is None
-            else [f"  about {span(seconds)}, as long as such runs took before"]
-        )
-        print("\n".join([*plan.summary(cells, options.trials), *about, f"  {folder}"]))
+        print("\n".join([*plan.summary(cells, options.trials), f"  {folder}"]))
         return 0
     study.import_optuna()  # before anything is written
     with files_of_the_command():

@@ -12,7 +12,6 @@ import csv
 import io
 import json
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import Cache, config_of
-from nmrun.lab.words.identity import IRRELEVANT, completed, identity, run_folder
+from nmrun.lab.words.identity import identity, run_folder
 from nmrun.ranges import Search
 
 DEFINITION = "study.json"
@@ -226,41 +225,6 @@ def ahead(cell: TuningCell, trials: int) -> int:
         return repeats + len(cell.seeds)
     ends = [RunFolder(run_folder(config)).result.get("status") for config in configs(cell, trials)]
     return sum(end not in ENDED for end in ends)
-
-
-def expected(cells: Sequence[TuningCell], trials: int) -> float | None:
-    """The seconds that the runs ahead will take, one after the other, by runs of the same recipe,
-    ratio, network, data and training; None where no run has been measured.
-
-    A cell without such runs takes what others do.
-    """
-    durations = [_durations(cell) for cell in cells]
-    if not (all_durations := [seconds for each in durations for seconds in each]):
-        return None
-    pairs = zip(cells, durations, strict=True)
-    return sum(
-        ahead(cell, trials) * statistics.fmean(seconds or all_durations) for cell, seconds in pairs
-    )
-
-
-def _durations(cell: TuningCell) -> list[float]:
-    settings = _duration_settings(cell.config.plain)
-    places = [*(cell.folder / RUNS).glob("*/*/*/*/*"), *run_folder(cell.config).parent.glob("*")]
-    results = [result for place in places if (result := RunFolder(place).finished())]
-    return [
-        result["seconds"]
-        for result in results
-        if _duration_settings(completed(result["config"])) == settings
-    ]
-
-
-def _duration_settings(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """What decides how long a run takes."""
-    leave = {"trainer": IRRELEVANT["trainer"] | {"test"}, "dataset": IRRELEVANT["dataset"]}
-    return [
-        {key: value for key, value in config[group].items() if key not in leave.get(group, ())}
-        for group in ("dataset", "model", "trainer")
-    ]
 
 
 # --- what was found -------------------------------------------------------------------------------

@@ -523,20 +523,6 @@ def test_a_best_value_at_the_end_of_its_range_is_said(capsys):
     assert "--over 'optimizer.lr=tag(log,interval(1e-05,0.0005))'" in output
 
 
-def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):
-    seconds = [json.loads(f.read_text())["seconds"] for f in Path("outputs").rglob("result.json")]
-    assert len(seconds) == 9
-    mean = sum(seconds) / 9
-    cells = cells_here()
-    # dense is done; of the two other cells nothing is known but what its runs took
-    assert comparison.expected(cells, 3) == pytest.approx(2 * 9 * mean)
-    assert comparison.expected(cells[:1], 5) == pytest.approx((2 + 4 + 2) * mean)
-    assert tune("dry=true") == 0
-    assert "  about " in capsys.readouterr().out
-    assert tune("dry=true", "trainer.epochs=2") == 0  # of other epochs there are none
-    assert "about" not in capsys.readouterr().out
-
-
 def test_seeds_of_tuning_are_refused_in_a_file_too(tmp_path):
     (tmp_path / "more/debug").mkdir(parents=True)
     (tmp_path / "more/debug/ours.yaml").write_text("# @package _global_\nseed: 1001\n")
