@@ -1,5 +1,5 @@
 """Runs as a DataFrame: from run folders, W&B and CSV files; those that fit conditions; in short;
-and written as CSV, JSON or Parquet.
+and written as CSV or JSON.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def to_csv(runs: pd.DataFrame) -> str:
     """Runs as CSV, values as on a command line. What changes no result is left out."""
     columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
     lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
-    return str(as_text([columns, *lines], "csv"))
+    return as_text([columns, *lines], "csv")
 
 
 def _text(value: Any) -> str:
@@ -382,11 +382,10 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 # --- for programs ---------------------------------------------------------------------------------
 
 
-def as_text(lines: Lines, style: str) -> str | bytes:
-    """Lines as ``csv``, ``json`` (a list of objects) or ``parquet``. In CSV a list is its items
-    with spaces between, and texts that a spreadsheet would take for formulas begin with an
-    apostrophe. In JSON an infinite number is null. In Parquet a column of several kinds is one of
-    texts.
+def as_text(lines: Lines, style: str) -> str:
+    """Lines as ``csv`` or ``json`` (a list of objects). In CSV a list is its items with spaces
+    between, and texts that a spreadsheet would take for formulas begin with an apostrophe. In JSON
+    an infinite number is null.
     """
     if style == "csv":
         out = io.StringIO()
@@ -394,22 +393,8 @@ def as_text(lines: Lines, style: str) -> str | bytes:
         csv.writer(out, lineterminator="\n").writerows(neutral)
         return out.getvalue()
     head, *rest = lines
-    if style == "json":
-        records = [documents.strict(dict(zip(head, line, strict=True))) for line in rest]
-        return json.dumps(records, indent=1, default=str, allow_nan=False) + "\n"
-    frame = pd.DataFrame(rest, columns=head, dtype=object)
-    of_one_kind = typed(frame.loc[:, ~frame.columns.duplicated()]).apply(_of_one_kind)
-    packed = io.BytesIO()
-    try:
-        of_one_kind.to_parquet(packed, index=False)
-    except ImportError:
-        raise ConfigError("--format parquet needs pyarrow: pip install 'nmrun[parquet]'") from None
-    return packed.getvalue()
-
-
-def _of_one_kind(column: pd.Series) -> pd.Series:
-    several = len({type(value) for value in column.dropna()}) > 1
-    return column.map(label, na_action="ignore") if several else column
+    records = [documents.strict(dict(zip(head, line, strict=True))) for line in rest]
+    return json.dumps(records, indent=1, default=str, allow_nan=False) + "\n"
 
 
 def _join(value: Any) -> Any:

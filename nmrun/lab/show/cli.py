@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TESTS = ("t", "wilcoxon")
 OUTPUTS = "outputs"  # where runs are by default
-RECORDS = ("csv", "json", "parquet")  # for programs
+RECORDS = ("csv", "json")  # for programs
 FORMATS = ("markdown", "latex", "html", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -30,12 +30,12 @@ def table(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="default: by the suffix of --out, else markdown. csv, json and parquet have a line for each cell",
+        help="default: by the suffix of --out, else markdown. csv and json have a line for each cell",
     )
     parser.add_argument(
         "--runs",
         action="store_true",
-        help="a line for each run instead, as csv (default), json or parquet",
+        help="a line for each run instead, as csv (default) or json",
     )
     _labels(parser, "names in LaTeX")
     parser.add_argument(
@@ -100,14 +100,12 @@ def _format(options: argparse.Namespace) -> str:
     style = str(options.format or (by_suffix if by_suffix in FORMATS else otherwise))
     if options.runs and style not in RECORDS:
         raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
-    if style == "parquet" and options.out is None:
-        raise ConfigError("--format parquet: name a file with --out")
     if options.labels and style != "latex":
         raise ConfigError("--labels is for --format latex")
     return style
 
 
-def _content(options: argparse.Namespace) -> str | bytes:
+def _content(options: argparse.Namespace) -> str:
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read, summary, verify
 
     style = _format(options)
@@ -166,12 +164,12 @@ def _limits(text: str | None) -> tuple[float, float] | None:
     return ends[0], ends[1]
 
 
-def _write(content: str | bytes, out: Path | None) -> None:
+def _write(content: str, out: Path | None) -> None:
     """To a file, whose name is printed, or to the terminal."""
     if out is None:
-        _print(str(content))
+        _print(content)
     else:
-        out.write_bytes(content.encode() if isinstance(content, str) else content)
+        out.write_bytes(content.encode())
         sys.stdout.write(f"{out}\n")
 
 
@@ -324,10 +322,8 @@ def _experiments(options: argparse.Namespace) -> int:
     from nmrun.lab.words import experiment
 
     every, style = experiment.selection(options.experiment), _format(options)
-    if options.runs or options.overall or options.labels or style == "parquet":
-        raise ConfigError(
-            "--experiment: --runs, --overall, --labels and --format parquet are for folders"
-        )
+    if options.runs or options.overall or options.labels:
+        raise ConfigError("--experiment: --runs, --overall and --labels are for folders")
     for word in options.paths:
         if "=" not in word:
             raise ConfigError(

@@ -159,7 +159,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
     page with pictures. As ``csv`` and ``json`` the tables alone.
     """
     if style_ in ("csv", "json"):
-        return str(formats.render(Comparison(sections[0].tables), style_))
+        return formats.render(Comparison(sections[0].tables), style_)
     if style_ == "html":
         body = Markup("").join(map(_html, sections))
         return formats.document("page.html", title="nmrun: experiments", body=body)
@@ -172,7 +172,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
         for s in sections
     ]
     return "\n".join(
-        f"{h}{n}{formats.render(Comparison(s.tables), style_, method=method)!s}"
+        f"{h}{n}{formats.render(Comparison(s.tables), style_, method=method)}"
         for h, n, s in zip(heads, notes, sections, strict=True)
     )
 

@@ -1,5 +1,4 @@
-"""Comparisons written down: Markdown, LaTeX and HTML to be read, CSV, JSON and Parquet for
-programs.
+"""Comparisons written down: Markdown, LaTeX and HTML to be read, CSV and JSON for programs.
 
 HTML is whole documents, which ask no other host or file for anything. LaTeX needs booktabs, and is
 as narrow as a column where that is possible.
@@ -65,13 +64,12 @@ def render(
     style: str,
     labels: Mapping[str, str] | None = None,
     method: bool = False,
-) -> str | bytes:
+) -> str:
     """Write a comparison down: its tables, or where it is over all cells, that.
 
-    ``style`` is ``markdown``, ``latex``, ``html`` (one page), ``csv``, ``json`` or ``parquet``,
-    which is bytes. Texts are ASCII, but for minus signs and the users' own names. ``method``: say
-    in Markdown how the numbers come about, as HTML always does. Raises ConfigError for Parquet
-    without pyarrow.
+    ``style`` is ``markdown``, ``latex``, ``html`` (one page), ``csv`` or ``json``. Texts are ASCII,
+    but for minus signs and the users' own names. ``method``: say in Markdown how the numbers come
+    about, as HTML always does.
     """
     if style not in READABLE:
         return runs.as_text(lines(comparison), style)

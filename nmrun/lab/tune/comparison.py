@@ -337,7 +337,7 @@ def _others(file: Path, text: str, key: str, names: set[str]) -> str:
     lines = [*others, *csv.DictReader(io.StringIO(text))]
     columns = list(dict.fromkeys(column for line in reversed(lines) for column in line))
     cells = [[line.get(column) or "" for column in columns] for line in lines]
-    return str(runs.as_text([columns, *cells], "csv"))
+    return runs.as_text([columns, *cells], "csv")
 
 
 def outcome_text(outcome: Outcome) -> str:
@@ -356,7 +356,7 @@ def outcome_text(outcome: Outcome) -> str:
             pairs = zip(groups, values, strict=True)
             apart_by = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
             heading = f"{', '.join(apart_by)}\n\n" if apart_by else ""
-            parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')!s}")
+            parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')}")
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
     parts += [f"{title}\n\n{aligned(head, outcome.tuning)}\n"] if outcome.tuning else []

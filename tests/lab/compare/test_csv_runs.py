@@ -213,15 +213,3 @@ def test_ratios_of_single_layers_have_a_table_a_report_and_a_csv(tmp_path, write
     file.write_text(printed("table", folder, "--runs"))
     assert printed("table", str(file), *asked) == of_folders
     printed("report", folder, "--to", str(tmp_path / "report.html"))
-
-
-def test_in_parquet_a_column_of_several_kinds_is_one_of_texts(tmp_path, write, capsys):
-    pytest.importorskip("pyarrow", reason="needs nmrun[parquet]")
-    for seed, switch in enumerate(["auto", 0.1]):
-        write("step", "2:4", seed, 0.9, recipe__switch=switch)
-    write("ste", "2:4", 0, 0.9)
-    file = tmp_path / "runs.parquet"
-    assert verb("table", str(tmp_path / "outputs"), "--runs", "--out", str(file)) == 0
-    read = pd.read_parquet(file).set_index(["recipe", "seed"])
-    assert read.loc["step", "recipe.switch"].to_dict() == {0: "auto", 1: "0.1"}
-    assert pd.isna(read.loc[("ste", 0), "recipe.switch"])

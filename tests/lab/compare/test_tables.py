@@ -519,16 +519,13 @@ def test_long_numbers_are_short_and_settings_say_their_key(write, table):
     assert "6.263703785921783e-05" in exact
 
 
-@pytest.mark.parametrize("style", ["csv", "json", "parquet"])
+@pytest.mark.parametrize("style", ["csv", "json"])
 def test_a_line_a_run(write, table, tmp_path, style):
     comparison(write)
     write("=1+1", "2:4", 7, status="failed")
     target = tmp_path / f"runs.{style}"
-    if style == "parquet":
-        pytest.importorskip("pyarrow", reason="needs nmrun[parquet]")
     assert table("--runs", "--out", str(target))[:2] == (0, f"{target}\n")
-    read = {"csv": pd.read_csv, "json": pd.read_json, "parquet": pd.read_parquet}[style]
-    runs = read(target)
+    runs = {"csv": pd.read_csv, "json": pd.read_json}[style](target)
     assert len(runs) == 11
     step = runs[runs["recipe"] == "step"].sort_values("seed")
     assert step["test/accuracy"].tolist() == [0.97, 0.98, 0.99]
@@ -610,15 +607,14 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--filter", "sed=0"], ["did you mean seed?"]),
         (
             ["--format", "markdwon"],
-            ["'markdwon'", "'markdown', 'latex', 'html', 'csv', 'json', 'parquet'"],
+            ["'markdwon'", "'markdown', 'latex', 'html', 'csv', 'json'"],
         ),
         (["--out", "/nowhere/at/all.md"], ["/nowhere/at/all.md: No such file or directory"]),
         (["--nonsense"], ["--nonsense"]),
         (
             ["--runs", "--format", "latex"],
-            ["--runs --format latex: a line a run is csv, json, parquet"],
+            ["--runs --format latex: a line a run is csv, json"],
         ),
-        (["--format", "parquet"], ["name a file with --out"]),
         (["--format", "latex", "--labels", "step"], ["--labels step: write NAME=TEXT"]),
         (
             ["--format", "latex", "--labels", "stte=Ours"],
