@@ -24,7 +24,8 @@ from nmrun.lab.words.suggestions import RATIOS
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean
 
-PLAIN = re.compile(r"[A-Za-z_/.][\w/.-]*")
+# texts that Hydra reads without quotes; of letters it takes those of ASCII
+PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
 PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 

@@ -263,6 +263,7 @@ def test_a_failed_run_is_an_error():
         ("output_dir", "a, b=(c)", "a, b=(c)"),
         ("output_dir", Path("a:b"), "a:b"),
         ("output_dir", "it's", "it's"),
+        ("output_dir", Path("/home/josé/runs"), "/home/josé/runs"),
         ("model.exclude", ("stem", r"head\.\d+"), ["stem", r"head\.\d+"]),
         ("model.hidden", [64, 32], [64, 32]),
         ("sparsity.overrides", {"inner.1": "1:8"}, {"inner.1": "1:8"}),
