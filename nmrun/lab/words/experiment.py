@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -26,6 +26,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.words import command_line, composition, schema
 from nmrun.lab.words.composition import Cache, jobs_of, plain_errors
 from nmrun.lab.words.identity import run_folder
+from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
 from nmrun.registry import did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
@@ -37,7 +38,53 @@ REPORT: dict[str, Any] = {
     "baseline": None,
     "figures": [],
 }
-KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
+
+
+def _is_line(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and shlex.split(value) is not None
+    except ValueError:  # a quotation without an end
+        return False
+
+
+def _are_sweeps(value: Any) -> bool:
+    lines = value if isinstance(value, list) else [value]
+    return bool(lines) and all(map(_is_line, lines))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _are_cells(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(row, dict) for row in value.values())
+
+
+LINE = "a line of overrides, its quotations closed"
+NEEDED = ("title", "source", "sweep", "scales")
+KEYS = {
+    "title": TEXT,
+    "source": TEXT,
+    "note": OPTIONAL_TEXT,
+    "sweep": Check(
+        f"{LINE}, a list of such lines, or either of them for each scale",
+        lambda value: all(map(_are_sweeps, value.values() if isinstance(value, dict) else [value])),
+    ),
+    "scales": Check(
+        f"for each of {', '.join(SCALES)} that you want {LINE}",
+        lambda value: isinstance(value, dict) and all(map(_is_line, value.values())),
+    ),
+    "report": None,
+    "paper": None,
+}
+REPORT_KEYS = {
+    "rows": TEXT,
+    "cols": TEXT,
+    "metric": OPTIONAL_TEXT,
+    "baseline": OPTIONAL_TEXT,
+    "figures": Check("a list of texts, such as [ratio, curves eval/loss]", _are_texts),
+}
+PAPER_KEYS = {"source": TEXT, "values": Check("rows, each with values by column", _are_cells)}
 
 
 @dataclass(frozen=True)
@@ -108,28 +155,25 @@ def load(name: str) -> Experiment:
     content = options.read_yaml(file, f"experiment={name}")
     try:
         return _read(Path(name).stem, content)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except ValueError as error:
         raise ConfigError(f"experiment={name}: {error}") from None
 
 
-def _read(name: str, content: dict[str, Any]) -> Experiment:
-    missing = sorted({"title", "source", "sweep", "scales"} - content.keys())
-    unknown = sorted(content.keys() - KEYS) + [
-        f"report.{key}" for key in sorted(content.get("report", {}).keys() - REPORT.keys())
-    ]
-    if missing or unknown:
-        raise ValueError(
-            f"without {', '.join(missing)}"
-            if missing
-            else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}"
-        )
-    for figure in content.get("report", {}).get("figures", []):
+def _read(name: str, content: Any) -> Experiment:
+    _check(content, KEYS, NEEDED)
+    report, paper = content.get("report") or {}, content.get("paper")
+    _check(report, REPORT_KEYS, (), "report.")
+    for figure in report.get("figures", []):
         kind = figure.partition(" ")[0]
         if kind not in FIGURES:
             raise ValueError(f"report.figures: {kind}: {no_such('kind', kind, FIGURES)}")
     if set(content["scales"]) - set(SCALES):
         raise ValueError(f"scales: they are called {', '.join(SCALES)}")
-    paper, sweep = content.get("paper") or {"source": "", "values": {}}, content["sweep"]
+    if paper is None:
+        paper = {"source": "", "values": {}}
+    else:
+        _check(paper, PAPER_KEYS, tuple(PAPER_KEYS), "paper.")
+    sweep = content["sweep"]
     by_scale = sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
     if by_scale.keys() != content["scales"].keys():
         raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
@@ -137,18 +181,35 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
         name=name,
         title=content["title"],
         source=content["source"],
-        note=content.get("note", ""),
+        note=content.get("note") or "",
         sweeps={
             scale: [words] if isinstance(words, str) else words for scale, words in by_scale.items()
         },
         scales=content["scales"],
-        **{**REPORT, **content.get("report", {})},
+        **{**REPORT, **report},
         paper={
             row: {column: str(value) for column, value in cells.items()}
             for row, cells in paper["values"].items()
         },
         paper_source=paper["source"],
     )
+
+
+def _check(
+    content: Any, keys: Mapping[str, Check | None], needed: Sequence[str], prefix: str = ""
+) -> None:
+    """Raise ValueError for what is no mapping of these keys to values that they take."""
+    of = f"{prefix.rstrip('.')}: " if prefix else ""
+    if not isinstance(content, dict):
+        raise ValueError(f"{of}it takes the keys {', '.join(keys)}")
+    for key in map(str, content):
+        if key not in keys:
+            raise ValueError(f"{prefix}{key}: {no_such('key', key, keys)}")
+    if missing := [key for key in needed if key not in content]:
+        raise ValueError(f"{of}without {', '.join(missing)}")
+    for key, check in keys.items():
+        if check is not None and key in content and not check.holds(content[key]):
+            raise ValueError(f"{prefix}{key}: it takes {check.allowed}")
 
 
 def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
