@@ -122,6 +122,8 @@ class _Look:
     def _read(self, key: str, override: Override, multirun: bool) -> None:
         """Note the values of an override: options of a group, or values of a key."""
         problems, options = self.findings.problems, self.groups.get(key)
+        if override.package is not None:
+            problems.append(f"{override.input_line}: write it without @{override.package}")
         several = command_line.values(override, options or [])
         if isinstance(override.value(), IntervalSweep):
             problems.append(

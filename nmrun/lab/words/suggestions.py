@@ -47,9 +47,10 @@ def line(key: str, keys: Iterable[str]) -> str:
         layer = key.removeprefix(f"{RATIOS}.")
         return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{layer}: 1:8}}'"
     group, _, leaf = key.rpartition(".")
-    beside = {name for name in keys if name.rpartition(".")[0] == group}
-    beside = beside or {name for name in keys if "." not in name}
-    return f"{key}: no such key{_hint(key, group, leaf, keys, beside)} ({listed(key, beside)})"
+    beside, place = {name for name in keys if name.rpartition(".")[0] == group}, key
+    if not beside:  # there is no such group
+        beside, place = {name for name in keys if "." not in name}, leaf
+    return f"{key}: no such key{_hint(key, group, leaf, keys, beside)} ({listed(place, beside)})"
 
 
 def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> str:

@@ -149,6 +149,8 @@ KEYS = {
     "exclude=[head]": "did you mean model.exclude?",
     "+foo=1": "no such key",
     "+foo.bar=1": "no such key",
+    "trainer.epochs.x=1": "(there are dataset, ",
+    "recipe@model=ste": "recipe@model=ste: write it without @model",
     "++foo=1": "no such key",
     "+seed=1": "write it without +",
     "dataset.trainsize=10": "no such key",
