@@ -198,13 +198,24 @@ def composed(words: Sequence[str], cache: Cache) -> DictConfig:
         nodes = _nodes(groups, loader)
         choices = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
         if choices not in cache:
-            cache[choices] = pickle.dumps(compose("nmrun", list(choices)))
+            cache[choices] = pickle.dumps(_composed_by_hydra(choices))
         with_nodes = pickle.loads(cache[choices])
         with_nodes.update(nodes)
         cache[every] = pickle.dumps(with_nodes)
     config: DictConfig = pickle.loads(cache[every])
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
+
+
+def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
+    try:
+        return compose("nmrun", list(words))
+    except RecursionError:
+        raise ConfigError("defaults: a file of yours names itself there") from None
+    except ValueError as error:
+        if type(error) is not ValueError:  # UnicodeDecodeError, ConfigError
+            raise
+        raise ConfigError(first_line(error)) from None  # Hydra's, of defaults that are no list
 
 
 def config_of(

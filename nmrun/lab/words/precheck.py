@@ -73,10 +73,10 @@ def look(
     try:
         with plain_errors(), composing(config_dir):
             _Look(words, multirun, findings).check_jobs(multirun)
-    except (yaml.YAMLError, OSError) as error:  # of a file in config_dir, which it names
-        findings.problems.append(options.unreadable(error))
-    except UnicodeDecodeError as error:
-        findings.problems.append(options.unreadable(error, f"a file in --config-dir {config_dir}"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
+        what = "" if named else f"a file in --config-dir {config_dir}"
+        findings.problems.append(options.unreadable(error, what))
     except ConfigError as error:
         findings.problems += error.problems
     findings.problems = list(dict.fromkeys(findings.problems))

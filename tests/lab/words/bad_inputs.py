@@ -448,6 +448,9 @@ FILES = {
     "mine/optimizer/half.yaml": b"name: sgd\nlr: 0.1\nmomentum: 0\nnesterov: false\ndecay: null",
     "mine/recipe/nowhere.yaml": b"_target_: nosuch.Mine",
     "mine/recipe/other.yaml": b"defaults: [/model: nosuch]\nname: ste",
+    "mine/recipe/number.yaml": b"3",
+    "mine/recipe/nolist.yaml": b"defaults: 3",
+    "mine/recipe/itself.yaml": b"defaults: [itself]\nname: ste",
 }
 TOLD = {
     "recipe step": "did you mean recipe=step?",
@@ -482,6 +485,9 @@ OWN = {
     "--config-dir mine recipe=unnamed": "recipe.name: missing",
     "--config-dir mine recipe=nowhere": "no nosuch.py here and no such package installed; PYTHONPATH=",
     "--config-dir mine recipe=other": "model/nosuch",
+    "--config-dir mine recipe=number": "a file in --config-dir mine: Invalid loaded object type",
+    "--config-dir mine recipe=nolist": "'recipe/nolist', defaults must be a list",
+    "--config-dir mine recipe=itself": "defaults: a file of yours names itself there",
     "help recipe --config-dir mine": "bytes.yaml: not a text in UTF-8",
     "help recipe=ste --config-dir nowhere": "--config-dir nowhere: no such folder",
     "--config-dir nowhere --help": "--config-dir nowhere: no such folder",
