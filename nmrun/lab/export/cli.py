@@ -80,7 +80,9 @@ def main(argv: list[str]) -> int:
         lines = _whole(run, options.to, write)
     except ConfigError:
         raise
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise RunError(f"{error.filename or options.to}: {error.strerror or error}") from None
+    except ValueError as error:
         raise RunError(str(error)) from None
     print("\n".join(lines))
     return 0
@@ -108,7 +110,7 @@ def _whole(
     except OSError as error:
         raise ConfigError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
     try:
-        with locks.hold(part):
+        with atomic.disk_errors(root / place.name), locks.hold(part):
             (new := part / "new").mkdir()
             first, *others = write(run, new)
             atomic.sync(new)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.verbs import Parser, files_of_the_command
 
@@ -168,9 +169,12 @@ def _write(content: str, out: Path | None) -> None:
     """To a file, whose name is printed, or to the terminal."""
     if out is None:
         _print(content)
-    else:
-        out.write_bytes(content.encode())
-        sys.stdout.write(f"{out}\n")
+        return
+    if out.is_file() or not out.exists():
+        atomic.write(out.resolve() if out.is_symlink() else out, content)
+    else:  # a pipe, or /dev/stdout
+        out.write_text(content, encoding="utf-8")
+    sys.stdout.write(f"{out}\n")
 
 
 def plot(argv: Sequence[str]) -> int:

@@ -639,13 +639,14 @@ def test_without_a_path_it_is_the_folder_of_runs(verb_, write, monkeypatch, tmp_
     assert verb_ == "table" or Path("outputs", files[verb_]).is_file()
 
 
-def test_a_picture_on_a_full_disk(write, tmp_path, small_disk, capsys):
+@pytest.mark.parametrize(("verb_", "name"), [("plot", "plot.svg"), ("table", "table.md")])
+def test_a_file_on_a_full_disk(verb_, name, write, tmp_path, small_disk, capsys):
     write("ste", "2:4", 0, 0.9)
-    out = small_disk / "plot.svg"
+    out = small_disk / name
     out.write_text("old")
     with contextlib.suppress(OSError):
         (small_disk / "others").write_bytes(bytes(2_000_000))
-    assert verb("plot", str(tmp_path), "--kind", "ratio", "--out", str(out)) == 2
+    assert verb(verb_, str(tmp_path), "--out", str(out)) == 2
     assert capsys.readouterr().err == (
         f"nmrun: {out}: No space left on device, 0 bytes free there\n"
     )
