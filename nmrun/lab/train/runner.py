@@ -266,6 +266,10 @@ class _Run:
             return results.finish(folder, loop)
 
     def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
+        if state is not None and "loop" not in state:
+            raise RunError(
+                "checkpoint.pt is not of nmrun: move it away, or start over with force=true"
+            )
         saved = (state or {}).get("id", self.id)  # checkpoints of earlier versions have none
         if saved != self.id:
             raise RunError(

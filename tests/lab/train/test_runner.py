@@ -474,6 +474,18 @@ def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path):
     assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
 
 
+def test_a_checkpoint_of_another_program_is_told_in_a_line(tmp_path):
+    cfg = config(tmp_path, "recipe=ste")
+    run_folder(cfg).mkdir(parents=True)
+    path = run_folder(cfg) / "checkpoint.pt"
+    torch.save({"epoch": 3, "state_dict": {}}, path)
+    theirs = path.read_bytes()
+    result = run(cfg)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("checkpoint.pt is not of nmrun: move it away")
+    assert path.read_bytes() == theirs
+
+
 def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(ASP, "after_step", lambda *_: None)  # never prunes
     cfg = config(tmp_path, "recipe=asp")
