@@ -35,17 +35,18 @@ NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
 ENDS = "\n\r\x85\u2028\u2029"  # of lines in YAML
 # the command above config.yaml is a comment, of several lines where a value in it has
 HEAD = re.compile(f"# (nmrun[^{ENDS}]*(?:[{ENDS}]# [^{ENDS}]*)*)")
+NUMBER = (int, float, type(None))
 # what readers rely on, where it is there
 SHAPE: dict[str, type | tuple[type, ...]] = {
     **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
     **{"config": dict, "metrics": dict, "sparsity": dict, "environment": dict, "files": dict},
     **{"flops": dict, "notes": dict, "signature": dict, "sha256": str},
+    **dict.fromkeys(("seconds", "training_seconds"), NUMBER),
 }
 OF_CONFIG = {
     **dict.fromkeys(("dataset", "model", "recipe", "sparsity", "optimizer", "schedule"), dict),
     **{"trainer": dict, "track": dict, "seed": int, "output_dir": str},
 }
-NUMBER = (int, float, type(None))
 
 _unverified: set[Path] = set()  # folders of which the user has been told so
 

@@ -207,6 +207,7 @@ ODD: dict[str, Callable[[Path], object]] = {
     "a text for the environment": lambda f: resealed(f, environment="x"),
     "a list for the command": lambda f: resealed(f, environment={"command": []}),
     "a text for a metric": lambda f: resealed(f, metrics={"final": {"a": "x"}, "best": {}}),
+    "a text for the seconds": lambda f: resealed(f, seconds="x"),
     "no metrics": lambda f: resealed(f, metrics={}),
     "no place": lambda f: resealed(f, config=RESULT["config"] | {"output_dir": None}),
     "a place with a zero": lambda f: resealed(f, config=RESULT["config"] | {"output_dir": "a\0b"}),
