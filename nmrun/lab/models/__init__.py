@@ -25,8 +25,15 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
     parameters = inspect.signature(builder).parameters
     unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))
     options = {key: value for key, value in config.items() if key not in unasked}
-    needed = [key for key in parameters if key not in options]
-    if set(needed) != set(inputs):
+    needed = [
+        key
+        for key, parameter in parameters.items()
+        if key not in options
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if set(needed) - set(inputs) or (set(inputs) - set(parameters) and not takes_any):
         raise ConfigError(
             f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs) or 'none of these'}"
         )

@@ -250,3 +250,17 @@ def test_every_model_and_data_set_has_its_builder(group):
     assert all(callable(find_builder(group, name)) for name in KINDS[group])
     with pytest.raises(ConfigError, match=rf"{group}.name=none_such: no such {group}"):
         find_builder(group, "none_such")
+
+
+@pytest.mark.parametrize("takes", ["shape, classes, width=8", "shape, classes, *, width=8, **more"])
+def test_a_builder_of_one_s_own_may_have_defaults(takes, tmp_path, monkeypatch):
+    (tmp_path / f"own_{len(takes)}.py").write_text(
+        f"from torch import nn\n\n\ndef build({takes}):\n    return nn.Linear(shape[0], width)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    named = {"name": "own", "_target_": f"own_{len(takes)}.build"}
+    inputs = {"shape": (3,), "classes": 2}
+    assert models.build(named, inputs).out_features == 8
+    assert models.build({**named, "width": 5}, inputs).out_features == 5
+    with pytest.raises(ConfigError, match="is made from shape and classes, where this data set"):
+        models.build(named, {"vocabulary": 9})
