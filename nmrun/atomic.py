@@ -56,9 +56,11 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
             partial.chmod(mode)  # safetensors gives its files to their owner alone
             _sync(partial)
             os.replace(partial, path)
-        except Exception:
+        except Exception as error:
             # a full disk: what could be written is of no use and takes the place of what is
             partial.unlink(missing_ok=True)
+            if isinstance(error, OSError) and str(error.filename) == str(partial):
+                error.filename = str(path)  # nobody asked for the other
             raise
 
 

@@ -35,6 +35,12 @@ def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path, shared):
     assert os.listdir(tmp_path) == ["file.json"]
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised:
+        atomic.write(tmp_path / "nowhere" / "file.json", "new", shared=True)
+    assert raised.value.filename == str(tmp_path / "nowhere" / "file.json")
+
+
 def test_the_content_is_on_disk_before_it_has_the_name(tmp_path, monkeypatch):
     """After a power cut a file system may have done what came after an fsync, and not what came
     before: a name without its content.
