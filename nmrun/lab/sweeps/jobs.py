@@ -72,6 +72,10 @@ def main(argv: list[str]) -> int:
         if not hydras:
             status = _launch_here(folder, jobs, options.config_dir)
         elif launcher != "basic":
+            if not looks[0].dry:
+                place = shlex.quote(looks[0].output_dir)
+                watch = f"nmrun status --watch {place} shows how far they are"
+                print(f"jobs side by side: {watch}", flush=True)
             status = _launch_beside(folder, launcher, flags, sweeps[0])
         else:
             status = _launch(flags, sweeps[0])
@@ -131,8 +135,6 @@ def _launch(flags: list[str], overrides: list[str]) -> int:
 
 def _launch_beside(folder: Path, launcher: str, flags: list[str], overrides: list[str]) -> int:
     """Likewise, by a launcher that runs jobs side by side, while lines tell of those that end."""
-    place = shlex.quote(sweep.read(folder).output_dir)
-    print(f"jobs side by side: nmrun status --watch {place} shows how far they are", flush=True)
     with (
         workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
