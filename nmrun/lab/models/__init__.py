@@ -43,5 +43,8 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
             f"model={name} takes images, and this data set has {shape[0]} features an item: "
             "model=mlp takes these"
         )
-    model: nn.Module = builder(**inputs, **options)
+    model = builder(**inputs, **options)
+    if not isinstance(model, nn.Module):
+        returned = type(model).__name__
+        raise ConfigError(f"model={name}: its builder returned a {returned}, no torch.nn.Module")
     return model

@@ -36,7 +36,13 @@ def _own_task(target: str, config: Config, device: torch.device) -> Task:
 
     builder = find("dataset._target_", target, {})
     try:
-        task: Task = adopted(builder(config, device))
+        made = builder(config, device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if not hasattr(made, "micro_batches"):
+        raise ConfigError(
+            f"dataset._target_={target} returned a {type(made).__name__}, and no task as "
+            "nmrun.lab.tasks.base.Task is"
+        )
+    task: Task = adopted(made)
     return task

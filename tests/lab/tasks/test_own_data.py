@@ -83,6 +83,17 @@ def test_mistakes_get_a_line(folder, nmrun_cli, word, message):
     assert not list(folder.rglob("*.json"))
 
 
+@pytest.mark.parametrize("target", ["model._target_=gated.lost", "dataset._target_=tumours.lost"])
+def test_a_builder_that_returns_nothing_gets_a_line(target, folder, nmrun_cli):
+    for name, takes in (("gated", "shape, classes, width"), ("tumours", "config, device")):
+        with (folder / f"{name}.py").open("a") as file:
+            file.write(f"\n\ndef lost({takes}):\n    build({takes})\n")
+    process = nmrun_cli("--config-dir", "mine", "dataset=tumours", "model=gated", target)
+    assert process.returncode == 2
+    assert "returned a NoneType" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
     """The environment in which the page's package is installed: its modules and metadata."""
