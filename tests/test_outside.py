@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -312,6 +313,23 @@ def test_copies_of_model_and_optimizer_train_on_with_the_same_bits(recipe, saved
     train(model, optimizer, range(7, TOTAL))
     train(twin, other, range(7, TOTAL))
     assert everything(twin, other, second) == everything(model, optimizer, handle)
+
+
+def test_a_compiled_step_is_compiled_once():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+
+    @functools.partial(torch.compile, backend="eager")
+    def step():
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            step()
 
 
 def test_a_copy_that_has_no_dense_weights_yet_is_refused():

@@ -26,6 +26,19 @@ KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
 
 
+class Clock:
+    """Stands for :meth:`Resume.settings` in the optimizer's parameter groups while it trains. A copy of
+    the optimizer (deepcopy, pickle), which calls no hook, has them as they are then. Plain data in its
+    place, which changes in every step, would have ``torch.compile`` compile a step once more.
+    """
+
+    def __init__(self, settings: Callable[[], dict[str, Any]]) -> None:
+        self.settings = settings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.settings(),)
+
+
 class Resume:
     """Completes the optimizer's state dict with the recipe's clock and the weights' tensors, and
     gives recipe and weights what was loaded.
@@ -121,11 +134,10 @@ class Resume:
         }
 
     def put_clock(self) -> None:
-        self.optimizer.param_groups[0][KEY] = self.settings()
+        self.optimizer.param_groups[0][KEY] = Clock(self.settings)
 
     def put(self) -> None:
-        """Put all that is saved into the optimizer, where its copies (deepcopy, pickle), which call no
-        hook, have it too."""
+        """Put all that is saved into the optimizer, where its copies have it too."""
         self.put_clock()
         for weight in self.weights:
             weight.put_state(self.optimizer)
@@ -134,6 +146,7 @@ class Resume:
         state = self.optimizer.state
         self._without = [w for w in self.weights if not state.get(w.parameter)]
         self.put()
+        self.optimizer.param_groups[0][KEY] = self.settings()
         if self._room:
             self._fill_room()
 
@@ -148,6 +161,7 @@ class Resume:
         }
         for weight in self._without:
             weight.pop_state(self.optimizer)
+        self.put_clock()
         for group in state_dict["param_groups"] if state_dict["state"] else ():
             for number in group["params"]:
                 state_dict["state"].setdefault(number, {})
