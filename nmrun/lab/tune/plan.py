@@ -61,7 +61,8 @@ def cells(
     """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are
     one. ``space`` wins over the recipes' own search spaces.
 
-    ConfigError for a key of ``space`` that no cell has, and for several values of a searched key.
+    ConfigError for a key of ``space`` that no cell has, or with a value or an end that a cell does
+    not take, and for several values of a searched key.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     for words, job in jobs_of(sweeps, config_dir, {}):
@@ -86,7 +87,21 @@ def cells(
             raise ConfigError(
                 f"{key} has several values, and is searched in {searched[key]}; give it one"
             )
+    for cell in by_settings.values():
+        _check_ends(cell, space)
     return list(by_settings.values())
+
+
+def _check_ends(cell: TuningCell, space: Space) -> None:
+    for key in space.keys() & cell.searched.keys():
+        search = space[key]
+        for value in search.values or (search.low, search.high):
+            words = [*cell.words, command_line.word(key, value)]
+            for _, job in jobs_of([words], cell.config_dir, {}):
+                try:
+                    schema.check(job)
+                except ConfigError as error:
+                    raise ConfigError(f"--over {error}") from None
 
 
 def _named(config: Config) -> tuple[str, str]:
