@@ -26,7 +26,7 @@ KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
 
 
-class Clock:
+class SettingsEntry:
     """Stands for :meth:`Resume.settings` in the optimizer's parameter groups while it trains. A copy of
     the optimizer (deepcopy, pickle), which calls no hook, has them as they are then. Plain data in its
     place, which changes in every step, would have ``torch.compile`` compile a step once more.
@@ -62,6 +62,7 @@ class Resume:
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
         self._loaded = False  # whether the hooks have seen the present load
+        self._entry = SettingsEntry(self.settings)
         self._patterns = {plain_name(w.name): str(w.pattern) for w in weights}
 
     def make_room(self, metadata: Any) -> None:
@@ -134,7 +135,7 @@ class Resume:
         }
 
     def put_clock(self) -> None:
-        self.optimizer.param_groups[0][KEY] = Clock(self.settings)
+        self.optimizer.param_groups[0][KEY] = self._entry
 
     def put(self) -> None:
         """Put all that is saved into the optimizer, where its copies have it too."""

@@ -22,7 +22,7 @@ from nmrun.lab.keys.fields import recipe_fields
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.lab.verbs import quantity
 from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composition import jobs_of
+from nmrun.lab.words.composition import Cache, jobs_of
 from nmrun.lab.words.identity import identity
 from nmrun.ranges import Search, among, between, log
 from nmrun.recipes import RECIPES
@@ -65,7 +65,8 @@ def cells(
     not take, and for several values of a searched key.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
-    for words, job in jobs_of(sweeps, config_dir, {}):
+    cache: Cache = {}
+    for words, job in jobs_of(sweeps, config_dir, cache):
         seed, job.seed = job.seed, SEED
         config = schema.check(job)
         bare = [word for word in words if command_line.key(word) != "seed"]
@@ -88,16 +89,16 @@ def cells(
                 f"{key} has several values, and is searched in {searched[key]}; give it one"
             )
     for cell in by_settings.values():
-        _check_ends(cell, space)
+        _check_ends(cell, space, cache)
     return list(by_settings.values())
 
 
-def _check_ends(cell: TuningCell, space: Space) -> None:
+def _check_ends(cell: TuningCell, space: Space, cache: Cache) -> None:
     for key in space.keys() & cell.searched.keys():
         search = space[key]
         for value in search.values or (search.low, search.high):
             words = [*cell.words, command_line.word(key, value)]
-            for _, job in jobs_of([words], cell.config_dir, {}):
+            for _, job in jobs_of([words], cell.config_dir, cache):
                 try:
                     schema.check(job)
                 except ConfigError as error:

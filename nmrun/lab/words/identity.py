@@ -95,9 +95,9 @@ def _weights_of(place: str) -> str:
     not the last one's; without a run the text as it is."""
     folder, name = weights_in(place)
     run = folder.result.get("id")
-    return (
-        str(Path(place).expanduser()) if run is None else run if name == FINAL else f"{run}/{name}"
-    )
+    if run is None:
+        return str(Path(place).expanduser())
+    return str(run) if name == FINAL else f"{run}/{name}"
 
 
 def title(config: Config) -> str:

@@ -369,19 +369,6 @@ def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("over", "message"),
-    [
-        ("optimizer.lr=interval(-1,1)", r"^--over optimizer.lr=-1.0: it takes a number above 0$"),
-        ("optimizer.betas=[0.9,0.99],[0.9,2]", r"^--over optimizer.betas=\[0.9, ?2\]: it takes "),
-    ],
-)
-def test_a_range_with_values_that_the_key_does_not_take_is_refused_before_a_trial(over, message):
-    with pytest.raises(ConfigError, match=message):
-        tune("recipe=dense", "--over", over)
-    assert not PLACE.exists()
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["trainer.epochs=3"], "was tuned with trainer.epochs=2, and now 3 is asked for"),

@@ -79,6 +79,21 @@ def test_a_range_that_is_none_gets_a_line(word, message):
 
 
 @pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ("optimizer.lr=interval(-1,1)", r"^--over optimizer.lr=-1.0: it takes a number above 0$"),
+        ("optimizer.betas=[0.9,0.99],[0.9,2]", r"^--over optimizer.betas=\[0.9, ?2\]: it takes "),
+    ],
+)
+def test_a_range_with_values_that_the_key_does_not_take_is_refused_before_a_trial(
+    over, message, tmp_path
+):
+    space = plan.read_space([over])
+    with pytest.raises(ConfigError, match=message):
+        plan.cells(tmp_path, [["recipe=dense"]], space)
+
+
+@pytest.mark.parametrize(
     ("value", "search", "end"),
     [
         (0.00477, log(0.0002, 0.005), "upper"),
