@@ -39,6 +39,7 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
+RECIPE_OF_PAGE = re.compile(r"^`recipe=(\w+)`", re.M)
 CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "ste": ("a decay of the pruned weights helps (SR-STE; STE has none)", "behind"),
     "step": ("a dense start and a frozen second moment help under Adam (STEP)", "ahead"),
@@ -58,6 +59,8 @@ INDEX = """Every key with its meaning, the values that it takes and its default:
 | group | what it chooses |
 |---|---|
 """
+RECIPE = """What each recipe does, in a line, and its keys. `nmrun help recipe=NAME` says more of one.
+[Which recipe?](../which-recipe.md) helps to choose."""
 
 
 def pages() -> dict[Path, str]:
@@ -67,7 +70,7 @@ def pages() -> dict[Path, str]:
     recipes = {option.name: option for option in reference.options("recipe")}
     for path in sorted((DOCS / "recipes").glob("*.md")):
         text = path.read_text(encoding="utf-8")
-        names = re.findall(r"^`recipe=(\w+)`", text, re.M)
+        names = RECIPE_OF_PAGE.findall(text)
         if names:
             head, _, rest = text.partition("## When to use\n\n")
             _, _, below = rest.partition("\n\n")
@@ -102,10 +105,29 @@ def _page(group: str) -> str:
     options = reference.options(group)
     if not options[0].name:
         lines = [_cell(options[0].about), "", *_keys(options)]
+    elif group == "recipe":
+        lines = [RECIPE, *(line for option in options for line in _recipe(option))]
     else:
         lines = [f"- **`{group}={option.name}`**: {_cell(option.about)}" for option in options]
         lines += ["", "## Keys", "", *_keys(options)]
     return HEAD.format(title=group) + "\n".join(lines) + "\n"
+
+
+def _recipe(option: Option) -> list[str]:
+    """The keys of a recipe under its name: few mean the same in another."""
+    page = _pages_of_recipes()[option.name]
+    keys = _keys([option]) if option.keys else []
+    about = f"{_cell(option.about)} [More](../recipes/{page.name})."
+    return ["", f"## {option.name}", "", about, *([""] if keys else []), *keys]
+
+
+@cache
+def _pages_of_recipes() -> dict[str, Path]:
+    return {
+        name: path
+        for path in sorted((DOCS / "recipes").glob("*.md"))
+        for name in RECIPE_OF_PAGE.findall(path.read_text(encoding="utf-8"))
+    }
 
 
 def _keys(options: list[Option]) -> list[str]:

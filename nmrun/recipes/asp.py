@@ -31,14 +31,14 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class ASP(Recipe):
-    """One pruning by magnitude, half-way.
+    """Dense training, one pruning by magnitude, then training with the mask fixed.
 
     When to use: fine-tuning a trained network at 2:4, as the simplest recipe. Not at 1:16.
 
     Args:
         prune_at: the fraction of all steps that is trained densely first.
-        permute: before pruning, order channels so that the masks keep more
-            (:mod:`nmrun.permutation.permute`); copies of the model (EMA) are then made after it.
+        permute: before pruning, reorder channels so that the masks keep more
+            (:mod:`nmrun.permutation.permute`). Copies of the model (EMA) are then made after it.
     """
 
     name: ClassVar[str] = "asp"

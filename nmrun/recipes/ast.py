@@ -87,13 +87,13 @@ class AdamDecay(PeriodicMask):
 
 @dataclass
 class AST(AdamDecay):
-    """Retraining with annealed SR-STE.
+    """STE with a decay of pruned weights that grows, to retrain a trained network.
 
     When to use: retraining a trained language model for a tenth of its original steps, with a dense
     teacher. Tune ``decay`` together with the learning rate.
 
     Args:
-        decay: the paper's lambda, at the end of its rise.
+        decay: the decay of pruned weights at the end of its rise, the paper's lambda.
         rise: the fraction of all steps in which the decay rises from 0.
         interval: optimizer steps that a mask stays.
     """

@@ -36,7 +36,7 @@ class BiMask(Recipe):
     compared on the digits alone.
 
     Args:
-        decay: SR-STE's lambda.
+        decay: the decay of pruned weights, as SR-STE's.
         interval: optimizer steps between searches for a permutation.
         candidates: permutations that a search draws, other ones for each seed.
 

@@ -69,15 +69,16 @@ class PartScales(AddedParameters):
 
 @dataclass
 class CAST(PartScales, AdamDecay):
-    """Retraining that draws the dense weights to the pattern.
+    """A growing L1 decay that draws a trained network's weights to N:M.
 
     When to use: retraining a trained language model from its dense weights, with a dense
     teacher.
 
     Args:
-        decay: the paper's lambda, 4e-7 for Llama-2 7B there; of the order of the gradients.
+        decay: the decay of pruned weights, the paper's lambda: 4e-7 for Llama-2 7B there. It is of the order
+            of the gradients.
         interval: optimizer steps that a mask stays.
-        parts: spans of the inputs of an output that have a scale each.
+        parts: into how many spans the inputs of an output are cut; each has a learned scale.
     """
 
     name: ClassVar[str] = "cast"

@@ -120,7 +120,7 @@ class MdGfLinear(Progressive):
     When to use: to compare with ``mdgf_exponential``. It was itself compared on the digits alone.
 
     Args:
-        tau: how fast D falls, per step; None spreads the fall over the middle phase.
+        tau: how fast D falls, per step. By default the fall takes the phase between ``dense`` and ``final``.
         grad_mode: the gradient of pruned weights: ``scaled`` by D, or ``ste``, unchanged.
     """
 
@@ -168,7 +168,7 @@ class MdGfExponential(MdGfLinear):
 
 @dataclass
 class SdGfStepwise(Progressive):
-    """Ever sparser patterns; M / N must be a power of two.
+    """STE with ever sparser patterns, M-1:M to N:M. M / N must be a power of two.
 
     When to use: images from scratch under Adam, and at 1:8 and 1:16 under SGD. Not text.
     """
@@ -181,13 +181,13 @@ class SdGfStepwise(Progressive):
 
 @dataclass
 class SdGfGeometric(Progressive):
-    """The same density in ever smaller groups.
+    """STE with the final density in ever smaller groups, 8N:8M to N:M.
 
     When to use: where training must have its final density from the start. It was compared on
     the digits alone.
 
     Args:
-        frames: how many patterns, 4 in the authors' code; a layer's inputs must be a multiple of
+        frames: how many patterns, 4 in the authors' code. A layer's inputs must be a multiple of
             M * 2^(frames - 1).
         densify: every pattern has the target's N instead of its density (an ablation).
     """

@@ -32,7 +32,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class LBC(MaskScores):
-    """Learning the best combination.
+    """A score for every possible mask of a group; the worst are dropped until one is left.
 
     When to use: small patterns, since every possible mask of a group has a score (1.5 a weight at
     2:4, 1 at 1:M). It was compared on the digits alone.

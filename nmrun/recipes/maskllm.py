@@ -35,18 +35,19 @@ Span = Sequence[float]
 
 @dataclass
 class MaskLLM(MaskScores, FrozenWeights):
-    """Learnable masks over frozen weights.
+    """Learned masks for a network whose weights are frozen.
 
     When to use: a trained network whose weights should stay. SparseGPT does as well at 2:4, in a
     tenth of the time.
 
     Args:
-        kappa: factor of the logits, from start to end.
-        temperature: the softmax's temperature, from start to end.
+        kappa: factor of the logits, one for each mask of a group, at the start and at the end.
+        temperature: that of the softmax over a group's masks, at the start and at the end.
         prior: how much logits start out preferring large weights, or those that ``masks`` keeps.
         masks: the folder of a finished N:M run of the same network, such as that of nmrun prune,
             or a .safetensors file of its parameters; null: the masks of the largest weights.
-        reg: the weight of the kept energy in the loss at first; it falls to 0, linearly.
+        reg: the weight of a bonus in the loss, the sum of squares that the masks keep. It falls to 0,
+            linearly.
         lr_mult: the learning rate of the logits, over that of the first parameter group.
         dense: fraction of all steps trained first; 0 for a model that comes trained.
     """

@@ -36,13 +36,13 @@ SWEEPS = 100  # the authors' limit, rarely needed
 
 @dataclass
 class ProxSparse(FrozenWeights):
-    """Masks by proximal steps; the weights stay those of before.
+    """Masks by a regulariser that draws weights to N:M; they get their old values back.
 
     When to use: a trained network whose weights should stay, and little data. SparseGPT was
     better at 4:8 and 1:4.
 
     Args:
-        strength: the paper's lambda; its scripts have 0.2 to 25, by network.
+        strength: the weight of the regulariser, the paper's lambda; its scripts have 0.2 to 25, by network.
         dense: fraction of all steps trained first; 0 for a model that comes trained.
     """
 

@@ -28,7 +28,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class SSTE(Recipe):
-    """The soft threshold; its scale is kept with each weight.
+    """STE with a soft threshold, times a scale that is kept with each weight.
 
     When to use: a language model from scratch, and where nothing but the learning rate can be
     tuned. Not in fine-tuning at 1:16.
@@ -36,11 +36,11 @@ class SSTE(Recipe):
     Args:
         gamma: where the threshold lies between the (N+1)-th largest magnitude (0) and the N-th (1)
             of a group (the paper's table 1 varies a gamma; that it is this one is our reading).
-            Other than 0 without a kernel of its own.
-        fit: what beta keeps of the weights: ``mse``, the nearest in the mean square, or ``l1``,
-            their sum of magnitudes (table 2).
-        beta: a fixed scale for all weights, in place of fitted ones; 1 is none (table 2, figure 4a).
-        interval: steps between fits of the scale (figures 4b and 4c); None, the default: one fit,
+            Only 0 has a kernel of its own.
+        fit: how the scale is fitted to the weights: ``mse``, nearest in the mean square, or
+            ``l1``, with the same sum of magnitudes (table 2).
+        beta: one scale for all weights, in place of fitted ones; 1 is none (table 2, figure 4a).
+        interval: steps between fits of the scale (figures 4b and 4c). By default there is one fit,
             to the initial weights.
     """
 

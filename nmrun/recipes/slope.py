@@ -29,7 +29,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class SLoPe(Recipe):
-    """A static mask with double pruning, without adapters.
+    """A mask of the initial weights that stays; the input gradient prunes once more.
 
     When to use: long pre-training where the cost of a step counts: the forward mask stays. It was
     compared in retraining alone.

@@ -29,13 +29,13 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class SQFT(AddedParameters):
-    """Masked low-rank adapters over weights that stay.
+    """Masked low-rank adapters on a pruned network, whose weights stay.
 
     When to use: fine-tuning a pruned network with few trained parameters.
 
     Args:
         rank: the adapters' rank.
-        alpha: the adapters' product counts ``alpha / rank`` times.
+        alpha: the adapters' product is multiplied by ``alpha / rank``.
     """
 
     name: ClassVar[str] = "sqft"

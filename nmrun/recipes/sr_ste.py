@@ -21,15 +21,15 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class SRSTE(Recipe):
-    """Straight-through with a decay of the pruned weights.
+    """STE with a decay of the pruned weights.
 
     When to use: images from scratch under SGD at 2:4 and 1:4, and fine-tuning from 1:4 on.
     Under Adam tune ``decay``. Its default is made for SGD: it does next to nothing in a thousand
     steps of Adam, and helps in some longer runs.
 
     Args:
-        decay: the paper's lambda_w, 2e-4 there too. Ordinary weight decay acts besides, on all
-            weights.
+        decay: the decay of pruned weights; the paper's lambda_w, 2e-4 there too. Ordinary weight decay acts
+            besides, on all weights.
     """
 
     name: ClassVar[str] = "sr_ste"

@@ -23,7 +23,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class STE(Recipe):
-    """The hard mask, anew at every step; no hyperparameters.
+    """The N largest weights of every M, anew at every step; all weights get the gradient.
 
     When to use: as the reference for what a decay or a dense start adds. It has nothing to tune
     but the learning rate.
@@ -56,7 +56,7 @@ class PeriodicMask(Recipe):
 
 @dataclass
 class PeriodicSTE(PeriodicMask):
-    """STE with a mask that stays for a while.
+    """STE with a mask that stays for some steps.
 
     When to use: reinforcement learning, and where masks that change at every step disturb.
 

@@ -31,30 +31,30 @@ WIDEST = 10_000_000  # steps in AutoSwitch's window, 8 bytes each
 
 @dataclass
 class STEP(Recipe):
-    """Masks learned from a frozen preconditioner.
+    """Dense training under Adam, then STE with Adam's second moment frozen.
 
     When to use: images under Adam, with ``switch=0.5``, where nothing can be tuned and the number of
     steps is given. With as many FLOPs, in more steps, SR-STE leads. Where every recipe is tuned
     others lead, on text by far. In long runs on text it needs SR-STE's decay, ``decay=2e-4``.
 
     Args:
-        switch: when phase two begins: by ``auto`` or ``auto_geometric`` (AutoSwitch),
-            ``variance_ratio`` or ``gradient_norm`` (:mod:`nmrun.recipes.switch`), or after a
-            fraction of all steps.
+        switch: when phase two, that of masks, begins: after a fraction of all steps, or by a rule:
+            ``auto`` (AutoSwitch), ``auto_geometric``, ``variance_ratio`` or ``gradient_norm``
+            (:mod:`nmrun.recipes.switch`).
         t_min: the fraction of all steps before which no rule switches.
         t_max: the fraction of all steps after which a rule switches in any case.
-        window: whether AutoSwitch waits until its window is ``full``, or takes the samples that
-            there are (``partial``).
-        threshold: AutoSwitch's threshold, relative to the mean of v; None: Adam's eps, as in the
-            paper.
-        eps_mode: where Adam's eps stands in the frozen denominator: ``inside`` the root,
-            ``outside``, or as its ``floor`` (``nmrun.optim.Adam.freeze_second_moment``).
-        bias_correction: whether the frozen moment is bias-corrected.
-        second_moment: ``frozen`` at the switch, or ``live``: Adam goes on as it was, so that phase
-            two is STE after a dense start (what the freezing is worth).
-        decay: SR-STE's lambda in phase two (the paper: 0).
-        lr_factor: factor of the learning rates in phase two (the paper: 1). What trains best there
-            is often more than a dense phase stands.
+        window: whether AutoSwitch waits until its window of 1 / (1 - beta2) steps is ``full``, or
+            takes the samples that there are (``partial``).
+        threshold: AutoSwitch's threshold, over the change of the second moment that steady
+            gradients make: above 1, such as 1.2. By default it is Adam's eps, as in the paper.
+        eps_mode: the denominator of the frozen second moment v: ``inside`` is sqrt(v + eps),
+            ``outside`` Adam's sqrt(v) + eps, ``floor`` sqrt(v) + eps^(3/4).
+        bias_correction: whether the frozen second moment is bias-corrected.
+        second_moment: ``frozen`` at the switch, or ``live``: phase two is then STE after a dense start,
+            which shows what the freezing is worth.
+        decay: the decay of pruned weights in phase two, as SR-STE's (the paper: 0).
+        lr_factor: factor of the learning rates in phase two (the paper: 1). Phase two often trains
+            best at more than the dense phase stands.
     """
 
     name: ClassVar[str] = "step"

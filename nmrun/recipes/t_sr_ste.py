@@ -29,13 +29,14 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class TSRSTE(PeriodicMask):
-    """SR-STE with transposable masks that stay for a while.
+    """SR-STE with masks that are N:M along inputs and outputs, and stay for some steps.
 
     When to use: pre-training where the forward and the backward product should both be fast. In a
     language model at 2:4 it is behind SR-STE; else it was compared on the digits alone.
 
     Args:
-        decay: the paper's lambda_W; its scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT).
+        decay: the decay of pruned weights, the paper's lambda_W. Its scripts have 6e-6 (BERT), 6e-5 to 2e-4
+            (GPT-2), 6e-3 (DeiT).
             ``recipe.decay=auto`` on the command line finds one by the flip rate.
         interval: optimizer steps that a mask stays (the authors' DeiT: 10).
         dense_end: the fraction of all steps at the end that is dense.

@@ -45,8 +45,8 @@ def test_every_key_is_there_with_its_meaning_and_its_default(options):
 
 
 def test_a_key_means_different_things_with_different_options():
-    text = " ".join(reference.about("recipe.decay").split())
-    own = {part.partition(":")[0]: part for part in text.split(" of ")}
+    _, *meanings = re.split(r"\n  of (?=\w+:)", reference.about("recipe.decay"))
+    own = {part.partition(":")[0]: " ".join(part.split()) for part in meanings}
     assert own["sr_ste"].endswith(
         "takes a number at least 0; nmrun tune tries 1e-06 to 0.01 (log); default 0.0002"
     )
