@@ -171,7 +171,8 @@ def _help_parser() -> verbs.Parser:
     parser.add_argument(
         "topic",
         nargs="*",
-        help="a key (trainer.epochs), a group (trainer, recipe), one of its options (recipe=step, step) or a verb; "
+        help="a key (trainer.epochs), a group (trainer, recipe), one of its options (recipe=step, step), "
+        "an experiment or a verb; "
         "without it, what nmrun --help says",
     )
     parser.add_argument("--config-dir", "-cd", help="a folder of more configs")

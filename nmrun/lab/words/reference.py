@@ -22,6 +22,13 @@ from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
+WORDS = {  # of a command, which no config has as keys
+    "experiment": "experiment=NAME scale=smoke|small|paper: the runs of a paper's table or figure, a sweep (-m).",
+    "scale": "scale=smoke|small|paper: how large an experiment's runs are; default small.",
+    "zip": "zip=KEY,KEY: in a sweep (-m) the values of these keys go together, not in all combinations.",
+    "debug": "debug=fast: a few batches through everything, in seconds; no tracker; into outputs/.debug.",
+    "recipe=custom": "recipe._target_=MODULE.CLASS: a recipe of your own; recipe=custom need not be said.",
+}
 
 
 @dataclass(frozen=True)
@@ -142,12 +149,19 @@ def key_meanings(name: str, among: list[Option]) -> dict[Key, dict[str, list[str
 
 
 def about(topic: str, config_dir: str | None = None) -> str:
-    """What a key (``trainer.epochs``), a group (``recipe``) or an option (``recipe=step``,
-    ``step``) means, which values it takes and what it is by default.
+    """What a key (``trainer.epochs``), a group (``recipe``), an option (``recipe=step``, ``step``)
+    or another word of a command (``experiment``) means, which values it takes and what it is by
+    default.
 
     Raises ConfigError for any other word, with the nearest that there is.
     """
     group, equals, name = topic.partition("=")
+    if group == "experiment" and name:
+        return "\n".join(_experiment(name))
+    if word := WORDS.get(topic) or WORDS.get(group):
+        return "\n".join(
+            [*_wrap(word, "", "    "), *(_experiments() if group == "experiment" else ())]
+        )
     if group in GROUPS:
         choices = options(group, config_dir)
         if equals and group != "sparsity":  # any ratio is an option there
@@ -166,6 +180,25 @@ def about(topic: str, config_dir: str | None = None) -> str:
     if named:
         return "\n".join(line for option in named for line in _option(option))
     raise ConfigError(f"{topic}: no such key, group or option{_hint(topic)}")
+
+
+def _experiments() -> Iterator[str]:
+    from nmrun.lab.words import experiment  # with Hydra, which no other help needs
+
+    for name in experiment.names():
+        found = experiment.load(name)
+        yield from _wrap(f"experiment={name}: {found.title} ({found.source})", "", "    ")
+
+
+def _experiment(name: str) -> Iterator[str]:
+    from nmrun.lab.words import experiment
+
+    found = experiment.load(name)
+    yield f"experiment={name}"
+    for text in (found.title, found.source, found.note):
+        yield from _wrap(text, "  ", "  ")
+    for scale in found.scales:
+        yield from _wrap(f"scale={scale}: {found.scales[scale]}", "  ", "    ")
 
 
 def _find(among: list[Option], group: str, name: str) -> Option:

@@ -13,7 +13,7 @@ from verbs import python, verb
 import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios and recipes)
 from nmrun.errors import ConfigError
 from nmrun.lab.cli import all_verbs
-from nmrun.lab.words import reference
+from nmrun.lab.words import help, reference
 from nmrun.lab.words.composition import composing
 
 EVERY = [reference.options(group) for group in ("", *reference.GROUPS)]
@@ -96,6 +96,22 @@ def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
     assert "recipe=mine:" in reference.about("recipe", str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean mine"):
         reference.about("recipe=mien", str(tmp_path))
+
+
+def test_every_word_of_the_groups_has_help():
+    """All that ``nmrun --help`` lists, and the words of a sweep."""
+    text = help.text()
+    listed = text[text.index("dataset: ") :].split("\n\n")[0].splitlines()
+    groups = {group: names.split(", ") for group, _, names in (s.partition(": ") for s in listed)}
+    assert set(groups) > {"debug", "experiment", "recipe"}
+    words = [*groups, "scale", "zip"]
+    for group, names in groups.items():
+        words += [f"{group}={name}" for name in names if group != "trainer"]
+    for word in words:
+        assert len(reference.about(word).split()) > 3, word
+    assert "1,000 steps" in " ".join(reference.about("experiment=step_long").split())
+    with pytest.raises(ConfigError, match="did you mean step_long"):
+        reference.about("experiment=step_lon")
 
 
 @pytest.mark.parametrize(
