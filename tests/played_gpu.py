@@ -4,8 +4,9 @@ that are made up.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ class Machine:
         if {"pack", "write"} & used:
             return self.pack
         return self.fast if {"multiply", "once"} & used else self.dense
+
+
+def current_gpus(setattr: Callable[[Any, str, Any], None]) -> list[torch.device]:
+    """The GPUs that are torch's current one at this moment, the last one in front of the others."""
+    current: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    setattr(torch.cuda, "device", entered)
+    return current
 
 
 def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:

@@ -347,6 +347,26 @@ def test_a_step_with_a_frozen_second_moment(decoupled):
 
 
 @pytest.mark.usefixtures("by_triton")
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)
+def test_a_step_is_in_float32_whatever_new_tensors_are_by_default(other):
+    """The kernel reads learning rate and the like as it reads float32 numbers."""
+    results = []
+    for default in (FLOAT, other):
+        params, copies = start()
+        for p in params:
+            p.grad = torch.ones_like(p)
+        adam = optim.AdamW(params, **OPTIONS)
+        torch.set_default_dtype(default)
+        try:
+            assert adam.plan(dict(zip(params, copies, strict=True))) == params
+            adam.step()
+        finally:
+            torch.set_default_dtype(FLOAT)
+        results.append([p.detach().clone() for p in params])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("by_triton")
 def test_what_cannot_be_fused_is_stepped_as_ever():
     params, copies = start()
     dense = torch.nn.Parameter(torch.randn(3, 4, device=DEVICE))

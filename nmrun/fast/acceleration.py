@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import activations, onednn
 from nmrun.fast.cpu import probe as on_cpu
@@ -92,7 +93,7 @@ def accelerate(
         whole_gradients: the loop looks at the gradients of pruned weights even where the recipe
             masks them, as clipping by norm does. Else such layers on a CPU may leave them zero.
         known: times by shape (``str(choice.shape)``) and path, used in place of measuring. A run
-            that goes on gets the paths that it had.
+            that goes on gets the paths that it had, but those of another GPU are measured anew.
         tell: is called with what is timed next. A large network takes minutes.
 
     Returns:
@@ -123,10 +124,11 @@ def accelerate(
     why_not = why_not or obstacle(device)
     inputs = _largest_inputs([*dense, *attentions, *([] if why_not else sparse)], sample)
     layers, total = itertools.count(1), len(handle.sparse) + len(dense) + len(attentions)
+    library = "" if why_not or side is on_cpu else ranks.from_leader(on_gpu.library(device))
 
     def times_of(shape: Shape) -> Mapping[str, Times]:
         tell(f"timing products, layer {next(layers)} of {total}")
-        return agreed(shape, known, partial(side.measured, shape, device))
+        return agreed(shape, known, partial(side.measured, shape, device), library)
 
     if why_not:
         choices = [Choice(weight.name, None, why_not) for weight in handle.sparse]

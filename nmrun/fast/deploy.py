@@ -338,7 +338,8 @@ def milliseconds(
     called one by one; on a CPU arms take turns."""
     rows = {name: partial(_all, calls) for name, calls in arms.items()}
     if device.type == "cuda":
-        durations = [semi_structured.milliseconds(row, graph=graph) for row in rows.values()]
+        with measurement.on(device):
+            durations = [semi_structured.milliseconds(row, graph=graph) for row in rows.values()]
     else:
         durations = on_cpu.side_by_side(*rows.values())
     return {name: ms / len(arms[name]) for name, ms in zip(arms, durations, strict=True)}

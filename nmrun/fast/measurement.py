@@ -45,7 +45,8 @@ class Times:
     """Milliseconds of the products of one micro-batch, and of packing the weight, once per
     optimizer step. ``wrong``: why this path cannot be used. Packing the operand of the weight
     gradient, with ``mvue``, is part of that. ``algorithms``: the names of the path with the
-    library's algorithm, for the three products, where there is a choice of them."""
+    library's algorithm, for the three products, where there is a choice of them. ``library``: the
+    GPU and the library of these, empty on a CPU."""
 
     pack: float = 0.0
     forward: float = 0.0
@@ -53,6 +54,7 @@ class Times:
     weight_gradient: float = 0.0
     wrong: str = ""
     algorithms: Sequence[str] = ()
+    library: str = ""
 
     def __post_init__(self) -> None:
         # a list where they come from a file
@@ -66,6 +68,11 @@ class Times:
     def dense(self) -> float:
         """What the three products of a dense layer take."""
         return self.forward + self.input_gradient + self.weight_gradient
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU torch's current one: events and captured graphs go by that one's stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Shape(Protocol):
@@ -97,7 +104,7 @@ def measured(
     this machine, else measured now."""
     if (known := recall(file, machine, str(shape), shape.paths)) is not None:
         return known
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), on(device):
         by_path = measure()
     if all(times.wrong != NO_MEMORY for times in by_path.values()):  # there may be more next time
         remember(file, machine, str(shape), by_path)
@@ -108,12 +115,14 @@ def agreed(
     shape: Shape,
     known: Mapping[str, Mapping[str, Times]] | None,
     measure: Callable[[], Mapping[str, Times]],
+    library: str = "",
 ) -> Mapping[str, Times]:
     """The times that all processes choose by: those that are ``known`` by shape from an earlier
-    process, unless that had another processor, with paths that this one lacks; else those that the
-    leader measures."""
+    process, else those that the leader measures. Not known are those of another processor with
+    paths that this one lacks, and those of another GPU or ``library``, whose algorithms differ."""
     times = (known or {}).get(str(shape), {})
-    if times and times.keys() <= set(shape.paths):
+    ours = all(each.library in ("", library) for each in times.values())
+    if times and ours and times.keys() <= set(shape.paths):
         return times
     return ranks.from_leader(measure() if ranks.leads() else {})
 

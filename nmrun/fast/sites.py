@@ -58,7 +58,7 @@ class Site:
     @property
     def timing_key(self) -> tuple[Any, ...]:
         """What the times of a weight depend on, beside its pattern."""
-        return self.weight.shape, self.dtype, tuple(self.shapes.items())
+        return self.weight.shape, self.weight.device, self.dtype, tuple(self.shapes.items())
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What is computed there with a dense weight."""

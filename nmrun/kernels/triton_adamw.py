@@ -105,12 +105,12 @@ class FusedAdam:
         self._constants = {"DECAYED": decayed, "SPARED": spared, "HAS_MASK": has_mask, "MODE": mode}
         self._launches = Launches(member_of)
         # at one place for good: a captured graph reads them there
-        self.scalars = torch.empty(11, device=device)
+        self.scalars = torch.empty(11, dtype=torch.float32, device=device)
 
     def step(self, members: Sequence[Operands], scalars: list[float], frozen: bool = False) -> None:
         """Update weights, moments and working copies. Raises ValueError where the kernels do not apply
         to a weight, and where a tensor does not begin at a multiple of 16 bytes."""
-        self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
+        self.scalars.copy_(torch.tensor(scalars, dtype=torch.float32), non_blocking=True)
         updates = [o.update for o in members]
         batch = [(u.dense, u.projected, u.pattern, u.dim, TILE) for u in updates]
         for indices, table, constants in self._launches.of(batch):

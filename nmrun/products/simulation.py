@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nmrun.kernels.comparison import agrees
+from nmrun.kernels.layout import has_memory
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
@@ -41,8 +42,9 @@ def quantize(
     Returns the values (FP8, or the same numbers as ``stored``) and the scale (float32,
     0-dimensional; 1 for an all-zero tensor). What is not finite becomes NaN."""
     stored = stored or dtype
-    # torch.compile makes two kernels of the operations below by itself
-    if x.is_cuda and not torch.compiler.is_compiling() and _by_triton(x.device):
+    # torch.compile makes two kernels of the operations below by itself; the backward pass of an
+    # operator it follows with tensors that have no memory
+    if x.is_cuda and has_memory(x) and _by_triton(x.device):
         from nmrun.kernels import triton_fp8
 
         if triton_fp8.applies(x, dtype):

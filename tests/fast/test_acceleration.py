@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from played_gpu import COMPRESSED, Machine, normal, play, two_values
+from played_gpu import COMPRESSED, Machine, current_gpus, normal, play, two_values
 from runs import config
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.acceleration import accelerate
-from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Choice, Times
@@ -231,7 +231,8 @@ def test_measured_once_a_shape_and_remembered(
     assert machine.timed == 2 * measured
     known = json.loads((tmp_path / "probe24.json").read_text())
     ((name, shapes),) = known.items()
-    assert name.startswith(f"Test GPU, torch {torch.__version__}, cuSPARSELt ")
+    assert name.startswith("Test GPU, cuSPARSELt ")
+    assert f"torch {torch.__version__}, " in name
     assert len(shapes) == 4
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
     accelerate(handle, passing(model))
@@ -240,6 +241,46 @@ def test_measured_once_a_shape_and_remembered(
     assert accelerate(handle, passing(model))[0].path == "compressed"
     assert machine.timed == 4 * measured
     assert [file.name for file in tmp_path.iterdir()] == ["probe24.json"]
+
+
+def test_a_run_that_goes_on_elsewhere_takes_no_algorithms_of_another_gpu(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are numbers, which mean something else there, or are wrong."""
+    model = mlp()
+    _, handle = sparse(model)
+    choices = accelerate(handle, passing(model))
+    known = {str(choice.shape): choice.times for choice in choices if choice.shape}
+    known = measurement.from_data(json.loads(json.dumps(measurement.as_data(known))))
+    measured = machine.timed
+    accelerate(handle, passing(model), known=known)
+    assert machine.timed == measured
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
+    accelerate(handle, passing(model), known=known)
+    assert machine.timed == 2 * measured
+
+
+def test_times_are_of_one_version_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    monkeypatch.setattr(probe, "version", lambda files: hashed.extend(f.name for f in files))
+    model = mlp()
+    accelerate(sparse(model)[1], passing(model))
+    assert {"probe.py", "triton_compression.py", "triton_mvue.py", "triton_fp8.py"} <= {*hashed}
+
+
+def test_a_layer_is_timed_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be torch's current one, by whose stream events go."""
+    current, seen = current_gpus(monkeypatch.setattr), []
+
+    def measure(*about: Any) -> dict[str, Times]:
+        seen.extend(current)
+        return {"dense": Times(forward=1.0)}
+
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(probe, "measure", measure)
+    probe.measured(probe.SemiStructuredShape(32, 64, 16, torch.bfloat16), second)
+    assert seen == [second]
+    assert not current
 
 
 def test_each_layer_is_told_before_it_is_timed(machine: Machine) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deployed import gradient, share, stays_itself
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -21,6 +22,8 @@ from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.packed_linear import PackedLinear
+from nmrun.fast.gpu.linear import SemiStructuredLinear
+from nmrun.fast.sites import Site
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 
@@ -405,6 +408,27 @@ def test_on_cuda_the_algorithm_of_layers_alike_is_looked_for_once(
         nmrun.deploy(model, torch.randn(6, 32).bfloat16(), compile=compiled)
         assert timed == [compiled] * 2
         timed.clear()
+
+
+def test_layers_are_timed_on_the_gpu_that_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be torch's current one; those of two GPUs do not share their times."""
+    current, seen = played_gpu.current_gpus(monkeypatch.setattr), []
+    second = torch.device("cuda", 1)
+
+    def timed(*about: Any, **how: Any) -> float:
+        seen.extend(current)
+        return 1.0
+
+    semi_structured = deploying.semi_structured
+    monkeypatch.setattr(semi_structured, "milliseconds", timed)
+    monkeypatch.setattr(semi_structured, "fastest", lambda *about: ("masked", timed()))
+    deploying.milliseconds({"dense": [lambda: None]}, second)
+    layer = SemiStructuredLinear(torch.ones(8, 16), None, "masked")
+    with FakeTensorMode():
+        layer.choose(torch.empty(4, 16, device=second), torch.empty(8, 16, device=second))
+        first, other = (Site("fc", torch.empty(8, 16, device=f"cuda:{i}"), None) for i in range(2))
+    assert seen == [second] * 2
+    assert first.timing_key != other.timing_key
 
 
 def test_a_model_is_compiled_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from played_gpu import Machine, along_inputs, both_ways, normal, play
 from runs import config
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -21,6 +22,7 @@ from nmrun.fast.gpu import linear, probe, semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.lab.train import build, console
+from nmrun.products import simulation
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +201,18 @@ def test_operators_by_torchs_own_check():
         if both:
             dz = normal(16, 32, dtype=torch.float32).bfloat16()
             torch.library.opcheck(linear.multiply24, (dz, parts[forward:], 64, "cusparselt_fp8"))
+
+
+def test_a_compiler_that_has_no_numbers_of_a_gpu_follows_the_rounding(monkeypatch):
+    """torch.compile traces the backward pass of an operator with such tensors, outside of what it
+    calls compiling; the kernel asks where the numbers lie.
+    """
+    pytest.importorskip("triton")
+    monkeypatch.setattr(simulation, "agrees", lambda *about: True)
+    with FakeTensorMode():
+        gradient = torch.empty(16, 32, dtype=torch.bfloat16, device="cuda:7")
+        product = simulation.backward_product(gradient.t(), gradient, fp8=True)
+    assert (product.shape, product.dtype) == ((32, 32), torch.bfloat16)
 
 
 def test_estimates_stay_dense():

@@ -26,6 +26,7 @@ from torch.nn import functional
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.kernels import compression
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
+from nmrun.fast.measurement import on
 from nmrun.fast.operators import over_tokens
 from nmrun.patterns import Pattern
 from nmrun.products.layer import ToWrite
@@ -160,6 +161,8 @@ def _product(
     x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
 ) -> Tensor:
     """x S^T + bias, (tokens, rows), with S as it was packed."""
+    if not len(x):  # an expert without tokens, which the library refuses
+        return x.new_empty(0, rows)
     return _multiplied(x, parts, path, bias).contiguous()
 
 
@@ -269,7 +272,17 @@ class SemiStructuredLinear(nn.Module):
         bias = None if self.bias is None else self.bias.float()
         expected = functional.linear(flat.float(), weight.float(), bias)
         operands = flat, self._parts(), self.bias
-        self.path, _ = semi_structured.fastest(kind, *operands, expected, graph)
+        with on(x.device):
+            self.path, _ = semi_structured.fastest(kind, *operands, expected, graph)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> SemiStructuredLinear:
+        """A cast of the model would make other numbers of the places that lie behind the values."""
+        before = self._parts()
+        super()._apply(*args, **kwargs)
+        for i, (part, now) in enumerate(zip(before, self._parts(), strict=True)):
+            if now.dtype != part.dtype:
+                self.register_buffer(f"part{i}", part.to(now.device))
+        return self
 
     def _parts(self) -> list[Tensor]:
         return [getattr(self, f"part{i}") for i in range(self.parts)]

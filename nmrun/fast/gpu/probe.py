@@ -3,7 +3,7 @@ timed once a shape, and remembered on disk; how a layer gets it.
 
 A path is tested before it is timed: its products must be those of float32 within the rounding of
 the dtype, and the same bits in every repetition. What is remembered is by GPU, torch, cuSPARSELt
-and the version of this file, in ``probe24.json`` beside the compiled kernels.
+and the version of this file and of the kernels, in ``probe24.json`` beside the compiled kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -134,6 +135,7 @@ def _times(
         input_gradient,
         weight_gradient,
         algorithms=algorithms if algorithms != [name] * 3 else (),
+        library=library(x.device),
     )
 
 
@@ -160,15 +162,20 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, shape: SemiStructur
     )
 
 
+def library(device: torch.device) -> str:
+    """The GPU and the version of cuSPARSELt, by which the library's algorithms have their numbers."""
+    loaded = cusparselt.loaded_cusparselt()
+    number = ".".join(map(str, loaded[0])) if loaded else "none"
+    return f"{torch.cuda.get_device_name(device)}, cuSPARSELt {number}"
+
+
 def _machine(device: torch.device) -> str:
-    library = cusparselt.loaded_cusparselt()
-    number = ".".join(map(str, library[0])) if library else "none"
     modules = semi_structured, linear, simulation, estimators, compression, cusparselt
-    files = [__file__, *(str(module.__file__) for module in modules)]
-    return (
-        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {number}, "
-        f"probe {version([Path(file) for file in files])}"
-    )
+    files = [Path(file) for file in (__file__, *(str(module.__file__) for module in modules))]
+    packages = map(resources.files, ("nmrun.kernels", "nmrun.fast.gpu.kernels"))
+    sources = (file for package in packages for file in package.iterdir())
+    kernels = sorted((s for s in sources if s.name.startswith("triton_")), key=lambda s: s.name)
+    return f"{library(device)}, torch {torch.__version__}, probe {version([*files, *kernels])}"
 
 
 # of rows and columns, without FP8 and with it; paths that want more say so when tried

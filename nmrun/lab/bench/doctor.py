@@ -129,7 +129,9 @@ def accelerated() -> Iterator[tuple[str, str]]:
     dense product."""
     import torch
 
+    from nmrun.errors import first_line
     from nmrun.fast.gpu import semi_structured
+    from nmrun.fast.measurement import ERRORS
     from nmrun.products import simulation
 
     if not torch.cuda.is_available():
@@ -154,10 +156,12 @@ def accelerated() -> Iterator[tuple[str, str]]:
         cells = [f"dense {dense:.3f} ms"]
         for name, path in right.items():
             expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
-            algorithm, sparse = semi_structured.fastest(
-                name, x, path.pack(weight, weight)[0], None, expected
-            )
-            cells.append(f"{algorithm} {sparse:.3f} ms ({dense / sparse:.2f}x)")
+            try:
+                parts, _ = path.pack(weight, weight)
+                algorithm, sparse = semi_structured.fastest(name, x, parts, None, expected)
+                cells.append(f"{algorithm} {sparse:.3f} ms ({dense / sparse:.2f}x)")
+            except ERRORS as error:  # wrong at this size, or no memory
+                cells.append(f"{name}: {first_line(error)}")
         yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
 
 

@@ -159,6 +159,12 @@ def test_algorithms(library: Library) -> None:
     assert library.destroyed == 4  # what the plan that failed had made
 
 
+def test_numbers_of_another_dtype_are_refused(library: Library) -> None:
+    """The library would read their bits as those of the weight's dtype."""
+    with pytest.raises(RuntimeError, match="x is torch.float64, and the packed weight torch.float32"):
+        cusparselt.multiply(normal(6, 4, seed=0), normal(8, 4, seed=1).double())
+
+
 def test_plans_are_few(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cusparselt, "PLANS", 2)
     monkeypatch.setattr(cusparselt, "_state", cusparselt._State())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nmrun.fast.gpu import linear, semi_structured
-from nmrun.fast.gpu.linear import SemiStructuredProducts
+from nmrun.fast.gpu.linear import SemiStructuredLinear, SemiStructuredProducts
 from nmrun.patterns import Pattern
 from nmrun.products import simulation
 
@@ -155,6 +155,32 @@ def test_where_an_algorithm_refuses_a_number_of_tokens_the_default_multiplies(
         torch.testing.assert_close(
             torch.autograd.grad(z.sum(), x)[0], weight.sum(0).expand(tokens, -1)
         )
+
+
+def test_without_tokens_there_is_nothing_to_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an expert that no token goes to."""
+
+    def refusing(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
+        raise RuntimeError("cuSPARSELt's DenseDescriptorInit: no rows")
+
+    path = semi_structured.Path(COMPRESSED.pack, refusing)
+    monkeypatch.setitem(semi_structured.PATHS, "compressed", path)
+    layer = SemiStructuredLinear(both_ways(8, 16), None, "compressed")
+    for shape in ((0, 16), (2, 0, 16)):
+        assert layer(normal(*shape)).shape == (*shape[:-1], 8)
+
+
+def test_a_cast_leaves_what_is_packed_alone() -> None:
+    """Behind the values lie their places, which are bits and no numbers."""
+    weight, x = both_ways(8, 16).float(), normal(4, 16).float()
+    layer = SemiStructuredLinear(weight, normal(8, seed=2).float(), "compressed")
+    parts = [part.clone() for part in (layer.part0, layer.part1)]
+    expected = layer(x)
+    for cast in (layer.bfloat16, layer.float):
+        cast()
+        assert layer.part0.dtype == torch.float32
+        assert all(map(torch.equal, parts, (layer.part0, layer.part1)))
+    torch.testing.assert_close(layer(x), expected, rtol=2**-7, atol=2**-7)  # of the bias
 
 
 def test_rounding_is_that_of_the_layer_it_replaces() -> None:

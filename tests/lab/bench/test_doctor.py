@@ -124,12 +124,16 @@ def test_the_loaded_version_is_the_one_torch_knows():
 
 
 def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
+    def large(weight: Tensor) -> semi_structured.Product:
+        if len(weight) == 16:
+            raise RuntimeError("not at this size\nand a stack")
+        return exact(weight)
+
     gpu(monkeypatch, 9)
     monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
     monkeypatch.setattr(doctor, "TOKENS", 4)
-    monkeypatch.setattr(
-        semi_structured, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))}
-    )
+    paths = {"refusing": path(large), "good": path(exact), "bad": path(lambda w: exact(-w))}
+    monkeypatch.setattr(semi_structured, "PATHS", paths)
     monkeypatch.setattr(
         semi_structured,
         "verdict",
@@ -150,9 +154,10 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
     times = iter([3.0, 2.0])
     monkeypatch.setattr(semi_structured, "milliseconds", lambda call, **_: [call(), next(times)][1])
     assert list(doctor.accelerated()) == [
+        ("2:4 products", "refusing: right"),
         ("2:4 products", "good: right"),
         ("2:4 products", "bad: WRONG results: not to be used here"),
-        ("2:4 speed", "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, good 2.000 ms (1.50x)"),
+        ("2:4 speed", "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, refusing: not at this size, good 2.000 ms (1.50x)"),
     ]
 
 

@@ -115,6 +115,8 @@ def multiply(
     Raises:
         RuntimeError: where the library refuses.
     """
+    if x.dtype != packed.dtype:  # a plan says one dtype of both, and the library sees none
+        raise RuntimeError(f"x is {x.dtype}, and the packed weight {packed.dtype}")
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
     x, bias = _aligned(x), None if bias is None else _aligned(bias)
