@@ -32,7 +32,7 @@ from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, INT8, ONEDNN, Choice
-from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
+from nmrun.fast.sites import ConvolutionSite, Site, devices, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
 
@@ -128,8 +128,7 @@ def deploy(
                 install(model, module, module_sites)
         others = fuse(model, sample, tolerance if precision else None)
     if compile:
-        on_cuda = any(t.device.type == "cuda" for t in model.parameters())
-        model.compile(mode="reduce-overhead" if on_cuda else None)
+        model.compile(mode="reduce-overhead" if "cuda" in devices(model) else None)
     dense = (Choice(name, None, reason) for name, reason in reasons.items())
     return [*choices.values(), *dense, *others]
 
@@ -142,7 +141,7 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
         raise ConfigError(f"tolerance={tolerance} must be from 0 to 1")
     if precision and (why := int8.KERNELS.obstacle()):
         raise ConfigError(f"precision={INT8}: {why}")
-    elsewhere = {t.device.type for t in model.parameters()} - {"cpu"}
+    elsewhere = devices(model) - {"cpu"}
     if precision and elsewhere:
         raise ConfigError(f"precision={INT8} is for CPUs; the model is on {min(elsewhere)}")
 

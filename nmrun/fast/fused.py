@@ -21,7 +21,7 @@ from nmrun.fast import measurement
 from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.kernels import attention, bf16, gelu
 from nmrun.fast.measurement import FASTER, Choice
-from nmrun.fast.sites import compute, places
+from nmrun.fast.sites import compute, devices, places
 from nmrun.sparsity.layers import forward_class, is_touched
 
 FUSED, FUSED_BF16 = "fused", "fused bf16"
@@ -122,7 +122,7 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
         tolerance: how far off attention may be in bfloat16, as a share of the outputs' norm; None
             leaves it in the model's own precision.
     """
-    if {t.device.type for t in model.parameters()} - {"cpu"}:
+    if devices(model) - {"cpu"}:
         return []
     names = {m: name for name, m in model.named_modules() if _kind(m) is not None and name}
     calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in names}

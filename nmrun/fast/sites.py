@@ -211,6 +211,11 @@ def _site(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> 
     return Site(name, weight, bias)
 
 
+def devices(model: nn.Module) -> set[str]:
+    """The kinds of device that a model is on. Packed weights are buffers, and may be all there is."""
+    return {t.device.type for t in (*model.parameters(), *model.buffers())}
+
+
 # --- what they are given --------------------------------------------------------------------------
 
 

@@ -161,7 +161,7 @@ def test_algorithms(library: Library) -> None:
 
 def test_numbers_of_another_dtype_are_refused(library: Library) -> None:
     """The library would read their bits as those of the weight's dtype."""
-    with pytest.raises(RuntimeError, match="x is torch.float64, and the packed weight torch.float32"):
+    with pytest.raises(RuntimeError, match=r"x is torch\.float64, and the packed"):
         cusparselt.multiply(normal(6, 4, seed=0), normal(8, 4, seed=1).double())
 
 

@@ -157,7 +157,10 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
         ("2:4 products", "refusing: right"),
         ("2:4 products", "good: right"),
         ("2:4 products", "bad: WRONG results: not to be used here"),
-        ("2:4 speed", "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, refusing: not at this size, good 2.000 ms (1.50x)"),
+        (
+            "2:4 speed",
+            "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, refusing: not at this size, good 2.000 ms (1.50x)",
+        ),
     ]
 
 

@@ -4,8 +4,9 @@ graphs, kernels against the CPU's reference.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from runs import config
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import nmrun
@@ -189,6 +191,30 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
     torch.testing.assert_close(z, expected, rtol=2**-7, atol=2**-7 * float(expected.std()))
 
 
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_forward_and_backward_compile(right: list[str], fp8: bool, both: bool) -> None:
+    """The compiler traces the backward pass with tensors of this device that have no memory."""
+    if fp8 and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("this GPU has no products of FP8 numbers")
+    path = "cusparselt_fp8" if fp8 else right[0]
+    dense = normal(256, 512)
+    weight = (dense * transposable_mask(dense, "2:4")).bfloat16().requires_grad_()
+    x, dz = (
+        normal(384, 512, seed=1).bfloat16().requires_grad_(),
+        normal(384, 256, seed=2).bfloat16(),
+    )
+    packed = SemiStructuredProducts(path, weight, None, torch.bfloat16, both)
+    results = []
+    for run in (packed, torch.compile(packed, fullgraph=True)):
+        z = run(x, weight, None)
+        results.append((z, *torch.autograd.grad(z, (x, weight), dz)))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(
+            compiled, eager, rtol=2**-6, atol=2**-6 * float(eager.detach().float().std())
+        )
+
+
 def test_one_pass_packing_is_for_compute_capability_8_alone(
     measurements: dict[str, probe.Times],
 ) -> None:
@@ -317,9 +343,20 @@ def losses_of(graphs: bool) -> Tensor:
 
 
 def test_cuda_graphs_see_the_weights_of_every_step(right: list[str]) -> None:
-    eager, graphs = losses_of(False), losses_of(True)
+    with recorded():
+        graphs = losses_of(True)
+    eager = losses_of(False)
     assert eager[-1] < 0.8 * eager[0]  # stale weights would not learn
     torch.testing.assert_close(graphs, eager, rtol=2e-2, atol=2e-2)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """What is compiled in here becomes CUDA graphs, none of which the compiler leaves out."""
+    counters.clear()
+    yield
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] > 0
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 @torch.no_grad()
@@ -332,8 +369,11 @@ def test_a_deployed_model_computes_the_same_as_cuda_graphs(right: list[str]) -> 
     expected = [model(x) for x in inputs]
     choices = nmrun.deploy(model, inputs[0], compile=True)
     print(*choices, sep="\n")
-    for x, truth in zip(inputs, expected, strict=True):
-        torch.testing.assert_close(model(x), truth, rtol=2**-6, atol=2**-6)
+    # else no algorithm was captured
+    assert "cusparselt" not in right or all("cusparselt " in c.reason for c in choices)
+    with recorded():
+        for x, truth in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(model(x), truth, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
