@@ -291,7 +291,8 @@ def _install_products(
         make = layer.prune_again if grad == "double_prune" else layer.estimate_again
         exact = make(sparse)
         if len(exact) == len(sparse):
-            raise ConfigError(f"{option} needs a layer whose outputs are a multiple of M")
+            kind = "linear layer" if grad == "mvue" else "layer"
+            raise ConfigError(f"{option} needs a {kind} whose outputs are a multiple of M")
         if exact:
             recipe.events.append(
                 f"{option} does not apply to {', '.join(exact)}: their input gradient is exact"

@@ -611,6 +611,8 @@ def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
             sparse(mlp(), recipe, input_gradient="double_prune")
     with pytest.raises(ConfigError, match="needs a layer whose outputs are a multiple of M"):
         sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
+    with pytest.raises(ConfigError, match="needs a linear layer whose outputs"):
+        sparse(nn.Sequential(nn.Conv2d(16, 8, 3)), input_gradient="mvue")
 
 
 # --- on the command line --------------------------------------------------------------------------
