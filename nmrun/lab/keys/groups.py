@@ -401,8 +401,8 @@ class Trainer(Group):
     average: Annotated[
         int,
         whole(1),
-        "how many last epochs are averaged to the final weights and running statistics of "
-        "batch norm (not measured anew); 1 = those of the last step",
+        "number of last epochs whose weights, and running statistics of batch norm, are averaged "
+        "to the final ones; 1 = those of the last step",
     ] = 1
     limit_batches: Annotated[
         int | None,

@@ -229,7 +229,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument(
             f"--{split}",
             type=Path,
-            help=f"parallel: {split} text without .<language> or .<language>.gz",
+            help=f"parallel: the {split} texts, without their ending .<language> or .<language>.gz",
         )
     parser.add_argument(
         "--vocabulary", type=int, default=8000, help="subwords of BPE (default: %(default)s)"
