@@ -317,21 +317,30 @@ def milliseconds(call: Callable[[], object], repeats: int = 20, graph: bool = Fa
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
     """What ``call`` does on the GPU, to be repeated without the host; it has been called before."""
-    graph, stream, current = (
-        torch.cuda.CUDAGraph(),
-        torch.cuda.Stream(),
-        torch.cuda.current_stream(),
-    )
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
     # torch.cuda.graph collects garbage and empties the cache first, which takes longer than all else
     with torch.cuda.stream(stream):
-        graph.capture_begin()
+        graph.capture_begin(pool)
         try:
             call()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is broken, too
-                graph.capture_end()
+                _end_capture(graph, pool)
             raise
-        graph.capture_end()
+        _end_capture(graph, pool)
     current.wait_stream(stream)
     return graph.replay
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # of a broken one torch 2.11 leaves the memory as if it went on, and every later
+        # empty_cache() and graph fails; where the graph is at fault, it has ended
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise

@@ -4,7 +4,9 @@ operators, compiled graphs.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +183,46 @@ def test_a_cast_leaves_what_is_packed_alone() -> None:
         assert layer.part0.dtype == torch.float32
         assert all(map(torch.equal, parts, (layer.part0, layer.part1)))
     torch.testing.assert_close(layer(x), expected, rtol=2**-7, atol=2**-7)  # of the bias
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_broken_capture_is_over_for_the_memory_too(
+    called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's allocator goes on as in the capture, and would refuse to empty its cache. Played: no GPU."""
+    underway: list[tuple[int, int]] = []
+
+    class Graph:
+        def capture_begin(self, pool: tuple[int, int]) -> None:
+            underway.append(pool)
+
+        def capture_end(self) -> None:
+            raise RuntimeError("capture invalidated")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, played in {
+        "CUDAGraph": Graph,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": contextlib.nullcontext,
+        "graph_pool_handle": lambda: (0, 3),
+        "current_device": lambda: 1,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, played)
+    released: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda device, pool: underway.remove(pool)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *what: released.append(what))
+
+    def call() -> None:
+        if not called:
+            raise RuntimeError("not in a capture")
+
+    with pytest.raises(RuntimeError, match="invalidated" if called else "not in a capture"):
+        semi_structured.captured(call)
+    assert underway == []
+    assert released == [(1, (0, 3))]
 
 
 def test_rounding_is_that_of_the_layer_it_replaces() -> None:
