@@ -52,6 +52,8 @@ class TrainingSteps:
         forward: Any = self.model
         if how := self.trainer.compile:
             forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
+        # modes of torch.compile that make CUDA graphs
+        self.in_graphs = self.device.type == "cuda" and isinstance(how, str)
         self.strategy = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
@@ -87,6 +89,8 @@ class TrainingSteps:
                 with self.autocast():
                     loss = self.loss(self.forward, batch) * share
                 self.scaler.scale(loss * ranks.world()).backward()
+            if self.in_graphs and number == 1 < len(shares):
+                self._keep_gradients()
             total += loss.detach()
         self.step += 1
         self.losses.append(ranks.total(total))
@@ -124,6 +128,13 @@ class TrainingSteps:
         ]
         rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
         return shares + [(batches[0], 0.0)] * (rounds - len(shares))
+
+    def _keep_gradients(self) -> None:
+        """Copy the gradients out of the memory of a CUDA graph, which the next micro-batch writes
+        anew; there it adds to the copies."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""

@@ -270,6 +270,22 @@ def test_the_mode_of_compilation(tmp_path, monkeypatch):
     ]
 
 
+def test_gradients_in_the_memory_of_a_cuda_graph_are_added_up(tmp_path):
+    """Each micro-batch writes that memory anew; played on a CPU."""
+    results = []
+    for in_graphs in (False, True):
+        cfg = with_trainer(config(tmp_path, "recipe=sr_ste"), batch_size=30, accumulate=3)
+        loop = steps.TrainingSteps(cfg, build.build(cfg))
+        loop.in_graphs = in_graphs
+        for parameter in loop.model.parameters() if in_graphs else ():
+            memory = torch.empty_like(parameter)
+            parameter.register_hook(lambda grad, memory=memory: memory.copy_(grad).view_as(grad))
+        for index in range(2):
+            loop.train_step(0, index, measure_flips=False)
+        results.append([parameter.detach().clone() for parameter in loop.model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
 # --- evaluation and best --------------------------------------------------------------------------
 
 
