@@ -57,6 +57,22 @@ class Rule:
             self.pruned_weight_factor != 0,
         )
 
+    @property
+    def versions(self) -> list[int]:
+        """How often the mask and the scale were written, to notice when they are again."""
+        tensors = (self.mask, self.soft_threshold_scale)
+        return [tensor._version for tensor in tensors if tensor is not None]
+
+    def projects_as(self, other: Rule) -> bool:
+        """Whether both have the same forward part: the same numbers, and the very same tensors."""
+        return (
+            self.mask is other.mask
+            and self.soft_threshold_scale is other.soft_threshold_scale
+            and self.soft_threshold_gamma == other.soft_threshold_gamma
+            and self.pruned_weight_factor == other.pruned_weight_factor
+            and self.pattern == other.pattern
+        )
+
     def then(self, after: Rule) -> Rule:
         """The rule of a fused step, which edits the gradient by the rule before it and projects by the
         rule after it: this rule's gradient part with the forward part of ``after``."""

@@ -130,16 +130,6 @@ class Recipe:
         """Change ``grad`` in place, just before the update. Default: by the rule."""
         projections.edit_gradient(grad, weight.dense, weight.weight, self.rule(weight))
 
-    def edit_gradients(self, weights: Sequence[SparseWeight]) -> None:
-        """Edit the gradients of all these weights, which have one: as :meth:`edit_gradient`, or all
-        together where the rules say all."""
-        if self.is_rule_alone:
-            projections.edit_gradients(weights, [self.rule(weight) for weight in weights])
-            return
-        for weight in weights:
-            assert weight.grad is not None
-            self.edit_gradient(weight, weight.grad)
-
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the weight that the run would leave, were it to end now, into ``out``."""
         write = self.project if self.is_sparse else self.largest

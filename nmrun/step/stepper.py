@@ -30,9 +30,10 @@ from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.optim.stock import breaks_graph
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
+from nmrun.rule import Rule
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.processes import agree_over_ranks
-from nmrun.sparsity.projections import WeightBatch
+from nmrun.sparsity.projections import WeightBatch, edit_gradients
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import KEY, Resume, makes_state
 
@@ -76,8 +77,8 @@ class Stepper:
         self._last_written = -2  # the last of them
         self._has_warned = False  # of weights that others wrote
         self._logged_events = 0  # how many of the recipe's events were logged
-        # the weights that the present step projects, by id: the mask or scale, and its version
-        self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
+        # the weights that the present step projects, by id: the rule, and the versions of its tensors
+        self._in_one_pass: dict[int, tuple[Rule, list[int]]] = {}
         self._batch, self._packers = WeightBatch(), layer.Packers()
         self._compared = False  # whether it was seen that all weights, and ranks, are in place
         self._checked = False  # whether the recipe's own masks were
@@ -125,7 +126,7 @@ class Stepper:
         if not self.recipe.dense_forward:
             self._in_one_pass = self._plan(optimizer)
             rest = [weight for weight in self.sparse if id(weight) not in self._in_one_pass]
-            self.recipe.edit_gradients([weight for weight in rest if weight.grad is not None])
+            self._edit_gradients([weight for weight in rest if weight.grad is not None])
             for weight in rest:
                 weight.show_dense()
         return answer
@@ -137,7 +138,7 @@ class Stepper:
                 weight.show_projected()
             self.refresh()
 
-    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Tensor | None, int]]:
+    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Rule, list[int]]]:
         """Let the optimizer carry out the rule inside its step; returns ``_in_one_pass``."""
         recipe = self.recipe
         if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
@@ -153,8 +154,7 @@ class Stepper:
             updates[weight.parameter] = Update(
                 weight.dense, weight.weight, weight.dim, pattern, now.then(then)
             )
-            by = then.soft_threshold_scale if then.mask is None else then.mask
-            planned[id(weight.parameter)] = id(weight), (by, 0 if by is None else by._version)
+            planned[id(weight.parameter)] = id(weight), (then, then.versions)
         return dict(planned[id(p)] for p in optimizer.plan(updates))
 
     @torch.no_grad()
@@ -209,12 +209,7 @@ class Stepper:
             for weight in self.sparse:
                 if not weight.has_dense:
                     weight.begin_sparse()
-                # the step has projected the weight by a mask or scale that the recipe may have
-                # changed since
-                by, version = self._in_one_pass.get(id(weight), (None, -1))
-                if id(weight) not in self._in_one_pass or (
-                    by is not None and by._version != version
-                ):
+                if not self._is_projected(weight):
                     rest.append(weight)
             self._project(rest)
             for weight in self.sparse:
@@ -231,6 +226,14 @@ class Stepper:
         for weight in self.sparse:
             weight.note()
 
+    def _is_projected(self, weight: SparseWeight) -> bool:
+        """Whether the step has projected a weight, by the rule that holds now. A recipe may have
+        changed its mask, or anything else, after the step was planned."""
+        if id(weight) not in self._in_one_pass:
+            return False
+        planned, versions = self._in_one_pass[id(weight)]
+        return planned.versions == versions and planned.projects_as(self.recipe.rule(weight))
+
     def _check_masks(self) -> None:
         """Raise RunError where the first masks that a recipe chooses itself are not N:M."""
         self._checked = True
@@ -242,6 +245,14 @@ class Stepper:
                     f"{type(self.recipe).__name__}: {weight.name} is not {weight.pattern} after its "
                     "first projection: a mask may keep N of every M at most"
                 )
+
+    def _edit_gradients(self, weights: list[SparseWeight]) -> None:
+        if self.recipe.is_rule_alone:
+            edit_gradients(weights, [self.recipe.rule(weight) for weight in weights])
+            return
+        for weight in weights:
+            assert weight.grad is not None
+            self.recipe.edit_gradient(weight, weight.grad)
 
     def _project(self, weights: list[SparseWeight]) -> None:
         recipe = self.recipe

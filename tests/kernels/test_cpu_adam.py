@@ -358,6 +358,59 @@ def test_a_fixed_mask_with_more_than_zeros_beside_it_is_as_the_rule_says(soft):
     )
 
 
+class NewMask(STE):
+    """It puts a new tensor in the place of its mask after the update."""
+
+    name = "new_mask"
+
+    def attach(self, weights, optimizer):
+        for weight in weights:
+            weight["mask"] = nmrun.sparsity.nm_mask(weight.dense, "2:4")
+
+    def after_step(self, weights, optimizer):
+        self.attach(weights, optimizer)
+
+    def rule(self, weight):
+        return Rule(mask=weight["mask"])
+
+
+class Fades(STE):
+    """It counts by itself, not by ``step``."""
+
+    name = "fades"
+
+    def begin(self, pattern, total_steps):
+        super().begin(pattern, total_steps)
+        self.left = 1.0
+
+    def after_step(self, weights, optimizer):
+        self.left /= 2
+
+    def rule(self, weight):
+        return Rule(pruned_weight_factor=self.left)
+
+    @property
+    def is_sparse(self):
+        return False
+
+
+@pytest.mark.parametrize("kind", [NewMask, Fades])
+def test_what_a_recipe_changes_after_the_update_counts_at_once(kind):
+    """Although the kernel has projected by the rule that held before it."""
+    model = nn.Linear(16, 8)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+    for step in range(1, 4):
+        model(torch.randn(2, 16)).square().sum().backward()
+        optimizer.step()
+        w = handle.sparse[0].dense
+        largest = w.abs().unflatten(1, (-1, 4)).argsort(2, descending=True).argsort(2) < 2
+        pruned = w * 0.5**step if kind is Fades else torch.zeros_like(w)
+        expected = torch.where(largest.flatten(1), w, pruned)
+        torch.testing.assert_close(model.weight.detach(), expected)
+    assert handle.pop_events() == []
+
+
 def test_devices_without_kernels_are_torchs(monkeypatch):
     p = nn.Parameter(torch.randn(8, 16, device="meta"))
     p.grad = torch.zeros_like(p)
