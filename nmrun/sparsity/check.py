@@ -16,8 +16,8 @@ def check_nm(
     model_or_tensor: nn.Module | Tensor,
     pattern: str | Pattern,
     dim: int = 1,
-    include: str | list[str] | None = None,
-    exclude: str | list[str] | None = (),  # type: ignore[assignment]
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = (),
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
     dims: Mapping[str, int] | None = None,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
-from nmrun.sparsity.reference import grouped, ungrouped
+from nmrun.sparsity.reference import along, grouped, ungrouped
 
 
 @torch.no_grad()
@@ -51,11 +51,13 @@ def mvue(
             an infinity becomes NaN.
 
     Raises:
-        ValueError: where M does not divide the size of ``dim``.
+        ValueError: where M does not divide the size of ``dim``, and for V:N:M patterns.
     """
-    pattern = Pattern.parse(pattern)
+    pattern, dim = Pattern.parse(pattern), along(x, dim)
+    if pattern.v > 1:
+        raise ValueError(f"estimates are N:M, not V:N:M such as {pattern}")
     if x.is_cuda and generator is None and not pattern.length:
-        return torch.ops.nmrun.mvue(x, pattern.n, pattern.m, dim % max(1, x.dim()))
+        return torch.ops.nmrun.mvue(x, pattern.n, pattern.m, dim)
     return _reference(x, pattern, dim, generator)
 
 

@@ -43,8 +43,9 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
             group of N or fewer weights keeps all.
 
     Raises:
-        ValueError: where M does not divide the size of ``dim``, unless ``pad``. Also where V does
-            not divide the number of outputs: dimension 0, or 1 where ``dim`` is 0.
+        ValueError: for a ``dim`` that ``weight`` has not, and where M does not divide its size, unless
+            ``pad``. Also where V does not divide the number of outputs: dimension 0, or 1 where
+            ``dim`` is 0.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     if weight.dim() and has_memory(weight):
@@ -82,9 +83,11 @@ def soft_threshold(
     up to the N-th largest magnitude is continuous too: ``gamma``, 0 to 1, says how far t is on the
     way.
 
-    Other arguments and errors are those of :func:`nm_mask`. Returns S(w), in shape and dtype of
-    ``weight``.
+    Other arguments and errors are those of :func:`nm_mask`. Also raises ValueError for another gamma
+    and for V:N:M patterns. Returns S(w), in shape and dtype of ``weight``.
     """
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma={gamma}: it takes a number from 0 to 1")
     pattern, dim = _over(weight, pattern, dim, pad)
     projected = None if gamma else _kernel_projection(weight, pattern, dim, soft=True)
     return reference.soft_threshold(weight, pattern, dim, gamma) if projected is None else projected
@@ -104,12 +107,14 @@ def soft_threshold_scale(
 
     ``fit="mse"``: ``beta = <w, S(w)> / ||S(w)||^2``, with which ``beta * S(w)`` is nearest to ``w``
     in the mean square. ``fit="l1"``: ``beta = ||w||_1 / ||S(w)||_1``, which keeps the sum of
-    magnitudes. Sums are in double precision. Other arguments and errors are those of
-    :func:`soft_threshold`.
+    magnitudes. Raises ValueError for another one. Sums are in double precision. Other arguments and
+    errors are those of :func:`soft_threshold`.
 
     Returns beta for the whole tensor: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is
     0 everywhere.
     """
+    if fit not in ("mse", "l1"):
+        raise ValueError(f"fit={fit!r}: it takes mse or l1")
     shrunk = soft_threshold(weight, pattern, dim, pad, gamma).double()
     dense = weight.detach().double()
     if fit == "l1":
@@ -120,11 +125,8 @@ def soft_threshold_scale(
 
 
 def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[Pattern, int]:
-    pattern = Pattern.parse(pattern)
-    if not weight.dim():
-        return pattern, 0
-    dim %= weight.dim()
-    return (pattern.over(weight.shape[dim]) if pad else pattern), dim
+    pattern, dim = Pattern.parse(pattern), reference.along(weight, dim)
+    return (pattern.over(weight.shape[dim]) if pad and weight.dim() else pattern), dim
 
 
 def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -> Tensor | None:

@@ -11,6 +11,15 @@ from nmrun.kernels.layout import filled
 from nmrun.patterns import COLUMNS, Pattern
 
 
+def along(weight: Tensor, dim: int) -> int:
+    """The dimension that groups run along, counted from the front; of a vector the only one, also
+    for 1, the usual default. Raises ValueError for a dimension that the tensor has not."""
+    count = weight.dim()
+    if not -max(count, 1) <= dim < max(count, 2):
+        raise ValueError(f"dim={dim}: this tensor has {count} dimensions, {list(weight.shape)}")
+    return dim % count if count else 0
+
+
 def grouped(
     weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
 ) -> tuple[Tensor, Pattern, int]:
@@ -18,8 +27,7 @@ def grouped(
     group be short; the view is then of a copy that zeros fill up. Returns the view, the pattern,
     and the view's dimension that runs over the members of a group. Raises ValueError where M
     does not divide the size of ``dim``."""
-    pattern = Pattern.parse(pattern)
-    dim = dim % weight.dim() if weight.dim() else 0
+    pattern, dim = Pattern.parse(pattern), along(weight, dim)
     if pad and weight.dim():
         pattern = pattern.over(weight.shape[dim])
     return filled(weight.detach(), pattern, dim).unflatten(dim, (-1, pattern.m)), pattern, dim + 1

@@ -58,10 +58,12 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
         The mask: bool, shape of ``weight``, True = kept.
 
     Raises:
-        ValueError: for a tensor of other dimensions or sizes.
+        ValueError: for a tensor of other dimensions or sizes, and for V:N:M patterns.
     """
     pattern = Pattern.parse(pattern)
     n, m = pattern.n, pattern.m
+    if pattern.v > 1:
+        raise ValueError(f"transposable masks are for N:M patterns, not for {pattern}")
     if pad and weight.dim() == 2:
         pattern = pattern.over(weight.shape[1])
     if (

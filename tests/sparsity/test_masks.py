@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold, soft_threshold_scale
+from nmrun.sparsity import (
+    check_nm,
+    hard_threshold,
+    mvue,
+    nm_mask,
+    soft_threshold,
+    soft_threshold_scale,
+    transposable_mask,
+)
 
 ALL_RATIOS = [(n, m) for m in range(1, 9) for n in range(1, m + 1)]
 
@@ -99,6 +107,37 @@ def test_nan_is_kept_on_top_of_the_n(n, indices):
 def test_sizes_that_are_no_multiple_of_m(shape):
     with pytest.raises(ValueError, match=r"2:4 needs dimension \d to be a multiple of 4; it is"):
         nm_mask(torch.ones(shape), "2:4", dim=len(shape) - 1)
+
+
+@pytest.mark.parametrize("function", [nm_mask, hard_threshold, soft_threshold, mvue, check_nm])
+def test_a_dimension_is_one_that_the_tensor_has(function):
+    weight = torch.zeros(4, 8)
+    for dim in (2, 3, -3):
+        with pytest.raises(ValueError, match=rf"dim={dim}: this tensor has 2 dimensions, \[4, 8\]"):
+            function(weight, "2:4", dim)
+    assert nm_mask(torch.ones(4), "2:4").tolist() == [True, True, False, False]  # a vector has one
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda w: soft_threshold(w, "2:4", gamma=-0.5),
+            "gamma=-0.5: it takes a number from 0 to 1",
+        ),
+        (lambda w: soft_threshold(w, "2:4", gamma=1.5), "gamma=1.5: it takes a number from 0 to 1"),
+        (lambda w: soft_threshold_scale(w, "2:4", fit="max"), "fit='max': it takes mse or l1"),
+        (
+            lambda w: soft_threshold(w, "4:2:8"),
+            "no soft threshold for V:N:M patterns such as 4:2:8",
+        ),
+        (lambda w: mvue(w, "4:2:8", 1), "estimates are N:M, not V:N:M such as 4:2:8"),
+        (lambda w: transposable_mask(w, "4:2:8"), "for N:M patterns, not for 4:2:8"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(8, 8))
 
 
 def test_masks_take_no_part_in_autograd():
