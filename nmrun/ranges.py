@@ -143,6 +143,11 @@ SPAN = Check(
 )
 
 
+def plain(value: Any) -> Any:
+    """A number of NumPy's or a tensor's as Python's, which ranges and saved states know."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def checks(kind: Any) -> dict[str, Check | None]:
     """The range of each field that a dataclass is made with, from ``Annotated[int, whole(1)]``;
     None for one that takes anything."""

@@ -68,6 +68,7 @@ ALSO = {
     "tb": "tensorboard",
     "wb": "wandb",
     "none": "local",
+    "sparsity": "pattern",  # a word of commands, and nmrun.sparsify's
 }
 
 

@@ -254,6 +254,32 @@ def test_parameters_that_are_sparse_already_are_refused(second):
     nmrun.sparsify(model, optimizer, second, "2:4")
 
 
+@pytest.mark.parametrize("recipe", ["step", "asp", "t_sr_ste", "mdgf_linear"])
+def test_a_recipe_that_has_trained_begins_anew(recipe):
+    handle, fresh = start(recipe)[2], start(recipe)
+    train(handle.model, handle.optimizer, range(TOTAL))
+    model = net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    again = nmrun.sparsify(model, optimizer, handle.recipe, "2:4", TOTAL, exclude="4")
+    assert (again.recipe.step, again.phase, again.pop_events()) == (0, fresh[2].phase, [])
+    train(model, optimizer, range(TOTAL))
+    train(*fresh[:2], range(TOTAL))
+    assert bits(model.state_dict()) == bits(fresh[0].state_dict())
+    assert handle.recipe.step == TOTAL
+
+
+@pytest.mark.parametrize("option", ["include", "exclude", "overrides", "dims"])
+def test_a_layer_by_its_class_is_told_that_it_takes_names(option):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    named = {"overrides": {nn.Linear: "1:8"}, "dims": {nn.Linear: 1}}
+    value: Any = named.get(option, [nn.Linear])
+    with one_line(ConfigError, f"{option}: <class 'torch.*Linear'> is not a regular expression"):
+        nmrun.sparsify(model, optimizer, **{option: value})
+    with pytest.raises(TypeError, match="no hyperparameter sparsity; did you mean pattern"):
+        nmrun.sparsify(model, optimizer, sparsity="2:4")
+
+
 @pytest.mark.parametrize("recipe", SPARSE)
 def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe):
     keys = list(net().state_dict())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
 from nmrun.errors import ConfigError
-from nmrun.ranges import checks, wrong_values
+from nmrun.ranges import checks, plain, wrong_values
 
 if TYPE_CHECKING:
     from nmrun.oneshot.methods import Method
@@ -37,6 +37,7 @@ def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str]
         raise ConfigError(f"method={method}: {registry.no_such('method', method, METHODS)}")
     kind: Any = registry.find("method", method, METHODS)
     ranges = checks(kind)
+    hyperparameters = {key: plain(value) for key, value in hyperparameters.items()}
     has = ", ".join(ranges) or "none"
     known = [*ranges, *others]
     problems = [

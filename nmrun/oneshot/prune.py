@@ -96,8 +96,9 @@ def prune(
         hyperparameters: the method's own, under the names of its paper.
 
     Raises:
-        ConfigError: (a ValueError) for an unknown method, pattern or value, without batches, and
-            for a model without a weight that can be pruned. The model is unchanged then.
+        ConfigError: (a ValueError) for an unknown method, pattern or value, without batches or with
+            such as the model does not take, and for a model without a weight that can be pruned.
+            The model is unchanged then.
         RunError: where the weight or the inputs of a layer are not finite, or their Hessian has no
             inverse. The layers before it are pruned then.
     """
@@ -186,9 +187,16 @@ def _prune_layer(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, 
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    args = batch if isinstance(batch, tuple | list) else (batch,)
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (args, {})
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:  # such as inputs with their labels
+        raise ConfigError(
+            f"the model does not take a batch as it is ({error}): say how by "
+            "forward=lambda model, batch: model(batch[0])"
+        ) from None
+    return model(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,6 @@ def build(
             names = ", ".join(hyperparameters)
             raise TypeError(f"{recipe.name} is made already: give {names} to its constructor")
         instance = copy.copy(recipe)  # one object can serve several models
-        instance.events, instance.reordered = [], []
     else:
         kind = find(recipe)
         fields = list(checks(kind))

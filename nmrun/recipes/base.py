@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.ranges import checks
+from nmrun.ranges import checks, plain
 from nmrun.registry import did_you_mean
 from nmrun.rule import Rule
 from nmrun.sparsity import masks, projections
@@ -77,6 +77,9 @@ class Recipe:
         """Called once, first of all: take the target and the length of the run, and lay out phases.
         Raises ValueError for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
+        # another training may have left these
+        self.step, self.dense_steps, self.dense_forward, self.transposable = 0, 0, False, False
+        self.events, self.reordered = [], []
         if self.needs_total_steps and total_steps is None:
             raise ConfigError(f"{self.name} needs total_steps: {self.needs_total_steps}")
 
@@ -245,12 +248,13 @@ class Recipe:
 
 
 def check_hyperparameters(recipe: Recipe) -> None:
-    """Raise ConfigError with a line for each field out of its range."""
+    """Raise ConfigError with a line for each field out of its range; the others become plain."""
     problems = []
     for key, check in checks(type(recipe)).items():
-        value = getattr(recipe, key)
-        plain = list(value) if isinstance(value, tuple) else value
-        if check is not None and not check.holds(plain):
+        value = plain(getattr(recipe, key))
+        setattr(recipe, key, value)
+        listed = list(value) if isinstance(value, tuple) else value
+        if check is not None and not check.holds(listed):
             hint = did_you_mean(str(value), check.options)
             problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
     if problems:

@@ -253,7 +253,7 @@ class Options:
     def _compiled(self, option: str, text: str) -> re.Pattern[str] | None:
         try:
             return re.compile(text)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             self._problems.append(f"{option}: {text!r} is not a regular expression: {error}")
             return None
 

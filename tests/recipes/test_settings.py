@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from nmrun import recipes
 from nmrun.errors import ConfigError
@@ -39,6 +41,21 @@ def test_defaults_are_those_of_the_papers(name):
 def test_a_recipe_shows_its_hyperparameters_alone(name):
     text = repr(recipes.build(name, {}))
     assert re.findall(r"(\w+)=", text) == list(checks(recipes.find(name)))
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    for name, key, value, expected in (
+        ("sr_ste", "decay", np.float64(1e-3), 1e-3),
+        ("sr_ste", "decay", np.float32(0.5), 0.5),
+        ("sr_ste", "decay", torch.tensor(0.5), 0.5),
+        ("ste_periodic", "interval", np.int64(5), 5),
+        ("asp", "permute", np.bool_(True), True),
+    ):
+        given, made = recipes.build(name, {key: value}), recipes.find(name)(**{key: value})
+        for recipe in (given, recipes.build(made, {})):
+            assert (getattr(recipe, key), type(getattr(recipe, key))) == (expected, type(expected))
+    with pytest.raises(ConfigError, match=r"sr_ste: decay=-1\.0 must be a number at least 0"):
+        recipes.build("sr_ste", {"decay": np.float64(-1)})
 
 
 def test_a_decay_that_the_command_line_alone_can_find():
