@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from nmrun.errors import ConfigError
@@ -42,6 +42,7 @@ class Pattern:
 
     n: int
     m: int
+    _: KW_ONLY
     length: int = 0
     v: int = 1
 
@@ -129,22 +130,3 @@ def hold(patterns: Iterable[object]) -> str:
     """What is said of the patterns of several weights: ``2:4 holds``, or ``1:8, 2:8 hold``."""
     each = dict.fromkeys(map(str, patterns))
     return f"{', '.join(each)} {'holds' if len(each) == 1 else 'hold'}"
-
-
-def stepwise(target: Pattern) -> list[Pattern]:
-    """The patterns of stepwise structure decay, ``M-1:M, M/2:M, M/4:M, ..., N:M``. Raises
-    PatternError unless M / N is a power of two."""
-    ratio = target.m // target.n
-    if target.m % target.n or ratio & (ratio - 1):
-        raise PatternError(
-            f"stepwise structure decay halves M until it is N; for {target}, M / N is not a power of two"
-        )
-    halves = [replace(target, n=target.m >> i) for i in range(1, ratio.bit_length())]
-    return list(dict.fromkeys([replace(target, n=max(target.m - 1, target.n)), *halves, target]))
-
-
-def geometric(target: Pattern, frames: int, densify: bool = False) -> list[Pattern]:
-    """The patterns of geometric structure decay: ``kN:kM`` for k = 2^(frames - 1), ..., 2, 1. With
-    ``densify``, ``N:kM``: N stays instead of the density, which rises."""
-    times = [1 << i for i in reversed(range(frames))]
-    return [replace(target, n=target.n * (1 if densify else k), m=target.m * k) for k in times]

@@ -283,6 +283,8 @@ def test_what_is_no_average_is_told():
             "this list of 5 tensors does not have the shapes of the model's 6 parameters",
         ),
         (nn.Linear(3, 3), r"this model has no parameter 0\.weight"),
+        (training[0], "this is the model that trains, and not an average of it"),
+        (training[0].parameters(), "this is the model that trains, and not an average of it"),
     ):
         with one_line(ConfigError, message):
             training[2].finalize(wrong)

@@ -148,7 +148,7 @@ def test_more_than_one_program():
     for shape, dim, pattern in (
         ((300, 28), 1, Pattern(2, 4)),
         ((64, 300), 0, Pattern(2, 8)),
-        ((300, 27), 1, Pattern(2, 4, 27)),
+        ((300, 27), 1, Pattern(2, 4, length=27)),
     ):
         weight, out = nasty(shape, FLOAT), torch.empty(shape, device=DEVICE)
         assert triton_projection.project(weight, out, pattern, dim)

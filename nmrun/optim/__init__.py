@@ -2,7 +2,7 @@
 SGD. Where nothing is compiled, none of them imports torch's compiler.
 """
 
-from nmrun.optim.adam import EPS_MODES, Adam, AdamW, freezable, skipped_by_loss_scaling
+from nmrun.optim.adam import EPS_MODES, Adam, AdamW
 from nmrun.optim.stock import SGD
 
-__all__ = ["EPS_MODES", "SGD", "Adam", "AdamW", "freezable", "skipped_by_loss_scaling"]
+__all__ = ["EPS_MODES", "SGD", "Adam", "AdamW"]

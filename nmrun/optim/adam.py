@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local, part_like
 from nmrun.kernels.operands import Update, decoupled
 from nmrun.optim.one_pass import OnePass
@@ -295,18 +294,6 @@ def second_moment_sum(adam: Adam, params: Iterable[Tensor]) -> Tensor:
         for grad in gradients(group, stepped):
             sums.append(grad.square().sum().double() * (1 - beta2))
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
-
-
-def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
-    """The optimizer as an :class:`Adam`. Raises ConfigError for another one, with what ``recipe``
-    needs instead."""
-    if isinstance(optimizer, Adam):
-        return optimizer
-    instead = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
-    raise ConfigError(
-        f"{recipe} freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
-        f"use nmrun.optim.{instead}, a drop-in with the same arguments"
-    )
 
 
 def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:

@@ -35,7 +35,7 @@ class OnePass:
         """The optimizer's state was replaced: drop what was derived from it."""
         self.pending, self._counts = {}, {}
 
-    def plan(self, group: dict[str, Any], p: Tensor, state: dict[str, Any], update: Update) -> bool:
+    def plan(self, group: dict[str, Any], p: Tensor, state: dict[str, Any], update: Update) -> None:
         """Take one parameter into the coming step, if a kernel does it."""
         grad = p.grad
         assert grad is not None
@@ -48,10 +48,8 @@ class OnePass:
             0.0,
             frozen,
         )
-        if not supports(operands, bool(group["fused"])):
-            return False
-        self.pending[p] = operands
-        return True
+        if supports(operands, bool(group["fused"])):
+            self.pending[p] = operands
 
     def begin(self) -> None:
         """A step begins: what others step in it is counted by them alone."""

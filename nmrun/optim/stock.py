@@ -30,10 +30,11 @@ def breaks_graph(call: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
-def _eager(method: Callable[..., Any]) -> Any:
+def _eager(method: Call) -> Call:
     """A method of torch's optimizer without torch's own wrapper, which keeps ``torch.compile`` out
     as well, but imports it."""
-    return breaks_graph(getattr(method, "__wrapped__", method))
+    inner: Call = getattr(method, "__wrapped__", method)
+    return breaks_graph(inner)
 
 
 class EagerOptimizer(torch.optim.Optimizer):

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
 
-from nmrun import patterns
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern
+from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import FLAG, FRACTION, between, number, one_of, whole
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
@@ -176,7 +175,14 @@ class SdGfStepwise(Progressive):
     name: ClassVar[str] = "sdgf_stepwise"
 
     def frames_to(self, target: Pattern) -> list[Pattern]:
-        return patterns.stepwise(target)
+        ratio = target.m // target.n
+        if target.m % target.n or ratio & (ratio - 1):
+            raise PatternError(
+                f"stepwise structure decay halves M until it is N; for {target}, M / N is not a power of two"
+            )
+        first = replace(target, n=max(target.m - 1, target.n))
+        halves = [replace(target, n=target.m >> i) for i in range(1, ratio.bit_length())]
+        return list(dict.fromkeys([first, *halves, target]))
 
 
 @dataclass
@@ -198,4 +204,6 @@ class SdGfGeometric(Progressive):
     densify: Annotated[bool, FLAG] = False
 
     def frames_to(self, target: Pattern) -> list[Pattern]:
-        return patterns.geometric(target, self.frames, self.densify)
+        times = [1 << i for i in reversed(range(self.frames))]
+        kept = [target.n if self.densify else target.n * k for k in times]
+        return [replace(target, n=n, m=target.m * k) for n, k in zip(kept, times, strict=True)]

@@ -57,9 +57,9 @@ class LBC(MaskScores):
         self.ends = max(1, min(total_steps - 1, round(self.t_f * total_steps)))
         self.dense_steps = self.ends
 
-    def count(self, pattern: Pattern) -> int:
-        """How many candidates a group has at this step."""
-        time_left = (self.ends - self.step) / max(1, self.ends - self.begins)
+    def count(self, pattern: Pattern, step: int) -> int:
+        """How many candidates a group has after so many steps."""
+        time_left = (self.ends - step) / max(1, self.ends - self.begins)
         dropped_last = math.comb(pattern.m, pattern.n) - 1
         return 1 + math.ceil(dropped_last * min(1.0, max(0.0, time_left)) ** 3)
 
@@ -109,13 +109,13 @@ class LBC(MaskScores):
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
-            alive, count = weight["alive"], self.count(weight.pattern)
-            if count < int(alive[(0,) * (alive.dim() - 1)].sum()):
+            count = self.count(weight.pattern, self.step)
+            if count < self.count(weight.pattern, self.step - 1):
                 best = self.best(weight)[..., :count]
-                alive.zero_().scatter_(-1, best, True)
+                weight["alive"].zero_().scatter_(-1, best, True)
                 keep_mask(weight, self.choose(weight))
         if self.step == self.ends:
             self.say("LBC has one candidate left in every group; the mask is fixed from here on")
 
     def metrics(self) -> dict[str, float]:
-        return {"lbc/candidates": float(self.count(self.pattern))}
+        return {"lbc/candidates": float(self.count(self.pattern, self.step))}

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from nmrun import optim
 from nmrun.errors import ConfigError
+from nmrun.optim.adam import Adam
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, SWITCH, among, number, one_of
 from nmrun.recipes.base import Recipe
@@ -84,7 +84,7 @@ class STEP(Recipe):
         self._rates: list[Any] = []  # the groups' own, while a step takes place at others
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        adam = optim.freezable(optimizer, "step")
+        adam = freezable(optimizer)
         groups = adam.groups_of([w.parameter for w in weights])
         if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
             raise ConfigError(
@@ -99,9 +99,7 @@ class STEP(Recipe):
         self.events += self.switching.prepare(beta2, eps, weights[0].dense.device)
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
-        optim.freezable(optimizer, "step").unfreeze_second_moments(
-            self.eps_mode, self.bias_correction
-        )
+        freezable(optimizer).unfreeze_second_moments(self.eps_mode, self.bias_correction)
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)
@@ -110,7 +108,7 @@ class STEP(Recipe):
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
         if self.dense_forward and self.switching.automatic:
-            self.switching.observe(weights, optim.freezable(optimizer, "step"))
+            self.switching.observe(weights, freezable(optimizer))
         self._give_rates_back(optimizer)  # where the last step failed half-way
         if not self.dense_forward and self.lr_factor != 1:
             self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -126,7 +124,7 @@ class STEP(Recipe):
         self._give_rates_back(optimizer)
         if not self.dense_forward or not (why := self.switching.fires(self.step)):
             return
-        adam, params = optim.freezable(optimizer, "step"), [w.parameter for w in weights]
+        adam, params = freezable(optimizer), [w.parameter for w in weights]
         if self.second_moment == "frozen":
             adam.freeze_second_moment(params, self.eps_mode, self.bias_correction)
         self.dense_forward = False
@@ -145,3 +143,14 @@ class STEP(Recipe):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.switching.load_state_dict(state["autoswitch"])
+
+
+def freezable(optimizer: torch.optim.Optimizer) -> Adam:
+    """The optimizer as one whose second moment can be frozen. Raises ConfigError for another one."""
+    if isinstance(optimizer, Adam):
+        return optimizer
+    instead = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
+    raise ConfigError(
+        f"step freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
+        f"use nmrun.optim.{instead}, a drop-in with the same arguments"
+    )

@@ -17,6 +17,7 @@ from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.select import LeftDense
 from nmrun.sparsity.weight import SparseWeight
+from nmrun.step.resume import check_settings, settings_of
 from nmrun.step.stepper import REPLACED, Stepper
 
 
@@ -42,10 +43,10 @@ class Handle:
         sparse: list[SparseWeight],
         left_dense: list[LeftDense],
         model: nn.Module,
-        fsdp_modules: Sequence[Any] = (),
     ) -> None:
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
-        self.left_dense, self._fsdp_modules = left_dense, fsdp_modules
+        self.left_dense = left_dense
+        self._fsdp_modules: list[Any] = [m for m in model.modules() if hasattr(m, "reshard")]
         self.by_onednn: list[nn.Module] = []
         self.finished: list[SparseWeight] = []
         self.stepper = Stepper(optimizer, recipe, sparse)
@@ -228,7 +229,7 @@ class Handle:
             each sparse weight. They are not copied.
         """
         return {
-            "nmrun": self.stepper.resume.settings(),
+            "nmrun": settings_of(self.recipe, self.sparse),
             "weights": {plain_name(w.name): w.saved() for w in self.sparse},
         }
 
@@ -239,7 +240,7 @@ class Handle:
             ConfigError: for the state of another recipe, ratio or choice of weights, or of another
                 version of what is saved.
         """
-        self.stepper.resume.check(state.get("nmrun") or {})
+        check_settings(state.get("nmrun") or {}, self.recipe, self.sparse)
         tensors = {plain_name(name): saved for name, saved in state["weights"].items()}
         for weight in self.sparse:
             weight.clear()
@@ -276,7 +277,7 @@ class Handle:
             RunError: where a weight does not hold its pattern, the optimizer never stepped,
                 training ended in a dense phase, or the weights changed without the optimizer.
                 Nothing is changed then.
-            ConfigError: for a ``model`` without the parameters of this one.
+            ConfigError: for a ``model`` without the parameters of this one, and for this one itself.
         """
         if model is not None:
             for parameter, projected in self._projections(model):
@@ -344,6 +345,11 @@ class Handle:
         weights = self.sparse or self.finished
         parameters = counterparts(model, self.model, [weight.name for weight in weights])
         for weight, parameter in zip(weights, parameters, strict=True):
+            if self.sparse and parameter is weight.parameter:
+                raise ConfigError(
+                    "this is the model that trains, and not an average of it: finalize() without an "
+                    "argument ends the recipe"
+                )
             out = torch.empty_like(parameter)
             dense = weight.with_dense(parameter.detach().clone())
             self.recipe.project_final(dense, out)

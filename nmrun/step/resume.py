@@ -27,7 +27,7 @@ VERSION = 1  # of the form of what is saved
 
 
 class SettingsEntry:
-    """Stands for :meth:`Resume.settings` in the optimizer's parameter groups while it trains. A copy of
+    """Stands for :func:`settings_of` in the optimizer's parameter groups while it trains. A copy of
     the optimizer (deepcopy, pickle), which calls no hook, has them as they are then. Plain data in its
     place, which changes in every step, would have ``torch.compile`` compile a step once more.
     """
@@ -63,7 +63,6 @@ class Resume:
         self._room: dict[str, dict[str, Any]] = {}
         self._loaded = False  # whether the hooks have seen the present load
         self._entry = SettingsEntry(self.settings)
-        self._patterns = {plain_name(w.name): str(w.pattern) for w in weights}
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
@@ -107,6 +106,7 @@ class Resume:
         """Follow a ``load_state_dict`` of the optimizer's own, which may call no hooks, as
         bitsandbytes'."""
         optimizer: Any = self.optimizer
+        recipe, weights = self.recipe, self.weights
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             return []
         original = optimizer.load_state_dict
@@ -114,7 +114,7 @@ class Resume:
         @functools.wraps(original)
         def load(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             self._loaded = False
-            self.check(saved_settings(state_dict.get("param_groups") or ()))
+            check_settings(saved_settings(state_dict.get("param_groups") or ()), recipe, weights)
             original(state_dict, *args, **kwargs)
             if not self._loaded:
                 self._after_loading()
@@ -123,16 +123,7 @@ class Resume:
         return [SimpleNamespace(remove=lambda: vars(optimizer).pop("load_state_dict"))]
 
     def settings(self) -> dict[str, Any]:
-        """The recipe's clock and what a loaded clock is checked against, as plain data."""
-        recipe = self.recipe
-        return {
-            "version": VERSION,
-            "recipe": recipe.name,
-            "pattern": str(recipe.pattern),
-            "weights": self._patterns,
-            "dtypes": _as_text(self.weights),
-            "state": recipe.state_dict(),
-        }
+        return settings_of(self.recipe, self.weights)
 
     def put_clock(self) -> None:
         self.optimizer.param_groups[0][KEY] = self._entry
@@ -167,35 +158,10 @@ class Resume:
             for number in group["params"]:
                 state_dict["state"].setdefault(number, {})
 
-    def check(self, settings: dict[str, Any] | None) -> None:
-        """Raise ConfigError unless saved :meth:`settings` are of this version, recipe, ratio and
-        choice of weights. None, from a training without nmrun, fits."""
-        if settings is None:
-            return
-        present = self.settings()
-        if settings.get("version") != VERSION:
-            raise ConfigError(
-                "this state was saved by another version of nmrun, which keeps weights elsewhere: "
-                "finish it there, and start from the finished model"
-            )
-        for key in ("recipe", "pattern"):
-            if settings[key] != present[key]:
-                raise ConfigError(
-                    f"this state is of {key} {settings[key]}, the handle is of {present[key]}: "
-                    f"call sparsify with the former, or load the model alone"
-                )
-        saved = {plain_name(name): pattern for name, pattern in settings["weights"].items()}
-        if saved != present["weights"]:
-            other = sorted(dict(saved.items() ^ present["weights"].items()))
-            raise ConfigError(
-                f"this state has other sparse weights or patterns than the handle ({other[0]}): "
-                "call sparsify with the same include, exclude, overrides and pad"
-            )
-
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check what is loaded, and take out what was saved before the first step: torch's Adam
         takes any state that is not empty for its own."""
-        self.check(saved_settings(state_dict["param_groups"]))
+        check_settings(saved_settings(state_dict["param_groups"]), self.recipe, self.weights)
         parameters = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         names = {id(w.parameter): w.name for w in self.weights}
@@ -232,6 +198,46 @@ class Resume:
         self.put()
 
 
+def settings_of(recipe: Recipe, weights: Sequence[SparseWeight]) -> dict[str, Any]:
+    """The recipe's clock and what a loaded clock is checked against, as plain data."""
+    return {
+        "version": VERSION,
+        "recipe": recipe.name,
+        "pattern": str(recipe.pattern),
+        "weights": {plain_name(w.name): str(w.pattern) for w in weights},
+        "dtypes": _as_text(weights),
+        "state": recipe.state_dict(),
+    }
+
+
+def check_settings(
+    settings: dict[str, Any] | None, recipe: Recipe, weights: Sequence[SparseWeight]
+) -> None:
+    """Raise ConfigError unless saved settings are of this version, recipe, ratio and choice of
+    weights. None, from a training without nmrun, fits."""
+    if settings is None:
+        return
+    present = settings_of(recipe, weights)
+    if settings.get("version") != VERSION:
+        raise ConfigError(
+            "this state was saved by another version of nmrun, which keeps weights elsewhere: "
+            "finish it there, and start from the finished model"
+        )
+    for key in ("recipe", "pattern"):
+        if settings[key] != present[key]:
+            raise ConfigError(
+                f"this state is of {key} {settings[key]}, the handle is of {present[key]}: "
+                f"call sparsify with the former, or load the model alone"
+            )
+    saved = {plain_name(name): pattern for name, pattern in settings["weights"].items()}
+    if saved != present["weights"]:
+        other = sorted(dict(saved.items() ^ present["weights"].items()))
+        raise ConfigError(
+            f"this state has other sparse weights or patterns than the handle ({other[0]}): "
+            "call sparsify with the same include, exclude, overrides and pad"
+        )
+
+
 def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> None:
     """Raise ConfigError where a ``state_dict`` of the optimizer's own has not what :class:`Resume`
     adds."""
@@ -261,8 +267,8 @@ def check_dense(settings: dict[str, Any], weights: Sequence[SparseWeight]) -> No
 
 
 def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The :meth:`Resume.settings` in the parameter groups of an optimizer or of its state dict;
-    None without."""
+    """The :func:`settings_of` a training, in the parameter groups of an optimizer or of its state
+    dict; None without."""
     settings = groups[0].get(KEY) if groups else None
     return settings if isinstance(settings, dict) else None
 

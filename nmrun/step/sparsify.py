@@ -19,7 +19,7 @@ from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
-from nmrun.step.resume import Resume, check_dense, check_saved, dtypes_of, saved_settings
+from nmrun.step.resume import check_dense, check_saved, check_settings, dtypes_of, saved_settings
 
 # packages whose optimizers wrap the one that steps, and the attributes that have it
 WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
@@ -144,7 +144,7 @@ def sparsify(
     undo = _Undo(model, optimizer, recipe, sparse)
     try:
         if saved is not None:
-            Resume(optimizer, recipe, sparse, lambda: None).check(saved)
+            check_settings(saved, recipe, sparse)
             for weight in sparse:
                 weight.pop_state(optimizer, dtypes_of(saved))
             check_dense(saved, sparse)
@@ -159,8 +159,7 @@ def sparsify(
                 for key, value in tensors[weight.name].items():
                     weight.restore(key, value)
             recipe.load_state_dict(saved["state"])
-        fsdp = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
-        handle = Handle(optimizer, recipe, sparse, left_dense, model, fsdp)
+        handle = Handle(optimizer, recipe, sparse, left_dense, model)
         try:
             check_saved(optimizer, sparse)
         except BaseException:

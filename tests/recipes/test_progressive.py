@@ -10,7 +10,8 @@ from reference import LR, TOTAL, ByHand, Net, data, follow, top, train_step
 
 import nmrun
 from nmrun.errors import RunError
-from nmrun.patterns import Pattern, PatternError, geometric, stepwise
+from nmrun.patterns import Pattern, PatternError
+from nmrun.recipes import SdGfGeometric, SdGfStepwise
 
 PHASES = {"dense": 0.2, "final": 0.3}  # of 10 steps: dense for 2, then 5 in between, then 3 at N:M
 
@@ -41,12 +42,8 @@ def test_mask_decay(mode, shape, tau):
 
 def test_densify_keeps_n():
     """N:(M * 2^i), as the authors' code has it; the density rises to the target's."""
-    assert [str(p) for p in geometric(Pattern(1, 8), 4, densify=True)] == [
-        "1:64",
-        "1:32",
-        "1:16",
-        "1:8",
-    ]
+    path = SdGfGeometric(densify=True).frames_to(Pattern(1, 8))
+    assert [str(p) for p in path] == ["1:64", "1:32", "1:16", "1:8"]
 
     def forward(t, i, w):
         frames = [(1, 8)] * 2 + [(1, 4)] * 2 + [(1, 2)]
@@ -79,11 +76,12 @@ def test_paths_of_patterns():
     def shown(path):
         return [str(p) for p in path]
 
+    stepwise = SdGfStepwise().frames_to
     assert shown(stepwise(Pattern(1, 16))) == ["15:16", "8:16", "4:16", "2:16", "1:16"]
     assert shown(stepwise(Pattern(2, 4))) == ["3:4", "2:4"]
     assert shown(stepwise(Pattern(1, 2))) == ["1:2"]
     assert shown(stepwise(Pattern(4, 4))) == ["4:4"]
-    assert shown(geometric(Pattern(1, 8), 4)) == ["8:64", "4:32", "2:16", "1:8"]
+    assert shown(SdGfGeometric().frames_to(Pattern(1, 8))) == ["8:64", "4:32", "2:16", "1:8"]
     for n, m in ((3, 16), (1, 6), (2, 12), (1, 5)):
         with pytest.raises(PatternError, match="power of two"):
             stepwise(Pattern(n, m))
