@@ -107,21 +107,23 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     runs = filtered(runs, query.filter)
     if intact:
         verify(runs)
-    tables = [
-        build(
-            part,
-            ",".join(query.metrics) or usual_metric(part),
-            query.row_keys,
-            query.column_keys,
-            query.statistic,
-            query.digits,
-            query.baseline,
-        )
-        for part in _groups(runs, query.groups)
-    ]
-    if query.baseline:
-        tables = [against(table, query.baseline, query.test) for table in tables]
+    parts = _groups(runs, query.groups)
+    tables = [_table(part, query, len(parts) > 1) for part in parts]
     return Comparison(tables, overall.against(tables, query.baseline) if query.overall else [])
+
+
+def _table(runs: pd.DataFrame, query: Query, one_of_several: bool) -> Table:
+    """The table of one data set and model; a mistake names them where there are several."""
+    metric = ",".join(query.metrics) or usual_metric(runs)
+    places = query.row_keys, query.column_keys
+    try:
+        table = build(runs, metric, *places, query.statistic, query.digits, query.baseline)
+        return against(table, query.baseline, query.test) if query.baseline else table
+    except ConfigError as error:
+        if not one_of_several:
+            raise
+        name = ", ".join(str(runs[key].iloc[0]) for key in query.groups)
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _check(runs: pd.DataFrame, query: Query) -> None:

@@ -423,6 +423,18 @@ def test_mistaken_baselines(write, table):
     assert "no such row" in table("--baseline", "sted")[2]
 
 
+def test_a_baseline_that_one_of_two_tables_lacks(write, table):
+    for seed in range(2):
+        write("ste", "1:8", seed, 0.9)
+        write("dense", "dense", seed, 0.9)
+        write("ste", "1:8", seed, 0.9, model__name="mlp")
+    status, _, err = table("--baseline", "dense")
+    assert (status, err) == (
+        2,
+        "nmrun: digits, mlp: --baseline dense: no such row (there are ste)\n",
+    )
+
+
 def test_median_and_best(write, table):
     for seed, value in enumerate([0.9, 0.95, 0.97]):
         write("ste", "2:4", seed, value, loss=1 - value)
