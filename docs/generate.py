@@ -108,7 +108,8 @@ def _page(group: str) -> str:
     elif group == "recipe":
         lines = [RECIPE, *(line for option in options for line in _recipe(option))]
     else:
-        lines = [f"- **`{group}={option.name}`**: {_cell(option.about)}" for option in options]
+        lines = [f"`nmrun help {group}=NAME` says which keys one of these has.", ""]
+        lines += [f"- **`{group}={option.name}`**: {_cell(option.about)}" for option in options]
         lines += ["", "## Keys", "", *_keys(options)]
     return HEAD.format(title=group) + "\n".join(lines) + "\n"
 
