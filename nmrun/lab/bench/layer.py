@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nmrun import optim
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.fast import acceleration
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
@@ -98,9 +98,14 @@ def measure(
             recipe, options, by_products = ARMS.get(name, ("dense", {}, False))
             try:
                 arm = make(recipe, options, by_products and products)
+                arm()
                 arms[name], paths[name] = arm, arm.path
-            except ConfigError as error:
-                rows.append({**about, "arm": name, "wrong": str(error)})
+            except torch.OutOfMemoryError:
+                raise
+            except (ConfigError, RuntimeError) as error:  # of no right path; of a library
+                if name == "dense":
+                    raise
+                rows.append({**about, "arm": name, "wrong": first_line(error)})
         times = rounds(arms, count, Clock(device))
     except torch.OutOfMemoryError:
         return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("dense", *names)]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from nmrun.errors import first_line
 from nmrun.lab.bench import harness, kernel_times
 from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.networks import composed, each, random_text
@@ -87,7 +88,7 @@ def measure(
     device: torch.device,
 ) -> list[Row]:
     dense, sparse = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
-    prepared: dict[str, Prepared] = {}
+    prepared, wrong = dict[str, Prepared](), dict[str, str]()
     with tempfile.TemporaryDirectory() as name:
         random_text(Path(name))
         make = {
@@ -99,11 +100,21 @@ def measure(
         }
         try:
             for arm in dict.fromkeys(("dense", *arms)):
-                prepared[arm] = make[arm]()
+                call, about = make[arm]()
+                try:
+                    call()  # of the warm-up; here it is compiled
+                    prepared[arm] = call, about
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # of the compiler
+                    if arm == "dense":
+                        raise
+                    wrong[arm] = first_line(error)
             times = rounds(
                 {arm: call for arm, (call, _) in prepared.items()},
                 count,
                 Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock(),
+                warm_up=1,
             )
             kernels = {
                 arm: kernel_times.kernels_of(call, steps)
@@ -113,7 +124,7 @@ def measure(
         except torch.OutOfMemoryError:
             return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
     facts = prepared["dense"][1]
-    rows = []
+    rows: list[Row] = [{"arm": arm, "sparsity": ratio, "wrong": why} for arm, why in wrong.items()]
     for arm, samples in times.items():
         figures = speedup([ms / steps for ms in samples], [ms / steps for ms in times["dense"]])
         rate = facts["items"] / figures["ms"] * 1e3
@@ -141,7 +152,7 @@ HEAD = (
 
 def line(row: Row) -> list[str]:
     if "wrong" in row:
-        return [row["model"], "", row["arm"], row["wrong"], "", "", "", ""]
+        return [row["model"], row.get("sparsity", ""), row["arm"], row["wrong"], "", "", "", ""]
     return [
         *(row["model"], row["sparsity"], row["arm"]),
         *(f"{row['ms']:.4g}", harness.spread(row, "speedup"), f"{row['items_per_second']:,.0f}"),

@@ -420,6 +420,24 @@ def test_layer_by_products(
     }
 
 
+def test_a_layer_that_a_library_refuses_is_a_line(
+    gpu: played_gpu.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = layer.LayerArm.__call__
+
+    def refusing(arm: layer.LayerArm) -> None:
+        if arm.path == "cusparselt_fp8":
+            raise RuntimeError("not supported\nand where")
+        step(arm)
+
+    monkeypatch.setattr(layer.LayerArm, "dtype", torch.bfloat16)
+    monkeypatch.setattr(layer.LayerArm, "__call__", refusing)
+    rows = layer.measure(32, 64, 16, 1, 1, CPU)
+    wrong = {row["arm"]: row["wrong"] for row in rows if "wrong" in row}
+    assert wrong == {"2:4, FP8": "not supported"}
+    assert sum("ms" in row for row in rows) == len(layer.ARMS)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", layer.ARMS)
 def test_a_step_of_a_layer(name: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,6 +645,26 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "masked": [f"0 of {sparse}"],
             "accelerated": [f"{count} of {sparse}" for count in range(sparse + 1)],
         }.get(row["arm"], [""])
+
+
+def test_an_arm_that_does_not_compile_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: Any, steps: int) -> Any:
+        def stretch() -> None:
+            raise RuntimeError("backend='inductor' raised\nand where")
+
+        return stretch, {}
+
+    monkeypatch.setattr(train, "bare", broken)
+    words = ["--models", "gpt_tiny", "--device", "cpu", "--rounds", "1", "--steps", "1", "--arms"]
+    words += ["bare", "masked", "--out", str(tmp_path), "trainer.batch_size=2"]
+    assert bench.main(["train", *words, "trainer.threads=1"]) == 0
+    rows = written(tmp_path, "train", text := capsys.readouterr().out)
+    assert {row["arm"] for row in rows if "ms" in row} == {"dense", "masked"}
+    (row,) = [row for row in rows if "wrong" in row]
+    assert (row["arm"], row["wrong"]) == ("bare", "backend='inductor' raised")
+    assert "| bare   | backend='inductor' raised" in text
 
 
 def test_a_profile_that_fails_loses_no_times(
