@@ -58,7 +58,7 @@ class STEP(Recipe):
     """
 
     name: ClassVar[str] = "step"
-    needs_total_steps: ClassVar[str] = "its switch is clipped to fractions of the run"
+    needs_total_steps: ClassVar[str] = "its switch lies between two fractions of the run"
     masks_are_largest: ClassVar[bool] = True
 
     switch: Annotated[str | float, SWITCH, among("auto", 0.1, 0.2, 0.3, 0.5, 0.7)] = "auto"
