@@ -57,12 +57,6 @@ class Rule:
             self.pruned_weight_factor != 0,
         )
 
-    @property
-    def versions(self) -> list[int]:
-        """How often the mask and the scale were written, to notice when they are again."""
-        tensors = (self.mask, self.soft_threshold_scale)
-        return [tensor._version for tensor in tensors if tensor is not None]
-
     def projects_as(self, other: Rule) -> bool:
         """Whether both have the same forward part: the same numbers, and the very same tensors."""
         return (

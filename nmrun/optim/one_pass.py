@@ -100,10 +100,13 @@ class OnePass:
 
 def supports(o: Operands, fused: bool) -> bool:
     """Whether a kernel does this step: float32 tensors stored alike, on the CPU only for ``fused``
-    optimizers, whose bits it has. A fixed mask is then all that the projection is made of."""
+    optimizers, whose bits it has. A fixed mask is then all that the projection is made of, and
+    bool."""
     dense, rule = o.update.dense, o.update.rule
     beside_mask = rule.pruned_weight_factor or rule.soft_threshold_scale is not None
-    if rule.soft_threshold_gamma or (rule.mask is not None and beside_mask):
+    if rule.soft_threshold_gamma:
+        return False
+    if rule.mask is not None and (beside_mask or rule.mask.dtype != torch.bool):
         return False
     by_triton = projection.by_triton(dense, o.update.pattern)
     if not by_triton and not (fused and dense.is_cpu):

@@ -80,11 +80,12 @@ class ASP(Recipe):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        if (
-            not self.dense_forward
-        ):  # momentum has moved pruned weights: they return to 0, as in apex
+        if not self.dense_forward:
             for weight in weights:
-                weight.dense.mul_(weight["mask"])
+                # momentum has moved pruned weights: they return to 0, as in apex, which leaves the
+                # projection as it is
+                with torch.autograd.grad_mode._unsafe_preserve_version_counter(weight.dense):
+                    weight.dense.mul_(weight["mask"])
         if self.step != self.prune_step or not self.dense_forward:
             return
         sentences = permute_inputs(weights, self.channels, optimizer, self.reordered)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -77,8 +77,7 @@ class Stepper:
         self._last_written = -2  # the last of them
         self._has_warned = False  # of weights that others wrote
         self._logged_events = 0  # how many of the recipe's events were logged
-        # the weights that the present step projects, by id: the rule, and the versions of its tensors
-        self._in_one_pass: dict[int, tuple[Rule, list[int]]] = {}
+        self._in_one_pass: dict[SparseWeight, Rule] = {}  # those that the present step projects
         self._batch, self._packers = WeightBatch(), layer.Packers()
         self._compared = False  # whether it was seen that all weights, and ranks, are in place
         self._checked = False  # whether the recipe's own masks were
@@ -123,9 +122,10 @@ class Stepper:
         if self.measure_flips:
             self.mask_metrics.before()
         self.recipe.before_step(self.sparse, optimizer)
+        self._in_one_pass = {}
         if not self.recipe.dense_forward:
             self._in_one_pass = self._plan(optimizer)
-            rest = [weight for weight in self.sparse if id(weight) not in self._in_one_pass]
+            rest = [weight for weight in self.sparse if weight not in self._in_one_pass]
             self._edit_gradients([weight for weight in rest if weight.grad is not None])
             for weight in rest:
                 weight.show_dense()
@@ -138,7 +138,7 @@ class Stepper:
                 weight.show_projected()
             self.refresh()
 
-    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Rule, list[int]]]:
+    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[SparseWeight, Rule]:
         """Let the optimizer carry out the rule inside its step; returns ``_in_one_pass``."""
         recipe = self.recipe
         if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
@@ -150,11 +150,13 @@ class Stepper:
         for weight, now, then in zip(self.sparse, rules, after, strict=True):
             if then.mask is None and recipe.chooses:
                 continue
+            if now.pruned_gradient_factor != 1 and now.mask is not then.mask:
+                continue  # a kernel edits and projects by one mask
             pattern = then.pattern or weight.pattern
             updates[weight.parameter] = Update(
                 weight.dense, weight.weight, weight.dim, pattern, now.then(then)
             )
-            planned[id(weight.parameter)] = id(weight), (then, then.versions)
+            planned[id(weight.parameter)] = weight, then
         return dict(planned[id(p)] for p in optimizer.plan(updates))
 
     @torch.no_grad()
@@ -166,6 +168,7 @@ class Stepper:
             return
         for weight in self.sparse:
             weight.show_projected()
+        versions = {weight: _versions(weight, rule) for weight, rule in self._in_one_pass.items()}
         self.recipe.step += 1
         if self.recipe.step - 1 == self.recipe.total_steps:
             self.warn(
@@ -177,7 +180,15 @@ class Stepper:
             for follow in self.followers:
                 follow(name, dim, index)
         self.recipe.reordered.clear()
-        self.refresh()
+        # the recipe may have changed the weight, the mask or anything else since it was projected
+        unchanged = {
+            weight
+            for weight, rule in self._in_one_pass.items()
+            if not self.recipe.dense_forward
+            and _versions(weight, rule) == versions[weight]
+            and rule.projects_as(self.recipe.rule(weight))
+        }
+        self.refresh(unchanged)
         self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         self.resume.put()
         self._log_events()
@@ -197,21 +208,19 @@ class Stepper:
         warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Write the projections of the dense weights into the parameters, as after every step."""
+    def refresh(self, projected: Collection[SparseWeight] = ()) -> None:
+        """Write the projections of the dense weights into the parameters, as after every step; but of
+        the weights ``projected``, which have them."""
         if self.recipe.dense_forward:
             for weight in self.sparse:
                 weight.end_sparse()
                 if weight.layer is not None:
                     weight.layer.active = weight.layer.uses_packed = False
         else:
-            rest = []
             for weight in self.sparse:
                 if not weight.has_dense:
                     weight.begin_sparse()
-                if not self._is_projected(weight):
-                    rest.append(weight)
-            self._project(rest)
+            self._project([weight for weight in self.sparse if weight not in projected])
             for weight in self.sparse:
                 if weight.layer is not None:
                     weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
@@ -221,18 +230,9 @@ class Stepper:
             self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
             if self.recipe.is_sparse and self.recipe.chooses and not self._checked:
                 self._check_masks()
-        self._in_one_pass = {}
         torch.clear_autocast_cache()  # it has the weights from before
         for weight in self.sparse:
             weight.note()
-
-    def _is_projected(self, weight: SparseWeight) -> bool:
-        """Whether the step has projected a weight, by the rule that holds now. A recipe may have
-        changed its mask, or anything else, after the step was planned."""
-        if id(weight) not in self._in_one_pass:
-            return False
-        planned, versions = self._in_one_pass[id(weight)]
-        return planned.versions == versions and planned.projects_as(self.recipe.rule(weight))
 
     def _check_masks(self) -> None:
         """Raise RunError where the first masks that a recipe chooses itself are not N:M."""
@@ -347,6 +347,12 @@ def closure_first(
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     others = tuple(a for a in args[1:] if a is not closure)
     return (args[0], lambda: loss, *others), rest
+
+
+def _versions(weight: SparseWeight, rule: Rule) -> list[int]:
+    """How often the tensors were written that the projection is made of."""
+    tensors = (weight.dense, rule.mask, rule.soft_threshold_scale)
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _hook(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -394,7 +394,17 @@ class Fades(STE):
         return False
 
 
-@pytest.mark.parametrize("kind", [NewMask, Fades])
+class Clips(STE):
+    """It writes the dense weights after the update."""
+
+    name = "clips"
+
+    def after_step(self, weights, optimizer):
+        for weight in weights:
+            weight.dense.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("kind", [NewMask, Fades, Clips])
 def test_what_a_recipe_changes_after_the_update_counts_at_once(kind):
     """Although the kernel has projected by the rule that held before it."""
     model = nn.Linear(16, 8)
@@ -408,7 +418,53 @@ def test_what_a_recipe_changes_after_the_update_counts_at_once(kind):
         pruned = w * 0.5**step if kind is Fades else torch.zeros_like(w)
         expected = torch.where(largest.flatten(1), w, pruned)
         torch.testing.assert_close(model.weight.detach(), expected)
+        assert kind is not Clips or w.abs().max() == torch.tensor(0.1)
     assert handle.pop_events() == []
+
+
+class TakesTurns(STE):
+    """One mask after odd steps, another after even ones. ``kind``: their dtype."""
+
+    name = "takes_turns"
+    kind = torch.bool
+
+    def attach(self, weights, optimizer):
+        for weight in weights:
+            mask = nmrun.sparsity.nm_mask(weight.dense, "2:4")
+            weight["even"], weight["odd"] = mask.to(self.kind), (~mask).to(self.kind)
+
+    def rule(self, weight):
+        mask = weight["odd" if self.step % 2 else "even"]
+        return Rule(mask=mask, pruned_gradient_factor=0.25)
+
+
+class OfNumbers(TakesTurns):
+    kind = torch.float32
+
+    def rule(self, weight):
+        return Rule(mask=weight["even"], pruned_gradient_factor=0.25)
+
+
+@pytest.mark.parametrize("kind", [TakesTurns, OfNumbers])
+def test_gradients_are_edited_by_the_mask_of_the_weight_that_has_them(kind):
+    """Without averages Adam's step is ``g / (|g| + eps)``, which shows the size of g."""
+    model = nn.Linear(16, 8, bias=False)
+    optimizer = optim.AdamW(
+        model.parameters(), lr=0.1, betas=(0.0, 0.0), weight_decay=0.0, fused=True
+    )
+    first = model.weight.detach().clone()
+    even = first.abs().unflatten(1, (-1, 4)).argsort(2, descending=True).argsort(2).flatten(1) < 2
+    handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+    dense, masks = first, [even, ~even if kind is TakesTurns else even]
+    for step in range(4):
+        now, after = masks[step % 2], masks[(step + 1) % 2]
+        torch.testing.assert_close(model.weight.detach(), dense * now)
+        model.weight.grad = torch.full_like(first, 1e-8)  # as large as eps
+        optimizer.step()
+        g = torch.where(now, 1e-8, 0.25e-8)
+        dense = dense - 0.1 * g / (g + 1e-8)
+        torch.testing.assert_close(handle.sparse[0].dense, dense)
+        torch.testing.assert_close(model.weight.detach(), dense * after)
 
 
 def test_devices_without_kernels_are_torchs(monkeypatch):
