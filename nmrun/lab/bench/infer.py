@@ -291,13 +291,19 @@ def measure(
             for kind in packed:
                 low = copy.deepcopy(pruned)
                 low = low.bfloat16() if precision == peers.BF16 else low
-                choices = deploy(
-                    *(low, inputs, "int8" if precision == peers.INT8 else None),
-                    compile=kind == "packed_compiled",
-                )
-                weights = [choice for choice in choices if not choice.always_dense]
                 arm = precision, kind, str(pattern)
                 compiled = kind == "packed_compiled"
+                try:
+                    choices = deploy(
+                        *(low, inputs, "int8" if precision == peers.INT8 else None),
+                        compile=compiled,
+                    )
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # of a graph
+                    missing[" ".join(arm)] = first_line(error)
+                    continue
+                weights = [choice for choice in choices if not choice.always_dense]
                 calls[arm] = (
                     partial(peers.by_layers, low, inputs) if compiled else partial(low, inputs)
                 )
@@ -305,18 +311,21 @@ def measure(
                     "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
                     "bytes": model_bytes(low) / model_bytes(model),
                 }
+    told = {word for name in missing for word in name.split()}
     for kind in names:
-        if kind not in {*missing, *(arm for _, arm, _ in calls)}:
+        if kind not in told | {arm for _, arm, _ in calls}:
             missing[kind] = f"it has no products of {' or '.join(precisions)}"
     errors: dict[Arm, float] = {}
     for arm in sorted(calls, key=_order):
         try:
-            errors[arm] = _relative_error(calls[arm](), expected[arm[2]])
+            off = _relative_error(calls[arm](), expected[arm[2]])
+            calls[arm]()  # the first pass compiles, the second captures a graph
+            errors[arm] = off
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of the compiler, or of a graph
             missing[" ".join(filter(None, arm))] = first_line(error)
-    times = rounds({arm: calls[arm] for arm in errors}, count, _clock(device))
+    times = rounds({arm: calls[arm] for arm in errors}, count, _clock(device), warm_up=1)
     if device.type == "cuda":
         skipped, breaks = counters["inductor"]["cudagraph_skips"], len(counters["graph_break"])
         if skipped or breaks:

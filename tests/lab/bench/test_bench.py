@@ -14,7 +14,7 @@ from typing import Any
 import played_gpu
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from verbs import verb
 
@@ -530,6 +530,33 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
         assert first["arm"] == "torch"
         assert (second["arm"], second["missing"]) == (name, message)
         assert f"{name}: {message}" in infer.page([first, second], 1, CPU).splitlines()
+
+
+def test_what_fails_on_the_way_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not deployed, and a pass that fails when it becomes a graph: the second."""
+
+    def compiled(model: nn.Module, x: Tensor, precisions: Any) -> Any:
+        passes = iter([model(x)])
+
+        def call(x: Tensor) -> Tensor:
+            for output in passes:
+                return output
+            raise RuntimeError("not in a graph\nand where")
+
+        yield "float32", call
+
+    def refusing(*_: Any, **how: Any) -> Any:
+        raise RuntimeError("no graph of it\nand where")
+
+    monkeypatch.setitem(peers.RUNTIMES, "compiled", compiled)
+    monkeypatch.setattr(infer, "deploy", refusing)
+    arms = ["torch", "compiled", "packed"]
+    rows = infer.measure("tiny", [Pattern(2, 4)], (1, 3), ["float32"], arms, 1, CPU)
+    assert [row["arm"] for row in rows if "ms" in row] == ["torch"]
+    assert {row["arm"]: row["missing"] for row in rows if "missing" in row} == {
+        "float32 packed 2:4": "no graph of it",
+        "float32 compiled": "not in a graph",
+    }
 
 
 @pytest.mark.slow
