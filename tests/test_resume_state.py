@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pydoc
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from training import (
     SPARSE,
     TOTAL,
     Start,
     attach,
+    batch,
     bits,
     everything,
     net,
@@ -149,6 +152,46 @@ def test_a_state_from_before_the_first_step(kind):
         train(model, optimizer, range(3))
         results.append(everything(model, optimizer))
     assert results[0] == results[1]
+
+
+class Unused(nn.Module):
+    """No gradient reaches its second layer in the first three steps."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def steps(self, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            x = batch(number)
+            out = self.first(x) if number < 3 else self.first(x) + self.second(x)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("kind", ["torch.optim.Adam", "torch.optim.AdamW", "nmrun.optim.AdamW"])
+@pytest.mark.parametrize("stop", [0, 2])
+def test_adams_state_of_weights_that_it_never_stepped_is_loaded_before_sparsify(
+    stop, kind, amsgrad
+):
+    def make(seed: int) -> tuple[Unused, torch.optim.Optimizer]:
+        model = Unused(seed)
+        return model, pydoc.locate(kind)(model.parameters(), lr=0.02, amsgrad=amsgrad)
+
+    model, optimizer = make(0)
+    nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    model.steps(optimizer, range(stop))
+    states = stored(model, optimizer)
+    model.steps(optimizer, range(stop, 5))
+    other, second = make(1)
+    for part, state in zip((other, second), states, strict=True):
+        part.load_state_dict(state)
+    nmrun.sparsify(other, second, "sr_ste", "2:4")
+    other.steps(second, range(stop, 5))
+    assert everything(other, second) == everything(model, optimizer)
 
 
 @pytest.mark.parametrize(("recipe", "at"), [(name, (2, 8)[i % 2]) for i, name in enumerate(SPARSE)])

@@ -136,11 +136,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
         """The state of a parameter, made as torch makes it if there is none."""
         state = self.state[p]
         if "step" not in state:
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=p.device if group["fused"] else None
-            )
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state.update(first_state(group, p))
         return state
 
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
@@ -229,6 +225,16 @@ class AdamW(Adam):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs
         )
+
+
+def first_state(group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+    """Adam's state of a parameter before its first step, as torch makes it."""
+    moments = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    on_device = group.get("fused") or group.get("capturable")
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=p.device if on_device else None),
+        **{key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in moments},
+    }
 
 
 def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:

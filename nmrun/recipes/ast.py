@@ -24,6 +24,7 @@ from torch import Tensor
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import decoupled
+from nmrun.optim.adam import first_state
 from nmrun.ranges import FRACTION, between, log, number, whole
 from nmrun.recipes.ste import PeriodicMask
 from nmrun.sparsity.weight import SparseWeight
@@ -60,11 +61,8 @@ class AdamDecay(PeriodicMask):
     ) -> None:
         for weight in (w for w in weights if w.grad is not None):
             group, state = _group(weight, optimizer), optimizer.state[weight.parameter]
-            if not state:  # under the names of Adam, which can go on with them
-                on = weight.parameter.device if group.get("fused") else None
-                state["step"] = torch.zeros((), dtype=torch.float32, device=on)
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = torch.zeros_like(weight.parameter)
+            if not state:  # Adam can go on with it
+                state.update(first_state(group, weight.parameter))
             state["step"] += 1
             self._step(weight, group, state)
             weight.parameter.grad = None  # stepped: the optimizer passes over it

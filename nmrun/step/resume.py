@@ -16,6 +16,7 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
+from nmrun.optim.adam import Adam, AdamW, first_state
 from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
@@ -24,6 +25,7 @@ from nmrun.sparsity.weight import PREFIX, SparseWeight
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
+ADAMS = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)  # whose first state is known
 
 
 class SettingsEntry:
@@ -154,13 +156,17 @@ class Resume:
         for weight in self._without:
             weight.pop_state(self.optimizer)
         self.put_clock()
-        for group in state_dict["param_groups"] if state_dict["state"] else ():
-            for number in group["params"]:
-                state_dict["state"].setdefault(number, {})
+        groups = zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True)
+        for group, saved in groups if state_dict["state"] else ():
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                state = state_dict["state"].setdefault(number, {})
+                # torch's Adam takes any state for its own
+                if type(self.optimizer) in ADAMS and state and _is_ours(state):
+                    state.update(first_state(group, parameter))
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Check what is loaded, and take out what was saved before the first step: torch's Adam
-        takes any state that is not empty for its own."""
+        """Check what is loaded, and take out what was saved before the optimizer stepped a weight:
+        torch's optimizers take any state that is not empty for their own."""
         check_settings(saved_settings(state_dict["param_groups"]), self.recipe, self.weights)
         parameters = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
@@ -170,7 +176,7 @@ class Resume:
             parameters, numbers, strict=False
         ):  # torch compares their lengths
             state = states.get(number)
-            if parameter in names and state and all(k.startswith(PREFIX) for k in state):
+            if parameter in names and state and _is_ours(state):
                 self._apart[names[parameter]] = states.pop(number)
         return {**state_dict, "state": states}
 
@@ -196,6 +202,11 @@ class Resume:
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         self.put()
+
+
+def _is_ours(state: dict[str, Any]) -> bool:
+    """Whether the optimizer has added nothing to the tensors of a weight."""
+    return all(key.startswith(PREFIX) for key in state)
 
 
 def settings_of(recipe: Recipe, weights: Sequence[SparseWeight]) -> dict[str, Any]:
