@@ -47,6 +47,7 @@ def all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 FAILURES: dict[str, dict[str, Any]] = {
     "it cannot": {"recipe": Fails()},
+    "needs a name other than dense": {"recipe": "test_sparsify.Overwrites"},
     "not a power of two": {"recipe": "sdgf_stepwise", "pattern": "3:8"},
     "mvue and fp8 are for sparse linear layers": {"mvue": "2:4", "include": "conv"},
     "makes the input gradient N:M by itself": {
@@ -62,6 +63,14 @@ FAILURES: dict[str, dict[str, Any]] = {
     "decay=-1.0 must be": {"decay": -1.0},
     "mvue and fp8 are for sparse linear": {"recipe": "sqft", "mvue": "2:4", "include": "conv"},
 }
+
+
+class Overwrites(LBC):
+    name = "overwrites"
+
+    def attach(self, weights: Any, optimizer: torch.optim.Optimizer) -> None:
+        for weight in weights:
+            weight["dense"] = weight.dense.clone()
 
 
 @pytest.mark.parametrize("trained", [False, True])

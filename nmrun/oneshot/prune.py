@@ -61,6 +61,7 @@ def prune(
     batches: Iterable[Any],
     method: str = "sparsegpt",
     pattern: str | Pattern = "2:4",
+    *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = "auto",
     overrides: Mapping[str, str | Pattern] | None = None,

@@ -16,6 +16,7 @@ def check_nm(
     model_or_tensor: nn.Module | Tensor,
     pattern: str | Pattern,
     dim: int = 1,
+    *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = (),
     overrides: Mapping[str, str | Pattern] | None = None,

@@ -97,7 +97,9 @@ class SparseWeight:
 
     def __setitem__(self, key: str, value: Tensor) -> None:
         """Keep a tensor, which the optimizer's state dict saves. One of the shape of :attr:`dense`
-        is sharded like the weight."""
+        is sharded like the weight. Raises ValueError for the dense weight's own name."""
+        if key == "dense":
+            raise ValueError("a recipe's tensor needs a name other than dense, the dense weight's")
         is_part = self.is_sharded and value.shape == self.dense.shape
         self._tensors[key] = self.as_shard(value) if is_part else value
 

@@ -174,6 +174,7 @@ def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | 
 def sparse_activations(
     model: nn.Module,
     pattern: str | Pattern = "2:4",
+    *,
     include: str | Sequence[str] | None = None,
     total_steps: int | None = None,
     dense_start: float = 0.0,

@@ -32,6 +32,7 @@ def sparsify(
     recipe: str | Recipe = "sr_ste",
     pattern: str | Pattern = "2:4",
     total_steps: int | None = None,
+    *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = (),
     overrides: Mapping[str, str | Pattern] | None = None,

@@ -108,7 +108,8 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         before = _metrics(task, model, "dense/")
         pruned = prune(
             model, batches, config.recipe.name, config.pattern or "2:4",
-            config.model.include, config.model.exclude or (), config.sparsity.overrides, config.sparsity.pad,
+            include=config.model.include, exclude=config.model.exclude or (),
+            overrides=config.sparsity.overrides, pad=config.sparsity.pad,
             forward=task.loss, tell=lambda line: print(f"  {line}", flush=True), **hyperparameters,
         )  # fmt: skip
         after = _metrics(task, model, "")
