@@ -227,7 +227,8 @@ class SparseWeight:
         for key in [key for key in state if isinstance(key, str) and key.startswith(PREFIX)]:
             name = key.removeprefix(PREFIX)
             self.restore(name, state.pop(key), (dtypes or {}).get(name))
-        if not state:  # the optimizer has not stepped: it looks for an empty state
+        # the optimizer has not stepped: it looks for an empty state
+        if not state or (state.keys() == {"step"} and not state["step"]):
             del optimizer.state[self.parameter]
 
     @property

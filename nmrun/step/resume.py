@@ -16,7 +16,6 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
-from nmrun.optim.adam import Adam, AdamW, first_state
 from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
@@ -25,7 +24,7 @@ from nmrun.sparsity.weight import PREFIX, SparseWeight
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
-ADAMS = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)  # whose first state is known
+ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class SettingsEntry:
@@ -156,13 +155,12 @@ class Resume:
         for weight in self._without:
             weight.pop_state(self.optimizer)
         self.put_clock()
-        groups = zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True)
-        for group, saved in groups if state_dict["state"] else ():
-            for parameter, number in zip(group["params"], saved["params"], strict=True):
+        for group in state_dict["param_groups"] if state_dict["state"] else ():
+            for number in group["params"]:
                 state = state_dict["state"].setdefault(number, {})
-                # torch's Adam takes any state for its own
-                if type(self.optimizer) in ADAMS and state and _is_ours(state):
-                    state.update(first_state(group, parameter))
+                # Adam's load_state_dict looks for its count in every state that is not empty
+                if isinstance(self.optimizer, ADAM) and state and _is_ours(state):
+                    state["step"] = torch.zeros(())
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check what is loaded, and take out what was saved before the optimizer stepped a weight:
@@ -177,7 +175,8 @@ class Resume:
         ):  # torch compares their lengths
             state = states.get(number)
             if parameter in names and state and _is_ours(state):
-                self._apart[names[parameter]] = states.pop(number)
+                self._apart[names[parameter]] = state
+                del states[number]
         return {**state_dict, "state": states}
 
     def _after_loading(self) -> None:
@@ -192,7 +191,8 @@ class Resume:
             weight.clear()  # a tensor that is not among the saved ones is gone
             weight.pop_state(self.optimizer, dtypes_of(settings))
             for key, value in apart.get(weight.name, {}).items():
-                weight.restore(key.removeprefix(PREFIX), value.clone())
+                if key.startswith(PREFIX):
+                    weight.restore(key.removeprefix(PREFIX), value.clone())
         check_dense(settings, self.weights)
         self.restore(settings)
 
@@ -205,8 +205,8 @@ class Resume:
 
 
 def _is_ours(state: dict[str, Any]) -> bool:
-    """Whether the optimizer has added nothing to the tensors of a weight."""
-    return all(key.startswith(PREFIX) for key in state)
+    """Whether the optimizer has never stepped a weight, whose tensors are in this state."""
+    return all(key.startswith(PREFIX) or (key == "step" and not state[key]) for key in state)
 
 
 def settings_of(recipe: Recipe, weights: Sequence[SparseWeight]) -> dict[str, Any]:
