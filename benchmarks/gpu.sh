@@ -58,7 +58,7 @@ infer() { # model, most seconds, sizes
 }
 
 part doctor 60 "$PYTHON" -m nmrun doctor
-part tests_gpu 240 "$PYTHON" -m pytest -rs -m gpu tests/lab/bench/test_gpu.py
+part tests_gpu 300 "$PYTHON" -m pytest -rs -m gpu tests/lab/bench/test_gpu.py
 bench layer_wide 100 layer --shapes 4096x16384 --rounds 12
 train gpt_4096 150
 infer llama_7b_block_prompt 150 16x1024
