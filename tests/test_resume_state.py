@@ -185,6 +185,10 @@ def test_adams_state_of_weights_that_it_never_stepped_is_loaded_before_sparsify(
     nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
     model.steps(optimizer, range(stop))
     states = stored(model, optimizer)
+    unstepped = [
+        set(s) for s in states[1]["state"].values() if "nmrun_dense" in s and not s["step"]
+    ]
+    assert unstepped == [{"nmrun_dense", "step"}] * (1 if stop else 2)  # no moments of zeros
     model.steps(optimizer, range(stop, 5))
     other, second = make(1)
     for part, state in zip((other, second), states, strict=True):
