@@ -428,7 +428,7 @@ def test_a_run_with_fused_steps_is_one_with_hooks(recipe, options, monkeypatch):
             handle.measure_flips = step % 3 != 1
             optimizer.step()
             if handle.measure_flips:
-                rates.append(handle.flip_rate)
+                rates.append(handle.metrics()["sparsity/flip_rate"])
             working += [w.weight.clone() for w in handle.sparse]
         assert bool(optimizer._one_pass and optimizer._one_pass._kernels) is fused
         return model, working, rates

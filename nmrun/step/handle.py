@@ -83,11 +83,6 @@ class Handle:
     def measure_flips(self, measure: bool) -> None:
         self.stepper.measure_flips = measure
 
-    @property
-    def flip_rate(self) -> float | None:
-        """The share of mask entries that changed in the last step; None if not measured."""
-        return self.stepper.measured.get("sparsity/flip_rate")
-
     def metrics(self) -> dict[str, float]:
         """Scalars for a log, by name: the recipe's own, and, after :attr:`measure_flips`, those of the
         last step (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`). Empty after

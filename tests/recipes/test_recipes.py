@@ -114,7 +114,7 @@ def test_loss_scaling_and_a_skipped_step(setting, update, options, clip):
         scaled_optimizer.zero_grad()
         assert all(map(torch.equal, scaled.used, plain.used)), t
         assert handle.recipe.step == plain_handle.recipe.step
-        assert handle.flip_rate == plain_handle.flip_rate
+        assert handle.metrics() == plain_handle.metrics()
     assert scaler.get_scale() == 2.0**9
     assert handle.pop_events() == plain_handle.pop_events()
 
