@@ -4,7 +4,8 @@
 #   benchmarks/gpu.sh [FOLDER]      results go to FOLDER (benchmarks/results); PYTHON is the interpreter, LIMIT the seconds in all (540)
 #
 # A part that fails does not stop the others; one for which less than half of its time is left is not begun, since most write
-# nothing before they are through, and shorter ones after it are. Given again, the script does what is missing: outputs/bench-gpu remembers the parts that this code has done on this GPU. Exits with 1 if any failed or was left out.
+# nothing before they are through, and shorter ones after it are. Given again, the script does what is missing: outputs/bench-gpu
+# remembers the parts that this code has done on this GPU. Exits with 1 if any failed or was left out.
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-$(command -v python3)} LIMIT=${LIMIT:-540} OUT=${1:-benchmarks/results}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

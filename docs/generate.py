@@ -68,14 +68,11 @@ def pages() -> dict[Path, str]:
     written = {DOCS / "configs" / f"{group}.md": _page(group) for group in reference.GROUPS}
     written[DOCS / "configs/index.md"] = _index()
     recipes = {option.name: option for option in reference.options("recipe")}
-    for path in sorted((DOCS / "recipes").glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        names = RECIPE_OF_PAGE.findall(text)
-        if names:
-            head, _, rest = text.partition("## When to use\n\n")
-            _, _, below = rest.partition("\n\n")
-            use = _uses([recipes[name] for name in names])
-            written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
+    for path, names in _pages_of_recipes().items():
+        head, _, rest = path.read_text(encoding="utf-8").partition("## When to use\n\n")
+        _, _, below = rest.partition("\n\n")
+        use = _uses([recipes[name] for name in names])
+        written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
     return written
 
 
@@ -116,18 +113,19 @@ def _page(group: str) -> str:
 
 def _recipe(option: Option) -> list[str]:
     """The keys of a recipe under its name: few mean the same in another."""
-    page = _pages_of_recipes()[option.name]
+    page = next(page for page, names in _pages_of_recipes().items() if option.name in names)
     keys = _keys([option]) if option.keys else []
     about = f"{_cell(option.about)} [More](../recipes/{page.name})."
     return ["", f"## {option.name}", "", about, *([""] if keys else []), *keys]
 
 
 @cache
-def _pages_of_recipes() -> dict[str, Path]:
+def _pages_of_recipes() -> dict[Path, list[str]]:
+    """The recipes that each page is of."""
     return {
-        name: path
+        path: names
         for path in sorted((DOCS / "recipes").glob("*.md"))
-        for name in RECIPE_OF_PAGE.findall(path.read_text(encoding="utf-8"))
+        if (names := RECIPE_OF_PAGE.findall(path.read_text(encoding="utf-8")))
     }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.products.simulation import compute_dtype
 
@@ -31,3 +31,13 @@ def over_tokens(
         return call(x, *operands)
     out = call(x.reshape(-1, x.shape[-1]), *operands)
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def keep_dtypes(layer: nn.Module, names: Iterable[str], apply: Callable[[], object]) -> None:
+    """Let ``apply`` move and cast a layer, but no more than move these buffers, whose bytes would
+    mean something else in another dtype."""
+    kept = {name: getattr(layer, name) for name in names}
+    apply()
+    for name, before in kept.items():
+        if (now := getattr(layer, name)).dtype != before.dtype:
+            layer.register_buffer(name, before.to(now.device))

@@ -227,8 +227,7 @@ class SparseWeight:
         for key in [key for key in state if isinstance(key, str) and key.startswith(PREFIX)]:
             name = key.removeprefix(PREFIX)
             self.restore(name, state.pop(key), (dtypes or {}).get(name))
-        # the optimizer has not stepped: it looks for an empty state
-        if not state or (state.keys() == {"step"} and not state["step"]):
+        if never_stepped(state):  # the optimizer looks for an empty state
             del optimizer.state[self.parameter]
 
     @property
@@ -261,3 +260,11 @@ class SparseWeight:
 
     def clear(self) -> None:
         self._tensors = {}
+
+
+def never_stepped(state: Mapping[Any, Any]) -> bool:
+    """Whether an optimizer's state of a weight has nothing but the weight's own tensors, and a count
+    of no steps."""
+    return all(
+        str(key).startswith(PREFIX) or (key == "step" and not value) for key, value in state.items()
+    )

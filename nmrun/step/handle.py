@@ -46,7 +46,9 @@ class Handle:
     ) -> None:
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.left_dense = left_dense
-        self._fsdp_modules: list[Any] = [m for m in model.modules() if hasattr(m, "reshard")]
+        self._fsdp_modules: list[Any] = [
+            m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")
+        ]
         self.by_onednn: list[nn.Module] = []
         self.finished: list[SparseWeight] = []
         self.stepper = Stepper(optimizer, recipe, sparse)

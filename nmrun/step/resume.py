@@ -20,7 +20,7 @@ from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import global_sum
-from nmrun.sparsity.weight import PREFIX, SparseWeight
+from nmrun.sparsity.weight import PREFIX, SparseWeight, never_stepped
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
@@ -33,11 +33,11 @@ class SettingsEntry:
     place, which changes in every step, would have ``torch.compile`` compile a step once more.
     """
 
-    def __init__(self, settings: Callable[[], dict[str, Any]]) -> None:
-        self.settings = settings
+    def __init__(self, recipe: Recipe, weights: Sequence[SparseWeight]) -> None:
+        self.recipe, self.weights = recipe, weights
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self.settings(),)
+        return dict, (settings_of(self.recipe, self.weights),)
 
 
 class Resume:
@@ -63,7 +63,7 @@ class Resume:
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
         self._loaded = False  # whether the hooks have seen the present load
-        self._entry = SettingsEntry(self.settings)
+        self._entry = SettingsEntry(recipe, weights)
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
@@ -123,9 +123,6 @@ class Resume:
         optimizer.load_state_dict = load
         return [SimpleNamespace(remove=lambda: vars(optimizer).pop("load_state_dict"))]
 
-    def settings(self) -> dict[str, Any]:
-        return settings_of(self.recipe, self.weights)
-
     def put_clock(self) -> None:
         self.optimizer.param_groups[0][KEY] = self._entry
 
@@ -139,7 +136,7 @@ class Resume:
         state = self.optimizer.state
         self._without = [w for w in self.weights if not state.get(w.parameter)]
         self.put()
-        self.optimizer.param_groups[0][KEY] = self.settings()
+        self.optimizer.param_groups[0][KEY] = settings_of(self.recipe, self.weights)
         if self._room:
             self._fill_room()
 
@@ -159,7 +156,7 @@ class Resume:
             for number in group["params"]:
                 state = state_dict["state"].setdefault(number, {})
                 # Adam's load_state_dict looks for its count in every state that is not empty
-                if isinstance(self.optimizer, ADAM) and state and _is_ours(state):
+                if isinstance(self.optimizer, ADAM) and state and never_stepped(state):
                     state["step"] = torch.zeros(())
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +171,7 @@ class Resume:
             parameters, numbers, strict=False
         ):  # torch compares their lengths
             state = states.get(number)
-            if parameter in names and state and _is_ours(state):
+            if parameter in names and state and never_stepped(state):
                 self._apart[names[parameter]] = state
                 del states[number]
         return {**state_dict, "state": states}
@@ -202,11 +199,6 @@ class Resume:
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         self.put()
-
-
-def _is_ours(state: dict[str, Any]) -> bool:
-    """Whether the optimizer has never stepped a weight, whose tensors are in this state."""
-    return all(key.startswith(PREFIX) or (key == "step" and not state[key]) for key in state)
 
 
 def settings_of(recipe: Recipe, weights: Sequence[SparseWeight]) -> dict[str, Any]:

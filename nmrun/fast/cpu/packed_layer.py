@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from nmrun.fast.operators import keep_dtypes
 
 
 def check_on_cpu(x: Tensor, values: Tensor) -> None:
@@ -54,11 +57,7 @@ class PackedLayer(nn.Module):
         return dense
 
     def _apply(self, *args: Any, **kwargs: Any) -> PackedLayer:
-        kept = {name: getattr(self, name) for name in self.KEPT}
-        super()._apply(*args, **kwargs)
-        for name, before in kept.items():
-            if (now := getattr(self, name)).dtype != before.dtype:
-                self.register_buffer(name, before.to(now.device))
+        keep_dtypes(self, self.KEPT, partial(super()._apply, *args, **kwargs))
         return self
 
     def _matrix(self, stored: Sequence[Tensor]) -> Any:

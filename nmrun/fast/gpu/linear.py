@@ -17,6 +17,7 @@ By a path of FP8 products the operands are rounded to it, those of dense product
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.kernels import compression
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.measurement import on
-from nmrun.fast.operators import over_tokens
+from nmrun.fast.operators import keep_dtypes, over_tokens
 from nmrun.patterns import Pattern
 from nmrun.products.layer import ToWrite
 from nmrun.products.simulation import backward_product, estimate
@@ -277,11 +278,8 @@ class SemiStructuredLinear(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> SemiStructuredLinear:
         """A cast of the model would make other numbers of the places that lie behind the values."""
-        before = self._parts()
-        super()._apply(*args, **kwargs)
-        for i, (part, now) in enumerate(zip(before, self._parts(), strict=True)):
-            if now.dtype != part.dtype:
-                self.register_buffer(f"part{i}", part.to(now.device))
+        names = (f"part{i}" for i in range(self.parts))
+        keep_dtypes(self, names, partial(super()._apply, *args, **kwargs))
         return self
 
     def _parts(self) -> list[Tensor]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear
 from nmrun.fast.cpu.weight import KINDS
@@ -81,17 +81,12 @@ def measure(
         calls: dict[str, Callable[[], Tensor]] = {
             "dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)
         }
-        rows, algorithms = list[Row](), dict[str, str]()
+        wrong, algorithms = dict[str, str](), dict[str, str]()
         expected = simulation.linear(x.float(), weight.float(), fp8=fp8)
         for name, path in paths.items():
-            try:
+            with harness.spared(wrong, name, *measurement.ERRORS):
                 parts, _ = path.pack(weight, None)
                 algorithms[name], _ = semi_structured.fastest(name, x, parts, None, expected)
-            except torch.OutOfMemoryError:
-                raise
-            except measurement.ERRORS as error:
-                rows.append({**about, "path": name, "wrong": first_line(error)})
-            else:
                 multiply = semi_structured.named(algorithms[name]).multiply
                 calls[name] = partial(multiply, x, parts, None)
         del expected
@@ -99,6 +94,7 @@ def measure(
     except torch.OutOfMemoryError:
         return [{**about, "path": name, "wrong": NO_MEMORY} for name in ("dense", *paths)]
     flops = 2 * tokens * inputs * outputs
+    rows: list[Row] = [{**about, "path": name, "wrong": why} for name, why in wrong.items()]
     for name, samples in times.items():
         figures = speedup(samples, times["dense"])
         rate = {"tflops": flops / figures["ms"] / 1e9}

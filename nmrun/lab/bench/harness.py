@@ -4,6 +4,7 @@ machine it was, and how it is printed and written.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -16,14 +17,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, first_line
 from nmrun.fast import acceleration
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.kernels.compiler import cpuinfo
@@ -149,6 +150,22 @@ def cpu_clock() -> Clock:
 
 def cpu_clock_name() -> str:
     return "CPU time" if torch.get_num_threads() == 1 else "wall time"
+
+
+@contextlib.contextmanager
+def spared(
+    wrong: dict[str, str], arm: str, *errors: type[Exception], base: bool = False
+) -> Iterator[None]:
+    """An arm that fails by one of these ``errors`` is a line in ``wrong``, and costs the others nothing.
+    Not so without memory, and of the ``base`` that all are compared with."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except errors as error:
+        if base:
+            raise
+        wrong[arm] = first_line(error)
 
 
 def rounds(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
@@ -293,38 +293,30 @@ def measure(
                 low = low.bfloat16() if precision == peers.BF16 else low
                 arm = precision, kind, str(pattern)
                 compiled = kind == "packed_compiled"
-                try:
+                with harness.spared(missing, " ".join(arm), RuntimeError):  # a graph may raise it
                     choices = deploy(
                         *(low, inputs, "int8" if precision == peers.INT8 else None),
                         compile=compiled,
                     )
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:  # of a graph
-                    missing[" ".join(arm)] = first_line(error)
-                    continue
-                weights = [choice for choice in choices if not choice.always_dense]
-                calls[arm] = (
-                    partial(peers.by_layers, low, inputs) if compiled else partial(low, inputs)
-                )
-                about[arm] = {
-                    "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
-                    "bytes": model_bytes(low) / model_bytes(model),
-                }
+                    weights = [choice for choice in choices if not choice.always_dense]
+                    calls[arm] = (
+                        partial(peers.by_layers, low, inputs) if compiled else partial(low, inputs)
+                    )
+                    about[arm] = {
+                        "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
+                        "bytes": model_bytes(low) / model_bytes(model),
+                    }
     told = {word for name in missing for word in name.split()}
     for kind in names:
         if kind not in told | {arm for _, arm, _ in calls}:
             missing[kind] = f"it has no products of {' or '.join(precisions)}"
     errors: dict[Arm, float] = {}
     for arm in sorted(calls, key=_order):
-        try:
+        # the compiler may raise it, or a graph
+        with harness.spared(missing, " ".join(filter(None, arm)), RuntimeError):
             off = _relative_error(calls[arm](), expected[arm[2]])
             calls[arm]()  # the first pass compiles, the second captures a graph
             errors[arm] = off
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # of the compiler, or of a graph
-            missing[" ".join(filter(None, arm))] = first_line(error)
     times = rounds({arm: calls[arm] for arm in errors}, count, _clock(device), warm_up=1)
     if device.type == "cuda":
         skipped, breaks = counters["inductor"]["cudagraph_skips"], len(counters["graph_break"])

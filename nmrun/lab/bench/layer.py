@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nmrun import optim
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
@@ -89,26 +89,22 @@ def measure(
         accumulate=accumulate,
         device=device,
     )
-    products, rows = acceleration.is_24(device) and not acceleration.obstacle(device), list[Row]()
+    products = acceleration.is_24(device) and not acceleration.obstacle(device)
     names = [name for name in ARMS if products or name != "2:4"]
     arms: dict[str, Callable[[], None]] = {}
-    paths = {}
+    paths, wrong = {}, dict[str, str]()
     try:
         for name in ("dense", *names):
             recipe, options, by_products = ARMS.get(name, ("dense", {}, False))
-            try:
+            # no path is right, or the library refuses
+            with harness.spared(wrong, name, ConfigError, RuntimeError, base=name == "dense"):
                 arm = make(recipe, options, by_products and products)
                 arm()
                 arms[name], paths[name] = arm, arm.path
-            except torch.OutOfMemoryError:
-                raise
-            except (ConfigError, RuntimeError) as error:  # of no right path; of a library
-                if name == "dense":
-                    raise
-                rows.append({**about, "arm": name, "wrong": first_line(error)})
         times = rounds(arms, count, Clock(device))
     except torch.OutOfMemoryError:
         return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("dense", *names)]
+    rows: list[Row] = [{**about, "arm": name, "wrong": why} for name, why in wrong.items()]
     for name, samples in times.items():
         rows.append({**about, "arm": name, "path": paths[name], **speedup(samples, times["dense"])})
     return rows

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from nmrun.errors import first_line
 from nmrun.lab.bench import harness, kernel_times
 from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
 from nmrun.lab.bench.networks import composed, each, random_text
@@ -101,15 +100,10 @@ def measure(
         try:
             for arm in dict.fromkeys(("dense", *arms)):
                 call, about = make[arm]()
-                try:
+                # the compiler may raise it
+                with harness.spared(wrong, arm, RuntimeError, base=arm == "dense"):
                     call()  # of the warm-up; here it is compiled
                     prepared[arm] = call, about
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:  # of the compiler
-                    if arm == "dense":
-                        raise
-                    wrong[arm] = first_line(error)
             times = rounds(
                 {arm: call for arm, (call, _) in prepared.items()},
                 count,
