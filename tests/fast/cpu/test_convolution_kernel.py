@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import platform
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +64,19 @@ def test_against_float64(case: tuple, channels_last: bool) -> None:
     sizes.backward(dz.double().abs())
     result = convolve_back(dz, backward, window, size)
     assert ((result - exact_x.grad).abs() <= rounding * sizes_x.grad).all()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no x86")
+def test_more_images_than_a_panel_has_without_avx(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (*products.KERNELS.flags, "-march=x86-64")
+    monkeypatch.setattr(products, "KERNELS", replace(products.KERNELS, flags=flags))
+    weight = torch.randn(7, 5, 3, 3) * (torch.rand(7, 5, 3, 3) < 0.4)
+    forward, backward = packed(weight)
+    window, x, dz = Window((3, 3)), torch.randn(70, 5, 6, 4), torch.randn(70, 7, 4, 2)
+    expected = F.conv2d(x.double(), weight.double())
+    torch.testing.assert_close(convolve(x, forward, None, window), expected.float())
+    expected = torch.nn.grad.conv2d_input(list(x.shape), weight.double(), dz.double())
+    torch.testing.assert_close(convolve_back(dz, backward, window, (6, 4)), expected.float())
 
 
 def test_the_bits_do_not_depend_on_threads_or_on_other_images(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.kernels.products import PANEL, WORTH, PackedMatrix
+from nmrun.fast.cpu.kernels.products import WORTH, PackedMatrix
 from nmrun.kernels.compiler import BEGIN, END, address, in_parts
 
 Pair = tuple[int, int]
@@ -105,14 +105,15 @@ def _by_images(
     library, (images, columns, in_height, in_width) = products.KERNELS.load(), x.shape
     about, height = ctypes.addressof(geometry), out.shape[2]
     pixels = in_height * in_width
-    turned = _workspace(pixels * columns * PANEL)
+    most = library.nm_images()
+    turned = _workspace(pixels * columns * most)
     parts = [t.data_ptr() for t in (weight.values, weight.index, weight.start)]
     bias_at = address(bias)
-    work = min(images, PANEL) * weight.count * height * out.shape[3] // WORTH
-    for first in range(0, images, PANEL):
-        panel = (first, min(first + PANEL, images))
+    work = min(images, most) * weight.count * height * out.shape[3] // WORTH
+    for first in range(0, images, most):
+        panel = (first, min(first + most, images))
         turn = (x.data_ptr(), about, *panel, BEGIN, END, turned.data_ptr())
-        in_parts(library.nm_turn, turn, pixels, pixels * columns * PANEL // 8)
+        in_parts(library.nm_turn, turn, pixels, pixels * columns * most // 8)
         convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *panel, BEGIN, END)
         in_parts(library.nm_convolution, convolve, height, work)
 

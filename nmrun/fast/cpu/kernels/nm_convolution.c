@@ -4,6 +4,9 @@
    no edge to pad and nothing to copy for overlapping windows: a tap that falls outside of the image is left out. Images are stored with
    their channels innermost. */
 
+/* The most images of one call: there are fewer registers without AVX. */
+int nm_images(void) { return TOKENS; }
+
 /* Turn pixels `begin` to `end` of images `first` to `last`: pixel p of `turned` is a panel (columns, TOKENS). */
 int nm_turn(const float *x, const Geometry *g, int64_t first, int64_t last, int64_t begin, int64_t end, float *turned) {
   int64_t stride = g->height * g->width * g->columns;

@@ -36,6 +36,7 @@ KERNELS = CFunctions(
         "nm_token": "p" * 7 + "n" * 5 + "i",
         "nm_sampled": "p" * 4 + "n" * 5 + "ip",
         "nm_convolution": "p" * 7 + "n" * 4,
+        "nm_images": "",
         "nm_turn": "pp" + "n" * 4 + "p",
         "nm_count": "p" + "n" * 5 + "p",
         "nm_fill": "p" + "n" * 5 + "ppp",
