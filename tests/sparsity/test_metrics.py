@@ -92,12 +92,14 @@ def test_energy_and_norm_in_closed_form(recipe):
     assert layer["layer/0.weight/density"] == (0.5 if recipe == "ste" else 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_energies_are_summed_over_all_pieces(dtype, monkeypatch):
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_energies_are_summed_over_all_pieces(dtype, size, monkeypatch):
     monkeypatch.setattr(metrics, "PIECE", 7)
-    weight, mask = torch.randn(5, 3, 2).to(dtype), torch.rand(5, 3, 2) < 0.4
+    weight, mask = (size * torch.randn(5, 3, 2)).to(dtype), torch.rand(5, 3, 2) < 0.4
     kept_energy, pruned_energy = energies(weight, mask)
-    squares = list(zip((weight * weight).flatten().tolist(), mask.flatten().tolist(), strict=True))
+    flat = weight.double().square().flatten().tolist()
+    squares = list(zip(flat, mask.flatten().tolist(), strict=True))
     assert float(kept_energy) == pytest.approx(math.fsum(s for s, m in squares if m), rel=1e-6)
     assert float(pruned_energy) == pytest.approx(
         math.fsum(s for s, m in squares if not m), rel=1e-6
