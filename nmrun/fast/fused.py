@@ -1,7 +1,7 @@
 """What is no product with a weight: attention and GELU by nmrun's kernels on the CPU, where they are
 right and faster.
 
-Under ``torch.compile``, where gradients are wanted and for what the kernels do not take, these
+Under ``torch.compile`` and tracers, where gradients are wanted and for what the kernels do not take, these
 layers compute as torch does.
 """
 
@@ -22,6 +22,7 @@ from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.kernels import attention, bf16, gelu
 from nmrun.fast.measurement import FASTER, Choice
 from nmrun.fast.sites import compute, devices, places
+from nmrun.kernels.layout import has_memory
 from nmrun.sparsity.layers import forward_class, is_touched
 
 FUSED, FUSED_BF16 = "fused", "fused bf16"
@@ -74,7 +75,7 @@ class FusedGELU(nn.Module):
 def _supports(*tensors: Tensor) -> bool:
     """Whether kernels take them."""
     dtypes = {t.dtype for t in tensors}
-    if torch.compiler.is_compiling() or len(dtypes) > 1 or not dtypes <= {*attention.DTYPES}:
+    if len(dtypes) > 1 or not dtypes <= {*attention.DTYPES} or not all(map(has_memory, tensors)):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False

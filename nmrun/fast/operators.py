@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.kernels.layout import has_memory
 from nmrun.products.simulation import compute_dtype
 
 
 def followed(
     x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """``operator`` where a compiler or autograd follows x, which know it; else ``product`` itself,
-    which is faster."""
+    """``operator`` where a compiler, a tracer or autograd follows x, which know it; else ``product``
+    itself, which is faster."""
     differentiated = x.requires_grad and torch.is_grad_enabled()
-    return operator if torch.compiler.is_compiling() or differentiated else product
+    return product if has_memory(x) and not differentiated else operator
 
 
 def over_tokens(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 
@@ -35,8 +35,10 @@ def has_memory(tensor: Tensor) -> bool:
     nobody looks at (torch.compile, tracers, ``torch.func``, a dispatch mode)."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
-    return not watched and type(tensor.detach()) is Tensor
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    kind = type(tensor)
+    return kind is Tensor or issubclass(kind, nn.Parameter)
 
 
 def stored_alike(*tensors: Tensor) -> bool:
