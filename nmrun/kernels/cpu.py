@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
-from nmrun.kernels.layout import as_stored, filled, stored_alike
+from nmrun.kernels.layout import as_stored, filled, has_memory, stored_alike
 from nmrun.kernels.operands import Operands
 from nmrun.patterns import Pattern
 
@@ -93,12 +93,13 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
 
 def takes(pattern: Pattern, *tensors: Tensor) -> bool:
     """Whether these kernels are for tensors of one shape and this pattern: float32, on the CPU,
-    enough weights, stored alike."""
+    enough weights, stored alike, with memory."""
     large = tensors[0].numel() >= SMALLEST and pattern.m <= LARGEST_M
     return (
         large
         and pattern.v == 1
         and all(t.is_cpu and t.dtype == torch.float32 for t in tensors)
+        and has_memory(tensors[0])
         and stored_alike(*tensors)
     )
 

@@ -18,7 +18,7 @@ from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
 from nmrun.recipes.ste import STE
-from nmrun.sparsity import reference
+from nmrun.sparsity import projections, reference
 from nmrun.sparsity.select import select
 from nmrun.sparsity.weight import SparseWeight
 
@@ -273,6 +273,8 @@ def test_whoever_looks_at_the_operations_sees_them(function):
     assert same(make_fx(call)(first)(second), call(second))
     with FakeTensorMode():
         assert call(torch.empty(8, 16)).shape == (8, 16)
+        # as an optimizer's step does it
+        projections.keep_largest(torch.empty(8, 16), torch.empty(8, 16), Pattern(2, 4), 1)
 
 
 @needs_compiler
