@@ -73,14 +73,18 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
 
 
 @needs_int8
-def test_a_cast_of_the_model_leaves_scales_and_their_bits() -> None:
-    layer = Int8Linear.of(pruned()[0].weight)
+@pytest.mark.parametrize("kind", [Int8Linear, DenseInt8Linear])
+def test_a_cast_of_the_model_leaves_scales_and_their_bits(
+    kind: type[Int8Linear | DenseInt8Linear],
+) -> None:
+    layer = kind.of(pruned()[0].weight)
     x, model = torch.randn(3, 80), nn.Sequential(layer)
     before = model(x), layer.dense()
     model.bfloat16()
     assert layer.scales.dtype == torch.float32
     assert torch.equal(model(x), before[0])
     assert torch.equal(layer.dense(), before[1])
+    assert torch.equal(copy.deepcopy(model)(x), before[0])
 
 
 @needs_int8

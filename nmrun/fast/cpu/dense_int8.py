@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_linear import check_operands
-from nmrun.fast.operators import over_tokens
+from nmrun.fast.operators import keep_dtypes, over_tokens
 
 ENGINE = "onednn"
 # oneDNN's own copies of weights, which a compiled graph names by their number
@@ -77,6 +78,10 @@ class DenseInt8Linear(nn.Module):
             torch.backends.quantized.engine = before
         _LAID_OUT[self.number] = laid_out
 
+    def _apply(self, *args: Any, **kwargs: Any) -> DenseInt8Linear:
+        keep_dtypes(self, ("scales",), partial(super()._apply, *args, **kwargs))
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # of pickles and copies
         super().__setstate__(state)
         self.number = _new_number(self)
@@ -96,7 +101,7 @@ class DenseInt8Linear(nn.Module):
 
     def dense(self) -> Tensor:
         """The weight as it was rounded, float32."""
-        return self.weight * self.scales.float()[:, None]
+        return self.weight * self.scales[:, None]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -135,7 +140,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     weight, scales = ctx.saved_tensors
-    return dz @ (weight * scales.float()[:, None]).to(dz.dtype), None, None, None
+    return dz @ (weight * scales[:, None]).to(dz.dtype), None, None, None
 
 
 dense_int8.register_autograd(_backward, setup_context=_save)
