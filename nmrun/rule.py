@@ -35,6 +35,9 @@ class Rule:
         mask: a fixed mask: bool, shape of the weight, True = kept. None: the N largest of every M,
             chosen anew after every step.
         pattern: the pattern of this step. None: the weight's own. Structure decay has others.
+
+    Raises:
+        ValueError: for a decay of gradients together with a factor.
     """
 
     pruned_gradient_decay: float = 0.0
@@ -44,6 +47,13 @@ class Rule:
     soft_threshold_gamma: float = 0.0
     mask: Tensor | None = None
     pattern: Pattern | None = None
+
+    def __post_init__(self) -> None:
+        if self.pruned_gradient_decay and self.pruned_gradient_factor != 1:
+            raise ValueError(
+                "a rule has pruned_gradient_decay or pruned_gradient_factor, not both: edit_gradient "
+                "of a recipe can do anything else"
+            )
 
     @property
     def kind(self) -> tuple[bool, bool, bool, bool, bool]:

@@ -51,3 +51,9 @@ def test_the_same_bits_as_one_by_one(device, rules):
     for one, rule in zip(apart, rules, strict=True):
         edit_gradient(one.grad, one.dense, one.weight, rule)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(together, apart, strict=True))
+
+
+def test_a_rule_decays_gradients_or_scales_them():
+    """What would come first is not the same in torch, C and Triton."""
+    with pytest.raises(ValueError, match="not both"):
+        Rule(pruned_gradient_decay=0.1, pruned_gradient_factor=0.0)

@@ -91,7 +91,7 @@ def densities(
         halved = weight_density(pattern)
         again = recipe.transposable or _has_other_input_gradient(weight)
         return Densities(halved, weight_density(pattern.by_rows) if again else 1.0)
-    masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
+    masked = rule.pruned_gradient_factor == 0
     return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
 
 
