@@ -200,10 +200,11 @@ def _plain(value: Any) -> Any:
 
 def from_csv(path: str | Path) -> list[dict[str, Any]]:
     """What :func:`to_csv` wrote, as rows of :func:`collect` with the keys that came since.
-    ``folder`` is the file's line. Raises ConfigError where it is no such file.
+    ``folder`` is the file's line. A spreadsheet may have saved it since, with a mark of UTF-8 at its
+    beginning; empty lines are none. Raises ConfigError where it is no such file.
     """
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
             table = [[documents.neutral(text) for text in line] for line in csv.reader(file)]
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: no file of runs: it is not UTF-8") from None
@@ -212,10 +213,12 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     head, *lines = table or [[]]
     if missing := sorted(NEEDED - set(head)):
         raise ConfigError(f"{path}: no file of runs: it has no column {', '.join(missing)}")
-    if not lines:
+    if not any(lines):
         raise ConfigError(f"{path}: no run in it")
     runs = []
     for number, line in enumerate(lines, 2):
+        if not line:
+            continue
         if len(line) != len(head):
             raise ConfigError(f"{path}, line {number}: {len(head)} values are needed")
         run = {name: _value(name, text) for name, text in zip(head, line, strict=True)}

@@ -87,7 +87,7 @@ def check(cell: TuningCell) -> None:
 
 def run(cell: TuningCell, trials: int, say: Say) -> bool:
     """Do a cell's trials and its seeds, as far as they are not done; False where another process is
-    at work on it.
+    at work on it, or on the run of a seed, which comparisons share.
 
     KeyboardInterrupt or SystemExit come once the run's checkpoint is saved. ConfigError where the
     runs have no metric of a validation split. RunError where a run fails for another reason than
@@ -116,12 +116,17 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
                 f"{cell.name}  seed {seed} of tuning  {params_text(params)}  {in_words(trial)}  "
                 f"{trial.seconds:.0f} s"
             )
+        every = True
         for words in _reported(cell, trials):
             config = _composed(cell, words)
             if RunFolder(run_folder(config)).finished() is None:
-                trial = of_result(_train(cell, config, words), cell.searched)
+                outcome = _train(cell, config, words)
+                if outcome["status"] == "running":
+                    every = False
+                    continue
+                trial = of_result(outcome, cell.searched)
                 say(f"{cell.name}  seed {config.seed}  {in_words(trial)}  {trial.seconds:.0f} s")
-    return True
+    return every
 
 
 def configs(cell: TuningCell, trials: int) -> list[Config]:
@@ -170,11 +175,13 @@ def _try(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
 
 
 def _train(cell: TuningCell, config: Config, words: Sequence[str]) -> dict[str, Any]:
-    """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished`` or ``failed``."""
+    """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished``, ``failed`` or, in
+    another process, ``running``."""
     with unchanged(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
     raise_interrupt(outcome)
-    if outcome.get("of_machine"):
+    # without a config it did not begin: files of its folder are wrong, or torch cannot be loaded
+    if outcome.get("of_machine") or (outcome["status"] == "failed" and "config" not in outcome):
         raise RunError(
             f"{run_folder(config)}: {outcome['error']}; no trial is lost, and the same command goes on"
         )
@@ -325,7 +332,7 @@ def _others(file: Path, text: str, key: str, names: set[str]) -> str:
     if not file.exists():
         return text
     try:
-        with file.open(encoding="utf-8", newline="") as old:
+        with file.open(encoding="utf-8-sig", newline="") as old:
             lines = [*csv.DictReader(old)]
     except (ValueError, csv.Error) as error:
         raise RunError(

@@ -104,6 +104,11 @@ class Study:
             ended.append(run)
         return ended
 
+    def _distinct(self, count: int) -> list[Trial]:
+        """The first ``count`` trials, each run once: of a list of values some come again."""
+        trials = self.trials()[:count]
+        return [trial for number, trial in enumerate(trials) if trial not in trials[:number]]
+
     def run(self, params: Mapping[str, Any], seed: int) -> Trial | None:
         return next((run for run in self.runs if (run.params, run.seed) == (params, seed)), None)
 
@@ -117,7 +122,7 @@ class Study:
 
     def ranked(self, count: int) -> list[Trial]:
         """Order the first ``count`` trials, without those that failed, the best first."""
-        good = [trial for trial in self.trials()[:count] if trial.value is not None]
+        good = [trial for trial in self._distinct(count) if trial.value is not None]
         higher = bool(good) and higher_is_better(good[0].metric)
         return sorted(good, key=_value, reverse=higher)
 
@@ -144,7 +149,7 @@ class Study:
         return choose(means, key=_value) if means else None
 
     def seconds(self, count: int) -> float:
-        return sum(run.seconds for run in [*self.trials()[:count], *self.repeats()])
+        return sum(run.seconds for run in [*self._distinct(count), *self.repeats()])
 
     def repeats(self) -> list[Trial]:
         return [run for run in self.runs if run.seed in AGAIN]

@@ -1,5 +1,6 @@
 """Runs as a CSV file: what is written is read again, and nothing else is taken for it."""
 
+import codecs
 import json
 import math
 import re
@@ -78,6 +79,25 @@ def test_another_file_gets_a_line(tmp_path, text, message):
     file.write_bytes(text)
     with pytest.raises(ConfigError, match=re.escape(f"{file}{message}")):
         from_csv(file)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        codecs.BOM_UTF8 + HEAD + GOOD,
+        (HEAD + GOOD).replace(b"\n", b"\r\n"),
+        HEAD + b"\n" + GOOD + b"\n",
+        HEAD + GOOD.removesuffix(b"\n"),
+    ],
+    ids=["a mark of UTF-8", "lines of Windows", "empty lines", "no end of the last line"],
+)
+def test_a_file_that_another_program_saved_is_read(tmp_path, saved):
+    (tmp_path / "as_written.csv").write_bytes(HEAD + GOOD)
+    (tmp_path / "saved.csv").write_bytes(saved)
+    (ours,), (theirs,) = (from_csv(tmp_path / name) for name in ("as_written.csv", "saved.csv"))
+    line = 3 if b"\n\n" in saved else 2
+    assert theirs.pop("folder") == f"{tmp_path / 'saved.csv'}:{line}"
+    assert repr(theirs) == repr({key: ours[key] for key in theirs})  # NaN is not itself
 
 
 def test_a_metric_that_a_file_has_not_is_no_failure(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -291,12 +292,16 @@ def test_rows_of_other_cells_stay(dense):
     assert [*runs["tuned.cell"]] == ["dense"] * 2 + ["ste 1:4"] * 2
     assert [*tried["cell"]] == ["dense"] * 7 + ["ste 1:4"] * 7
     assert set(table(PLACE / "runs.csv")["recipe"]) == {"dense", "ste"}
-    # its own lines are written anew, and those of others are as they were
+    # its own lines are written anew, and those of others are as they were; a spreadsheet saves a
+    # file with a mark of UTF-8
+    for name in ("runs.csv", "trials.csv"):
+        (PLACE / name).write_bytes(codecs.BOM_UTF8 + (PLACE / name).read_bytes())
     assert tune("recipe=dense") == 0
     again = pd.read_csv(PLACE / "runs.csv")
     assert [*again["tuned.cell"]] == ["ste 1:4"] * 2 + ["dense"] * 2
     by_id = [frame.set_index("id").sort_index(axis=1).sort_index() for frame in (again, runs)]
     pd.testing.assert_frame_equal(*by_id, check_dtype=False)
+    assert [*pd.read_csv(PLACE / "trials.csv")["cell"]] == ["ste 1:4"] * 7 + ["dense"] * 7
 
 
 def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
@@ -352,6 +357,24 @@ def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypa
         assert tune() == 0
     assert "at work in other processes" not in capsys.readouterr().out
     assert trials().keys() == {cell.folder.name for cell in cells}
+
+
+def test_the_run_of_a_seed_that_another_process_has_is_left_to_it(dense, capsys):
+    """Two comparisons with one recipe in common come to the same run."""
+    folder = Path(collect(["outputs"])["folder"].iloc[0])
+    (folder / "result.json").unlink()
+    with locks.hold(folder):
+        assert tune("recipe=dense") == 0
+    assert "at work in other processes: dense; the same command goes on" in capsys.readouterr().out
+    assert tune("recipe=dense") == 0
+    assert len(collect(["outputs"])) == 2
+
+
+def test_a_run_that_cannot_begin_is_said(dense, monkeypatch):
+    folder = Path(collect(["outputs"])["folder"].iloc[0])
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(RunError, match=r"metrics\.jsonl of this finished run: .*force=true"):
+        tune("recipe=dense")
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,22 @@ def test_the_best_two_are_repeated_and_the_better_mean_wins(tmp_path):
     assert runs.study().seconds(3) == 34.0
 
 
+def test_settings_that_come_again_are_one_finalist(tmp_path):
+    """Of a list of values, the best one is soon proposed a second time."""
+    runs = Runs(tmp_path)
+    for lr, value in ((0.02, 1.0), (0.02, 1.0), (0.03, 3.0), (0.01, 2.0)):
+        runs.study().add(rate(lr))
+        if runs.study().run(rate(lr), SEED) is None:
+            runs.run(rate(lr), value, seconds=10.0)
+    assert len(runs.study().trials()) == 4
+    repeats = [(rate(lr), seed) for lr in (0.02, 0.01) for seed in (1001, 1002)]
+    assert runs.study().to_repeat(4) == repeats
+    for (params, seed), value in zip(repeats, (4.0, 4.0, 2.0, 2.0), strict=True):
+        runs.run(params, value, seed)
+    assert runs.study().best(4).params == rate(0.01)
+    assert runs.study().seconds(4) == 34.0
+
+
 def test_a_finalist_that_fails_with_another_seed_does_not_win(tmp_path):
     runs = Runs(tmp_path)
     runs.tried(rate(0.02), 1.0)
