@@ -8,6 +8,7 @@ removed when no file names it any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import random
@@ -29,6 +30,8 @@ from nmrun.lab import ranks
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
+# errors of reading what is no file, or a damaged one, where zipfile looks before its beginning
+OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ELOOP)
 
 
 class CheckpointClock:
@@ -186,7 +189,8 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     the disk until they are looked at.
 
     torch writes a checksum of every record and never looks at it again: it is checked here.
-    ValueError where the file is damaged, be it by one bit.
+    ValueError where the file is damaged, be it by one bit. Errors of the machine, such as too
+    little memory, stay as they are: the file may be whole.
     """
     try:
         with zipfile.ZipFile(path) as records:
@@ -197,10 +201,17 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # damage can surface as anything
+        if out_of_memory(error) or (isinstance(error, OSError) and error.errno not in OF_DAMAGE):
+            raise
         raise ValueError(first_line(error)) from error
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}")
     return state
+
+
+def out_of_memory(error: Exception) -> bool:
+    kinds = torch.OutOfMemoryError | MemoryError
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
 
 
 def _read(path: Path, mapped: bool) -> Any:

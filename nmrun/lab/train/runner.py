@@ -188,7 +188,7 @@ class _Run:
                 outcome = self._sitting(accumulate, fresh)
             except Exception as error:
                 several = ranks.world() > 1
-                if not _out_of_memory(error) or (self.loop is None and several):
+                if not checkpoint.out_of_memory(error) or (self.loop is None and several):
                     raise
                 self.alone = several  # the others wait for a gradient that never comes
                 if self.loop is None:  # a pass that looks at the sizes of layers, or a trial
@@ -297,8 +297,3 @@ def _forced_before(folder: Path) -> bool:
     forced = run_dir.begun.get("force") is True
     cut_off = not run_dir.problem and run_dir.result.get("status") in (None, "interrupted")
     return forced and cut_off
-
-
-def _out_of_memory(error: Exception) -> bool:
-    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return out_of_memory or "DefaultCPUAllocator" in str(error)

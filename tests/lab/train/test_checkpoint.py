@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import config, finished
+from runs import config, cut_off, finished
 
 from nmrun.lab import ranks
-from nmrun.lab.train import checkpoint
+from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.words.identity import run_folder
 
 
@@ -91,6 +91,36 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
         "starting over",
     ]
     assert checkpoint.load_last(tmp_path / "nowhere") == (None, [])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+    ids=repr,
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_kept(error, tmp_path, monkeypatch):
+    cfg = config(tmp_path)
+    cut_off(cfg, 5)
+    folder = run_folder(cfg)
+    before = (folder / "checkpoint.pt").read_bytes()
+
+    def unread(*_, **__):
+        raise error
+
+    with monkeypatch.context() as machine:
+        machine.setattr(torch, "load", unread)
+        result = runner.run(cfg, folder)
+    assert result["status"] == "failed"
+    assert (folder / "checkpoint.pt").read_bytes() == before
+    finished(cfg)
+    assert "goes on at step" in (folder / "run.log").read_text()
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 5, 3**32 + 1, 2**63 + 9, 2**64 - 1])
