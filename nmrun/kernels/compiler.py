@@ -199,7 +199,7 @@ def _build(compiler: str, code: str, flags: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         source, built = Path(folder, "nm.c"), Path(folder, "nm.so")
         source.write_text(code)
-        command = [compiler, *flags, str(source), "-o", str(built), "-lm"]
+        command = [compiler, "-pthread", *flags, str(source), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         # another process may be building the same: where the two files are of different builds,
         # the next to load builds again

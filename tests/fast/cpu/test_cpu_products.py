@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import subprocess
+import sys
+import threading
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -189,9 +191,9 @@ int main(void) {
   static int32_t start[O * 2 + 1];
   for (int i = 0; i < O * K; i++) w[i] = i % 4 == i / 4 % 3 ? (i * 37 % 101 - 50) / 25.0f : 0.0f;
   for (int i = 0; i < T * K; i++) x[i] = (i * 53 % 97 - 48) / 20.0f;
-  nm_count(w, O, K, 0, O, start);
+  nm_count(w, 1, O, K, 0, O, start);
   nm_starts(start, O * 2);
-  nm_fill(w, O, K, 0, O, start, values, index);
+  nm_fill(w, 1, O, K, 0, O, start, values, index);
   if (nm_product(x, y, 0, values, index, start, O, K, T, 0, T, 0, O, 0)) return 1;
   for (int t = 0; t < T; t++)
     for (int o = 0; o < O; o++) {
@@ -213,16 +215,36 @@ int main(void) {
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_a_thread_that_ends_leaves_no_memory() -> None:
+    """As the threads of a server do that each serve one request."""
+    matrix, x = PackedMatrix.empty(16, 1 << 14), torch.ones(64, 1 << 14)  # 4 MB a thread
+    pack(torch.ones(16, 1 << 14), matrix)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def serve(requests: int) -> int:
+        for _ in range(requests):
+            thread = threading.Thread(target=multiply, args=(x, matrix))
+            thread.start()
+            thread.join()
+        return resident()
+
+    before = serve(5)
+    assert serve(40) - before < 20 * 4 << 20
+
+
 @pytest.mark.minutes
 def test_on_arm(tmp_path: Path) -> None:
     """NEON, cross-compiled and emulated (Debian: gcc-aarch64-linux-gnu, qemu-user)."""
     compiler, emulator = map(shutil.which, ("aarch64-linux-gnu-gcc", "qemu-aarch64"))
     if compiler is None or emulator is None:
         pytest.skip("no gcc-aarch64-linux-gnu and qemu-user here")
-    folder = resources.files("nmrun.kernels")
-    sources = [folder.joinpath(f"nm_{n}.c").read_text() for n in ("product", "sampled", "pack")]
+    folder = resources.files(products.KERNELS.package)
+    sources = [folder.joinpath(f"{name}.c").read_text() for name in products.KERNELS.sources]
     (code := tmp_path / "all.c").write_text("".join(sources) + ARM)
-    flags = ["-O3", "-static", *products.KERNELS.flags]
+    flags = ["-O3", "-static", "-pthread", *products.KERNELS.flags]
     subprocess.run([compiler, *flags, str(code), "-o", str(tmp_path / "all"), "-lm"], check=True)
     ran = subprocess.run([emulator, str(tmp_path / "all")], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "right\n")
