@@ -8,6 +8,7 @@ Without a compiler everything still works, through the torch reference, and give
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -42,16 +43,9 @@ def project(
     ``SMALLEST`` elements, contiguous or both with channels last, for M up to ``LARGEST_M``."""
     if not takes(pattern, weight, out) or (kernel := load(pattern, factor != 0)) is None:
         return False
-    dim, (weight, out) = as_stored(dim, weight, out)
-    inner = weight[0].numel() if dim == 0 else weight.shape[dim + 1 :].numel()
-    whole = filled(weight, pattern, dim)
-    result = out if whole is weight else torch.empty_like(whole)
-    source, target = whole.data_ptr(), result.data_ptr()
     numbers = (ctypes.c_float * 2)(scale, factor)
-    operands = (source, target, BEGIN, END, inner, int(soft), ctypes.addressof(numbers))
-    in_parts(kernel.nm_project, operands, whole.numel() // pattern.m, whole.numel())
-    if result is not out:
-        out.copy_(result.narrow(dim, 0, out.shape[dim]))
+    more = (int(soft), ctypes.addressof(numbers))
+    _by_columns(kernel.nm_project, weight, out, pattern, dim, more)
     return True
 
 
@@ -61,16 +55,27 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
         return False
     if (kernel := load(pattern)) is None:
         return False
+    _by_columns(kernel.nm_mask, weight, out, pattern, dim)
+    return True
+
+
+def _by_columns(
+    kernel: Callable[..., int],
+    weight: Tensor,
+    out: Tensor,
+    pattern: Pattern,
+    dim: int,
+    more: Sequence[int] = (),
+) -> None:
+    """Call a kernel for all groups; ``more`` are its operands behind the usual ones."""
     dim, (weight, out) = as_stored(dim, weight, out)
-    inner = weight.shape[dim + 1 :].numel()
     whole = filled(weight, pattern, dim)
-    result = out if whole is weight else torch.empty_like(whole, dtype=torch.bool)
-    source, target = whole.data_ptr(), result.data_ptr()
-    operands = (source, target, BEGIN, END, inner)
-    in_parts(kernel.nm_mask, operands, whole.numel() // pattern.m, whole.numel())
+    result = out if whole is weight else torch.empty_like(whole, dtype=out.dtype)
+    inner = whole.shape[dim + 1 :].numel()
+    operands = (whole.data_ptr(), result.data_ptr(), BEGIN, END, inner, *more)
+    in_parts(kernel, operands, whole.numel() // pattern.m, whole.numel())
     if result is not out:
         out.copy_(result.narrow(dim, 0, out.shape[dim]))
-    return True
 
 
 def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
