@@ -176,7 +176,9 @@ def space_of(config: Config, space: Space) -> Space:
 
 
 def has(config: Config, key: str) -> bool:
-    return key in schema.flatten(config.plain)
+    """Whether a key can change a run; dense training has no ratio."""
+    of_ratio = key.partition(".")[0] == "sparsity"
+    return key in schema.flatten(config.plain) and not (of_ratio and config.is_dense)
 
 
 def read_space(words: Sequence[str]) -> Space:

@@ -59,6 +59,9 @@ def test_the_command_wins_where_the_run_has_the_key():
     }
     assert plan.space_of(config("recipe=sr_ste"), space) == space
     assert "recipe.decay" not in plan.space_of(config("recipe=ste"), space)
+    ratio = {"sparsity.pad": among(True, False)}
+    assert "sparsity.pad" in plan.space_of(config("recipe=ste"), ratio)
+    assert "sparsity.pad" not in plan.space_of(config("recipe=dense"), ratio)
 
 
 @pytest.mark.parametrize(
