@@ -66,7 +66,7 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "load": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),

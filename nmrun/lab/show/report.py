@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -109,16 +108,14 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
     rows = []
     for part in parts:
         for run in part.table.runs.to_dict("records"):
-            folder, seconds = Path(run["folder"]), run["seconds"]
+            folder, seconds = os.path.relpath(run["folder"], target.parent), run["seconds"]
             value = run.get(part.table.metric, math.nan)
-            with contextlib.suppress(ValueError):  # another drive
-                folder = Path(os.path.relpath(folder, target.parent))
             rows.append(
                 {
                     "labels": [*(short(label(run[key])) for key in keys), run["status"]],
                     "value": "-" if pd.isna(value) else notation.printed(value, part.table.metric),
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
-                    "link": quote(f"{folder.as_posix()}/"),
+                    "link": quote(f"{folder}/"),
                     "name": label(run["id"]),
                     "command": status.typed(status.command(RunFolder(run["folder"]))),
                 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -273,15 +274,11 @@ def _short(number: float) -> str:
 
 
 def _memory(device: torch.device) -> list[Fact]:
-    """The most memory so far: the GPU's that torch had, or this process's where that is known."""
+    """The most memory so far: the GPU's that torch had, or this process's."""
     if device.type == "cuda":
         return [("", f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB GPU")]
-    with contextlib.suppress(ImportError):  # not on Windows
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return [("", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB")]
-    return []
+    unit = 1 if sys.platform == "darwin" else 1024
+    return [("", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB")]
 
 
 # --- the plan -------------------------------------------------------------------------------------
