@@ -250,9 +250,10 @@ def report(argv: Sequence[str]) -> int:
     with files_of_the_command():
         options = parser.parse_args(argv)
         paths = _paths(options)
-        if any(path.startswith("wandb://") for path in paths):
+        if without := [p for p in paths if p.startswith("wandb://") or p.endswith(".csv")]:
             raise ConfigError(
-                "a report needs run folders: curves, errors and environments are not in W&B"
+                f"{without[0]}: a report needs run folders, which have the runs' curves, errors and "
+                "environments; nmrun table and nmrun plot read it"
             )
         from nmrun.lab.compare.comparison import divide
         from nmrun.lab.compare.runs import read

@@ -188,6 +188,8 @@ def read_space(words: Sequence[str]) -> Space:
     spaces: dict[str, Search] = {}
     for override in overrides:
         value = override.value()
+        if override.key_or_group in spaces:
+            problems.append(f"--over {override.key_or_group} is there twice")
         if "." not in override.key_or_group:  # where and how often it runs, or a whole group
             problems.append(
                 f"--over {override.input_line}: it takes a key of a group, such as optimizer.lr"
