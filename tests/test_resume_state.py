@@ -214,6 +214,37 @@ def test_a_handle_that_was_further_goes_back(recipe, at):
     assert everything(*other) == everything(*early)
 
 
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_a_state_that_is_loaded_while_dense_weights_are_shown_is_the_state(recipe):
+    """Inside ``dense_weights``, where checkpoints may be written too."""
+    early, other = start(recipe), start(recipe, seed=5)
+    train(*early[:2], range(3))
+    states, expected = stored(*early[:2]), everything(*early)
+    train(*other[:2], range(8))
+    with other[2].dense_weights():
+        other[0].load_state_dict(states[0])
+        other[1].load_state_dict(states[1])
+    assert everything(*other) == expected
+
+
+def test_a_state_that_is_loaded_after_a_failed_step_is_the_state(monkeypatch):
+    early, other = start("step"), start("step", seed=5)
+    train(*early[:2], range(3))  # a dense phase; the other one is sparse then
+    states, expected = stored(*early[:2]), everything(*early)
+    train(*other[:2], range(8))
+    with monkeypatch.context() as patch:
+        patch.setattr("nmrun.optim.adam.stock_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*other[:2], range(8, 9))
+    other[1].zero_grad()
+    other[0].load_state_dict(states[0])
+    other[1].load_state_dict(states[1])
+    assert everything(*other) == expected
+    for each in (early, other):
+        train(*each[:2], range(3, TOTAL))
+    assert everything(*other) == everything(*early)
+
+
 def test_the_clock_lies_in_the_first_parameter_group_as_plain_data():
     model, optimizer, _ = start("step")
     train(model, optimizer, range(3))

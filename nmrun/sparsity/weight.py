@@ -259,6 +259,11 @@ class SparseWeight:
         return dict(self._tensors)
 
     def clear(self) -> None:
+        """Drop all tensors. A parameter that shows the dense weight keeps its numbers, in its own
+        memory."""
+        if self._address is not None:
+            self.show_projected()
+            self.end_sparse()
         self._tensors = {}
 
 

@@ -149,7 +149,10 @@ def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> di
         }
     selection: dict[str, nn.Module] = {}
     for text in [include] if isinstance(include, str) else include:
-        named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
+        try:
+            named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
+        except re.error as error:
+            raise ConfigError(f"include: {text!r} is not a regular expression: {error}") from None
         if not named:
             raise ConfigError(f"include: {text!r} is the name of no module")
         selection |= named
