@@ -264,6 +264,14 @@ def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake):
     nmrun.sparsify(model, optimizer, "ste")
 
 
+def test_what_is_no_module_is_named():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for other in (model.state_dict(), model.parameters(), [model]):
+        with one_line(ConfigError, f"{type(other).__name__} is no module: give sparsify the model"):
+            nmrun.sparsify(other, optimizer, "ste")
+
+
 def test_a_handle_is_not_copied_with_a_model_that_it_does_not_know():
     model, optimizer, handle = start("sr_ste")
     for make in (copy.deepcopy, pickle.dumps):

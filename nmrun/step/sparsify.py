@@ -107,6 +107,10 @@ def sparsify(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
         )
     recipe.begin(pattern, _steps(total_steps))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{type(model).__name__} is no module: give sparsify the model that trains"
+        )
     optimizer = unwrapped(optimizer)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
