@@ -60,6 +60,8 @@ class LinearProducts(PackedWeight):
         gradient. ``masked``: the gradients of pruned weights are not needed; kept weights that are 0 need
         theirs, so where there are any, all are computed."""
         count = self.pack(weight.detach(), None if other is None else other.detach())
+        # a backward pass of an earlier step raises, as with a dense weight
+        torch.autograd.graph.increment_version(list(self.buffers()))
         sampled = masked and self.gradient_is_faster and count == self.full
         self.gradient = "sampled" if sampled else self.dense
 

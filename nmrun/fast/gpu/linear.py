@@ -61,6 +61,7 @@ class BatchPacker:
         if together:  # without Triton there are none
             self._batch = self._batch or compression.CompressionBatch()
             self._batch.write(together)
+            torch.autograd.graph.increment_version([out for _, out in together])
 
 
 class SemiStructuredProducts(nn.Module):
@@ -123,6 +124,8 @@ class SemiStructuredProducts(nn.Module):
         to_pack, to_copy = self.places(weight, other)
         for part_of, parts in to_pack:
             rewrite(parts, part_of)
+            # a backward pass of an earlier step raises, as with a dense weight
+            torch.autograd.graph.increment_version(parts)
         for dense_of, out in to_copy:
             self._cast(dense_of, out)
 

@@ -66,6 +66,17 @@ def test_gradients_are_those_of_finite_differences(pattern: str, stored: str) ->
     assert torch.allclose(weight.grad, dz.t() @ x, atol=1e-5)  # of pruned weights too
 
 
+def test_a_backward_pass_of_an_earlier_step_raises() -> None:
+    """As torch's own linear layer does, whose weight was changed in place."""
+    _, (model, optimizer, _) = both("ste")
+    x, target = batch(0)
+    loss, stale = (F.cross_entropy(model(x), target) for _ in range(2))
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
 def test_operators_are_as_torch_wants_them() -> None:
     p = Pattern(2, 4)
     w = hard_threshold(torch.randn(8, 16), p, 1)
