@@ -43,7 +43,8 @@ class FusedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """As :class:`~nmrun.fast.attention.MaskedAttention`."""
-        if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v):
+        learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        if q.dim() != 4 or q.shape[2] < FEW or learned or not _supports(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return attention.attention(q, k, v, mask, low=self.low)
 

@@ -112,6 +112,12 @@ def test_masks_few_queries_gradients_and_the_compiler() -> None:
         one(leaf).square().sum().backward()
         grads.append(leaf.grad)
     torch.testing.assert_close(*grads)
+    grads = []
+    for one in (model, dense):
+        bias = torch.zeros(21, 21, requires_grad=True)
+        one.requires_grad_(False)[0](x, bias).square().sum().backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(*grads)
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), dense(x))
