@@ -58,7 +58,8 @@ class PeriodicMask(Recipe):
 class PeriodicSTE(PeriodicMask):
     """STE with a mask that stays for some steps.
 
-    When to use: reinforcement learning, and where masks that change at every step disturb.
+    When to use: reinforcement learning, as in its paper, and where masks that change at every step
+    disturb. One small task was tried, which decides nothing.
 
     That is the row-wise N:M training of reinforcement learning (RNM-TD3, Vrce et al. 2026, arXiv
     2602.14578): a gradient for the kept weights only.
