@@ -250,10 +250,9 @@ def report(argv: Sequence[str]) -> int:
     with files_of_the_command():
         options = parser.parse_args(argv)
         paths = _paths(options)
-        if without := [p for p in paths if p.startswith("wandb://") or p.endswith(".csv")]:
+        if any(path.startswith("wandb://") for path in paths):
             raise ConfigError(
-                f"{without[0]}: a report needs run folders, which have the runs' curves, errors and "
-                "environments; nmrun table and nmrun plot read it"
+                "a report needs run folders: curves, errors and environments are not in W&B"
             )
         from nmrun.lab.compare.comparison import divide
         from nmrun.lab.compare.runs import read

@@ -45,6 +45,7 @@ def write(
     runs = pd.concat([part.table.runs for part in parts])
     states = [run for path in paths for run in status.runs(Path(path))]
     counts = Counter(run.state for run in states)
+    counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
     differing, common = _settings(runs)
     environments, versions = _environments(runs)
@@ -115,7 +116,7 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
                     "labels": [*(short(label(run[key])) for key in keys), run["status"]],
                     "value": "-" if pd.isna(value) else notation.printed(value, part.table.metric),
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
-                    "link": quote(f"{folder}/"),
+                    "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
                     "name": label(run["id"]),
                     "command": status.typed(status.command(RunFolder(run["folder"]))),
                 }
@@ -157,8 +158,9 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
 def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
     """What the runs were made with, counted; and the number of versions of the code."""
     counts: Counter[str] = Counter()
-    for folder in runs["folder"]:
-        made_with = RunFolder(folder).result.get("environment", {})
+    for folder, commit in zip(runs["folder"], runs["commit"], strict=True):
+        of_file = {"commit": label(commit)}
+        made_with = RunFolder(folder).result.get("environment", of_file)
         counts[
             json.dumps({key: value for key, value in made_with.items() if key != "command"})
         ] += 1

@@ -214,7 +214,13 @@ def test_a_report_of_the_columns_that_a_file_needs(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert verb("report", "runs.csv") == 0
     assert capsys.readouterr().out == "report.html\n"
-    assert "50.0" in (tmp_path / "report.html").read_text()
+    text = (tmp_path / "report.html").read_text()
+    assert "50.0" in text
+    assert "Runs: 1 finished." in text
+    assert "nan" not in text
+    assert {
+        link for link in re.findall(r'href="([^"#]+)"', text) if not link.startswith("http")
+    } == set()
 
 
 def test_ratios_of_single_layers_have_a_table_a_report_and_a_csv(tmp_path, write, capsys):
