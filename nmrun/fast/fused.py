@@ -43,8 +43,7 @@ class FusedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """As :class:`~nmrun.fast.attention.MaskedAttention`."""
-        learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        if q.dim() != 4 or q.shape[2] < FEW or learned or not _supports(q, k, v):
+        if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v, mask=mask):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return attention.attention(q, k, v, mask, low=self.low)
 
@@ -73,12 +72,13 @@ class FusedGELU(nn.Module):
         return f"tanh={self.tanh}"
 
 
-def _supports(*tensors: Tensor) -> bool:
-    """Whether kernels take them."""
+def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
+    """Whether kernels take them, with a mask of any dtype."""
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) > 1 or not dtypes <= {*attention.DTYPES} or not all(map(has_memory, tensors)):
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    given = tensors if mask is None else (*tensors, mask)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return False
     return all(t.device.type == "cpu" and t.numel() for t in tensors)
 

@@ -269,8 +269,9 @@ def _split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
     flat, bits = values.flatten(), mask.flatten().view(torch.uint8)
     for chunk, chunk_mask in zip(flat.split(max(1, size)), bits.split(max(1, size)), strict=True):
         numbers, parts = piece[: len(chunk)], share[: len(chunk)].copy_(chunk_mask)
-        wide = chunk.float()  # squares of float16 leave its range
-        torch.mul(wide, wide, out=numbers) if squares else numbers.copy_(wide)
+        numbers.copy_(chunk)
+        if squares:  # in float32, since those of float16 leave its range
+            numbers.square_()
         total[0] += torch.dot(numbers, parts)
         total[1] += torch.dot(numbers, torch.sub(1, parts, out=parts))
     return list(total)
