@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
 
 
@@ -180,3 +181,15 @@ def value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return value if isinstance(value, str) else str(value).replace(" ", "")
+
+
+def total_steps_of(total: Any) -> int | None:
+    """The steps of a whole run. Raises ConfigError for anything but a whole number or None."""
+    if total is None:
+        return None
+    if isinstance(total, bool) or not hasattr(total, "__index__") or total < 1:
+        raise ConfigError(
+            f"total_steps={total!r}: it takes a whole number, 1 or more, or None where nothing "
+            "depends on it"
+        )
+    return int(total)

@@ -241,6 +241,7 @@ def test_other_modules_by_name():
         ({"dense_end": 0.5}, "dense_start and dense_end need total_steps"),
         ({"dense_end": 0.5, "dense_start": 0.5, "total_steps": 9}, "less than 1 together"),
         ({"dense_end": -0.5, "total_steps": 9}, "shares of one run: 0 or more"),
+        ({"total_steps": -3}, "total_steps=-3: it takes a whole number, 1 or more"),
     ],
 )
 def test_mistakes_get_one_line(model, options, message):

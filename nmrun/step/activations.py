@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
+from nmrun.ranges import total_steps_of
 from nmrun.sparsity.masks import hard_threshold
 
 # squared ReLUs of others by the name of their class: transformers'
@@ -209,12 +210,11 @@ def sparse_activations(
         dense_end: likewise, at the end.
 
     Raises:
-        ConfigError: (a ValueError) for a wrong pattern, share or expression, and for a model without
+        ConfigError: (a ValueError) for a wrong pattern, share, total or expression, and for a model without
             such modules. A forward pass raises it where M does not divide the features.
     """
-    return SparseActivations(
-        model, Pattern.parse(pattern), include, total_steps, dense_start, dense_end
-    )
+    total = total_steps_of(total_steps)
+    return SparseActivations(model, Pattern.parse(pattern), include, total, dense_start, dense_end)
 
 
 class SquaredReLU(nn.Module):

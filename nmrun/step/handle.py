@@ -234,10 +234,14 @@ class Handle:
         """Restore :meth:`state_dict`.
 
         Raises:
-            ConfigError: for the state of another recipe, ratio or choice of weights, or of another
-                version of what is saved.
+            ConfigError: for the state of another recipe, ratio or choice of weights, of another
+                version of what is saved, or of an optimizer.
         """
-        check_settings(state.get("nmrun") or {}, self.recipe, self.sparse)
+        if "nmrun" not in state:
+            raise ConfigError(
+                "this state is not a handle's: it takes what handle.state_dict() gives"
+            )
+        check_settings(state["nmrun"] or {}, self.recipe, self.sparse)
         tensors = {plain_name(name): saved for name, saved in state["weights"].items()}
         for weight in self.sparse:
             weight.clear()

@@ -13,7 +13,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import layer
-from nmrun.ranges import INPUT_GRADIENTS
+from nmrun.ranges import INPUT_GRADIENTS, total_steps_of
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
@@ -106,7 +106,7 @@ def sparsify(
         raise ConfigError(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
         )
-    recipe.begin(pattern, _steps(total_steps))
+    recipe.begin(pattern, total_steps_of(total_steps))
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"{type(model).__name__} is no module: give sparsify the model that trains"
@@ -236,18 +236,6 @@ def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
             first = next(iter(value)) if isinstance(value, dict) else 0
             return f"{key}[{first!r}] and so on"
     return ""
-
-
-def _steps(total: Any) -> int | None:
-    """The number of steps, checked."""
-    if total is None:
-        return None
-    if isinstance(total, bool) or not hasattr(total, "__index__") or total < 1:
-        raise ConfigError(
-            f"total_steps={total!r}: it takes a whole number, 1 or more, or None for a recipe "
-            "without phases"
-        )
-    return int(total)
 
 
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
