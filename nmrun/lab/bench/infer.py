@@ -2,11 +2,11 @@
 by ``nmrun.deploy``, in the precisions that this machine multiplies.
 
 Weights are random. Dense arms are torch as it is, torch compiled (on a GPU into CUDA graphs), and on a
-CPU ``onednn`` (torch's oneDNN
-products and convolutions of reordered weights, convolutions between channels last; in int8 its
-dynamically quantised linear layers), ONNX Runtime
-and OpenVINO (:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude;
+CPU ``onednn`` (torch's oneDNN products and convolutions of reordered weights, convolutions between
+channels last; in int8 its dynamically quantised linear layers), ONNX Runtime and OpenVINO
+(:mod:`~nmrun.lab.bench.peers`). A ``packed`` arm has the weights pruned by magnitude;
 ``packed_compiled`` is compiled as well.
+
 All arms of a network and size take turns in one process. Times on a GPU are between two events and
 have in them what the host takes to launch; on a CPU they are those of the wall, with one
 thread the CPU time of the process, threads of runtimes among it.
