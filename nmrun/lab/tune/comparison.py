@@ -164,6 +164,13 @@ def _try(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     place = command_line.word("output_dir", cell.folder / RUNS)
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
+    flat = schema.flatten(config.plain)
+    for key, value in params.items():
+        if flat[key] != value:
+            raise ConfigError(
+                f"--over {key}: {params_text(params)} is a run with {key}={flat[key]}; search one "
+                "of these keys, under another name"
+            )
     outcome = _train(cell, config, words)
     from nmrun.lab.train import checkpoint  # after the run, since it imports torch
 

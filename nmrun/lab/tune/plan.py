@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,33 +76,50 @@ def cells(
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
     apart = _apart([config for _, config, _ in by_identity.values()])
+    names = [
+        " ".join(filter(None, [*_named(config), *swept.values()]))
+        for (_, config, _), swept in zip(by_identity.values(), apart, strict=True)
+    ]
+    places = [_place(name) for name in names]
     by_settings: dict[object, TuningCell] = {}
-    for (words, config, seeds), swept in zip(by_identity.values(), apart, strict=True):
+    for (cell_id, (words, config, seeds)), swept, name, place in zip(
+        by_identity.items(), apart, names, places, strict=True
+    ):
         searched = space_of(config, space)
-        name = " ".join(filter(None, [*_named(config), *swept.values()]))
-        place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
         other = {key: value for key, value in swept.items() if key not in searched}
-        cell = TuningCell(name, words, config, seeds, folder / place, searched, other, config_dir)
+        own = place if places.count(place) == 1 else f"{place}-{cell_id}"
+        cell = TuningCell(name, words, config, seeds, folder / own, searched, other, config_dir)
         if by_settings.setdefault((*_named(config), *other.items()), cell) is not cell:
             key = next(key for key in swept if key in searched)
             raise ConfigError(
                 f"{key} has several values, and is searched in {searched[key]}; give it one"
             )
-    for cell in by_settings.values():
-        _check_ends(cell, space, cache)
-    return list(by_settings.values())
+    return [_with_values_of_runs(cell, space, cache) for cell in by_settings.values()]
 
 
-def _check_ends(cell: TuningCell, space: Space, cache: Cache) -> None:
-    for key in space.keys() & cell.searched.keys():
+def _place(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+
+
+def _with_values_of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
+    """The cell, with the values of lists as its runs will have them: null is what it stands for.
+    ConfigError for a value or an end that it does not take."""
+    searched = dict(cell.searched)
+    for key in space.keys() & searched.keys():
         search = space[key]
+        values = []
         for value in search.values or (search.low, search.high):
             words = [*cell.words, command_line.word(key, value)]
             for _, job in jobs_of([words], cell.config_dir, cache):
                 try:
-                    schema.check(job)
+                    has = schema.flatten(schema.check(job).plain)[key]
                 except ConfigError as error:
                     raise ConfigError(f"--over {error}") from None
+                values.append(value if value == has else has)
+        if search.values:
+            distinct = [value for k, value in enumerate(values) if value not in values[:k]]
+            searched[key] = among(*distinct)
+    return replace(cell, searched=searched)
 
 
 def _named(config: Config) -> tuple[str, str]:

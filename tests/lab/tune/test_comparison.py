@@ -473,6 +473,21 @@ def test_settings_and_folders_of_any_value_are_tried(tmp_path, monkeypatch):
     assert [trial.params["recipe.threshold"] for trial in study] == [None]
 
 
+def test_a_value_of_a_list_may_stand_for_another(capsys):
+    words = (*TINY, "recipe=dense", "trainer.epochs=1", "optimizer=adamw")
+    over = ("--over", "optimizer.decay=matrices,null")  # of small_conv null is all
+    assert main(["try", "--trials", "3", *words, *over]) == 0
+    (study,) = trials().values()
+    assert {trial.params["optimizer.decay"] for trial in study} <= {"matrices", "all"}
+
+
+def test_a_value_that_depends_on_another_searched_key_gets_a_line():
+    words = (*TINY, "recipe=dense", "trainer.epochs=1", "optimizer=adamw")
+    over = ("optimizer.weight_decay=0,0.0", "optimizer.decay=matrices,all")
+    with pytest.raises(ConfigError, match=r"is a run with optimizer.decay=all; search one of"):
+        main(["try", "--trials", "9", *words, *(word for o in over for word in ("--over", o))])
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"space": 3, "settings": {}, "identity": ""}'])
 def test_a_record_that_is_not_whole_gets_a_line(text, dense):
     file = PLACE / "dense" / "study.json"

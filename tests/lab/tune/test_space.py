@@ -101,6 +101,24 @@ def test_a_range_with_values_that_the_key_does_not_take_is_refused_before_a_tria
         plan.cells(tmp_path, [["recipe=dense"]], space)
 
 
+def test_values_that_are_one_run_are_one_value(tmp_path):
+    """null is what is usual with the model, and without weight decay all values are one run."""
+    words = ["recipe=dense", "model=gpt_tiny", "dataset=stdlib_text", "optimizer=adamw"]
+    space = plan.read_space(["optimizer.decay=null,all,matrices"])
+    for weight_decay, expected in (("0.01", ("matrices", "all")), ("0", ("all",))):
+        sweep = [*words, f"optimizer.weight_decay={weight_decay}"]
+        (cell,) = plan.cells(tmp_path, [sweep], space)
+        assert cell.searched["optimizer.decay"].values == expected
+
+
+def test_cells_have_folders_of_their_own_whatever_the_punctuation(tmp_path):
+    words = ["recipe=ste", 'model.exclude=["a-b"],["a:b"],["c"]']
+    folders = [cell.folder.name for cell in plan.cells(tmp_path, [words], {})]
+    assert len({*folders}) == 3
+    alone = plan.cells(tmp_path, [["recipe=ste", 'model.exclude=["c"],["d"]']], {})
+    assert alone[0].folder.name == folders[2]
+
+
 @pytest.mark.parametrize(
     ("value", "search", "end"),
     [
