@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,11 +118,26 @@ ACCELERATION = (
     "cusparselt_fp8",
 )
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
-TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
-OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
+
+
+def _no_text(value: Any) -> str:
+    """Python reads bytes of a path that are no UTF-8 as halves of surrogate pairs, which no file
+    takes."""
+    odd = isinstance(value, str) and re.search("[\ud800-\udfff]", value)
+    return "it has bytes that are not UTF-8" if odd else ""
+
+
+TEXT = Check(
+    "a text",
+    lambda value: isinstance(value, str) and bool(value) and not _no_text(value),
+    why=_no_text,
+)
+OPTIONAL_TEXT = Check(
+    "a text, or null", lambda value: value is None or TEXT.holds(value), why=_no_text
+)
 # where the weights are that a recipe reads: the folder of a finished run, or a file. They have to be as
 # their run left them, and its id is a part of the id of the run that reads them
-WEIGHTS = Check("a text, or null", OPTIONAL_TEXT.holds)
+WEIGHTS = Check("a text, or null", OPTIONAL_TEXT.holds, why=_no_text)
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check(
     f"{', '.join(SWITCHES)} or a fraction of all steps above 0 and below 1",

@@ -26,6 +26,7 @@ from nmrun.lab.runs.run_folder import (
     RESULT,
     WEIGHTS,
     RunFolder,
+    walk,
     weights_in,
 )
 from nmrun.lab.words.identity import GROUPS, OF_COMMAND, completed
@@ -76,10 +77,10 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     Beside them there are ``status``, ``folder``, ``metric`` (the task's own), ``events`` (in words)
     and others. What a run does not have is NaN.
 
-    A file that is not a whole result, or was changed, is left out with a line on standard error.
-    Where ``strict`` it raises RunError.
+    A file that is not a whole result, or was changed, is left out with a line on standard error; so
+    is a folder that cannot be read. Where ``strict`` they raise RunError.
     """
-    rows, left_out = [], []
+    rows, left_out, unread = [], [], list[str]()
     files: dict[Path, Path] = {}  # by their place, whatever links lead there
     for path in paths:
         if str(path).startswith(WANDB):
@@ -87,9 +88,12 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
             continue
         if str(path).endswith(".csv"):
             rows += from_csv(path)
-        for file in sorted(Path(path).rglob(RESULT)):
-            if not any(part.startswith(".") for part in file.relative_to(path).parts):
-                files.setdefault(file.resolve(), file)
+        found = []
+        for place, below, names in walk(path, unread.append):
+            found += [Path(place, RESULT)] * (RESULT in names)
+            below[:] = [name for name in below if not name.startswith(".")]
+        for file in sorted(found):
+            files.setdefault(file.resolve(), file)
     for file in files.values():
         run = RunFolder(file.parent)
         try:
@@ -102,7 +106,9 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
         left_out.append(f"{file}: {why}")
     if left_out and strict:
         raise RunError(f"{'; '.join(left_out)}; {REMEDY}")
-    tell(f"left out: {line}" for line in left_out)
+    if unread and strict:
+        raise RunError("; ".join(unread))
+    tell(f"left out: {line}" for line in [*left_out, *unread])
     # as objects, whole numbers stay whole beside runs without the key
     return pd.DataFrame(rows, dtype=object)
 

@@ -5,6 +5,8 @@ to repeat what did not finish.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
 import os
 import shlex
@@ -15,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, tell
 from nmrun.lab.folders import settings, sweep
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
@@ -62,7 +64,7 @@ def sweeps(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    for place, below, files in os.walk(path):
+    for place, below, files in run_folder.walk(path, _tell_left_out):
         # one that begins has no file yet
         if FILES & set(files) or (not below and locks.is_locked(Path(place))):
             below.clear()
@@ -71,6 +73,11 @@ def _folders(path: Path) -> Iterator[Path]:
             below[:] = [
                 name for name in below if name != ".sweeps" and not name.startswith(DELETED)
             ]
+
+
+@functools.cache  # once, however often --watch looks
+def _tell_left_out(line: str) -> None:
+    tell([f"left out: {line}"])
 
 
 def _run(folder: Path) -> RunState:
@@ -201,9 +208,11 @@ def path_option(parser: Parser) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder, which is there. Raises ConfigError where it is not."""
+    """The folder, which is there and can be read. Raises ConfigError where it is not."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{path}: {os.strerror(errno.EACCES)}")
     return path
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,18 @@ def make_folder(folder: Path, output_dir: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
         raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
+
+
+def walk(
+    path: Path | str, left_out: Callable[[str], object]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """``os.walk``, which gives ``left_out`` a line for each folder that cannot be read."""
+
+    def say(error: OSError) -> None:
+        if os.path.isdir(error.filename):  # no file, and not deleted meanwhile
+            left_out(f"{error.filename}: {error.strerror}")
+
+    return os.walk(path, onerror=say)
 
 
 class RunFolder:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -96,6 +98,29 @@ def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path, content):
     assert cells(out) == {"ste": {"2:4": "90.0 (1)"}}
     assert err.count("\n") == 1
     assert str(bad) in err
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_folder_that_cannot_be_read_is_named(strict, write, table, monkeypatch, capsys):
+    write("ste", "2:4", 0, 0.9)
+    closed = write("ste", "2:4", 1, 0.5)
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    status, out, err = table(*["--verify"] * strict)
+    line = f"{closed}: Permission denied\n"
+    if strict:
+        assert (status, out, err) == (1, "", f"nmrun: {line}")
+        return
+    assert (status, err) == (0, f"nmrun: left out: {line}")
+    assert cells(out) == {"ste": {"2:4": "90.0 (1)"}}
+    assert verb("status", str(closed.parents[1])) == 0
+    assert capsys.readouterr().err == f"nmrun: left out: {line}"
 
 
 def test_the_deviation_is_that_of_a_sample():

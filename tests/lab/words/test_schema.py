@@ -34,8 +34,8 @@ NO_COUNT, NO_FLAG = [0, -1, 1.0, 1.5, "one", None, True, [1]], ["yes", 0, 1, Non
 VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "": {
         "seed": ([0, 7, 10**9], [-1, 1.5, "one", None, True]),
-        "init": ([None, "out/a", "out/b"], ["", 3, True]),
-        "output_dir": (["out", "a/b"], ["", 3, None]),
+        "init": ([None, "out/a", "out/b"], ["", 3, True, "\udce4"]),  # \xe4, a byte of Latin-1
+        "output_dir": (["out", "a/b"], ["", 3, None, "/a/\udce4"]),
         "resume": ([True, False], NO_FLAG),
         "force": ([True, False], NO_FLAG),
         "dry": ([True, False], NO_FLAG),
