@@ -55,6 +55,11 @@ def main(argv: Sequence[str]) -> int:
     words = command_line.options(list(options.words)).overrides
     sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     _check_seeds(set().union(*(look.seeds for look in looks)))
+    if looks[0].launcher != "basic":
+        raise ConfigError(
+            f"hydra/launcher={looks[0].launcher}: nmrun tune launches nothing; give the same command in "
+            "several processes, of which each takes cells that no other is at"
+        )
     from nmrun.lab.tune import comparison, plan, study  # torch
 
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()

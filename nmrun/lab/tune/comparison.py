@@ -146,7 +146,7 @@ def study_of(cell: TuningCell) -> Study:
 
 def params_text(params: Mapping[str, Any]) -> str:
     """Write settings in short: ``lr=0.002 decay=1e-05``."""
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
+    return " ".join(f"{key.rpartition('.')[2]}={label(value)}" for key, value in params.items())
 
 
 def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
@@ -164,20 +164,17 @@ def _try(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
     place = command_line.word("output_dir", cell.folder / RUNS)
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
-    flat = schema.flatten(config.plain)
-    for key, value in params.items():
-        if flat[key] != value:
-            raise ConfigError(
-                f"--over {key}: {params_text(params)} is a run with {key}={flat[key]}; search one "
-                "of these keys, under another name"
-            )
     outcome = _train(cell, config, words)
     from nmrun.lab.train import checkpoint  # after the run, since it imports torch
 
     checkpoint.remove(run_folder(config))
     trial = study_of(cell).run(params, seed)
     if trial is None:
-        raise RunError(f"{run_folder(config)}: {outcome.get('error', 'it left no result')}")
+        why = outcome.get("error") or (
+            f"with {params_text(params)} it is the run of other settings too, as some of these keys "
+            "change nothing beside others; search fewer of them, under another name"
+        )
+        raise RunError(f"{run_folder(config)}: {why}")
     return trial
 
 

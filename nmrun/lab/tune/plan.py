@@ -61,8 +61,8 @@ def cells(
     """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are
     one. ``space`` wins over the recipes' own search spaces.
 
-    ConfigError for a key of ``space`` that no cell has, or with a value or an end that a cell does
-    not take, and for several values of a searched key.
+    ConfigError for a key of ``space`` that no cell has or that changes none, or with a value or an
+    end that a cell does not take, and for several values of a searched key.
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     cache: Cache = {}
@@ -94,31 +94,37 @@ def cells(
             raise ConfigError(
                 f"{key} has several values, and is searched in {searched[key]}; give it one"
             )
-    return [_with_values_of_runs(cell, space, cache) for cell in by_settings.values()]
+    every = [_of_runs(cell, space, cache) for cell in by_settings.values()]
+    idle = [key for key in space if not any(key in cell.searched for cell in every)]
+    if idle:
+        raise ConfigError(f"--over {idle[0]}: its values change no run of this comparison")
+    return every
 
 
 def _place(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
 
 
-def _with_values_of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
-    """The cell, with the values of lists as its runs will have them: null is what it stands for.
-    ConfigError for a value or an end that it does not take."""
+def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
+    """The cell, which searches of ``space`` what changes its run, among values as runs have them:
+    null is what it stands for. ConfigError for a value or an end that it does not take."""
     searched = dict(cell.searched)
     for key in space.keys() & searched.keys():
         search = space[key]
-        values = []
+        runs: dict[str, Any] = {}  # by their identity, the first value of each
         for value in search.values or (search.low, search.high):
             words = [*cell.words, command_line.word(key, value)]
             for _, job in jobs_of([words], cell.config_dir, cache):
                 try:
-                    has = schema.flatten(schema.check(job).plain)[key]
+                    config = schema.check(job)
                 except ConfigError as error:
                     raise ConfigError(f"--over {error}") from None
-                values.append(value if value == has else has)
-        if search.values:
-            distinct = [value for k, value in enumerate(values) if value not in values[:k]]
-            searched[key] = among(*distinct)
+                has = schema.flatten(config.plain)[key]
+                runs.setdefault(identity(config), value if value == has else has)
+        if len(runs) == 1:
+            del searched[key]
+        elif search.values:
+            searched[key] = among(*runs.values())
     return replace(cell, searched=searched)
 
 

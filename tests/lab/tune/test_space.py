@@ -102,13 +102,22 @@ def test_a_range_with_values_that_the_key_does_not_take_is_refused_before_a_tria
 
 
 def test_values_that_are_one_run_are_one_value(tmp_path):
-    """null is what is usual with the model, and without weight decay all values are one run."""
-    words = ["recipe=dense", "model=gpt_tiny", "dataset=stdlib_text", "optimizer=adamw"]
+    """null is what is usual with the model; without weight decay it does not matter what decays."""
+    words = ["recipe=dense", "model=gpt_tiny", "dataset=stdlib_text", "optimizer=adamw,adam"]
     space = plan.read_space(["optimizer.decay=null,all,matrices"])
-    for weight_decay, expected in (("0.01", ("matrices", "all")), ("0", ("all",))):
-        sweep = [*words, f"optimizer.weight_decay={weight_decay}"]
-        (cell,) = plan.cells(tmp_path, [sweep], space)
-        assert cell.searched["optimizer.decay"].values == expected
+    adamw, adam = plan.cells(tmp_path, [words], space)
+    assert adamw.searched["optimizer.decay"].values == ("matrices", "all")
+    assert {*adam.searched} == {"optimizer.lr"}
+
+
+@pytest.mark.parametrize(
+    "over",
+    ["optimizer.decay=all,null", "track.tags=[a],[b]", "trainer.distill_weight=interval(0.1,0.9)"],
+)
+def test_a_key_that_changes_no_run_is_refused(over, tmp_path):
+    space = plan.read_space([over])
+    with pytest.raises(ConfigError, match=rf"^--over {over.partition('=')[0]}: its values change"):
+        plan.cells(tmp_path, [["recipe=dense"]], space)
 
 
 def test_cells_have_folders_of_their_own_whatever_the_punctuation(tmp_path):
