@@ -274,6 +274,8 @@ def compute(model: nn.Module, sample: Any) -> None:
 def install(model: nn.Module, module: nn.Module, parts: list[Site]) -> None:
     """Put the layers of one module's sites in its place."""
     layers = [site.layer or _copied(site) for site in parts]
+    for layer, site in zip(layers, parts, strict=True):
+        _answer(layer, site)
     replacement = PackedAttention(module, *layers) if len(layers) > 1 else layers[0]  # type: ignore[arg-type]
     for parent, name in list(places(model, module)):
         parent._modules[name] = replacement.eval()
@@ -283,6 +285,18 @@ def install(model: nn.Module, module: nn.Module, parts: list[Site]) -> None:
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoder):
             other.use_nested_tensor = False
+
+
+def _answer(layer: nn.Module, site: Site) -> None:
+    """Give a layer without ``weight`` an empty one. Networks ask for its dtype and device before they
+    call the layer (T5, Mamba, Qwen2-VL)."""
+    if hasattr(layer, "weight"):
+        return
+    stored = layer._buffers.get("values")
+    like = site.weight if stored is None or not stored.is_floating_point() else stored
+    device = next(layer.buffers()).device  # that of the site may be meta
+    empty = torch.empty(len(site.weight), 0, dtype=like.dtype, device=device)
+    layer.register_buffer("weight", empty, persistent=False)
 
 
 def _copied(site: Site) -> nn.Linear:

@@ -20,7 +20,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast import deploy as deploying
 from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu import onednn
-from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels import int8, products
 from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.fast.sites import Site
@@ -224,6 +224,44 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
         assert len(packed) == 2 * 7 + 1
     assert "of 8 calls" in choices[max(packed)].reason
     assert torch.equal(generate(), expected)
+
+
+class Asking(nn.Module):
+    """Casts what a layer gets to the dtype and device of its weight, as Mamba does before its head, and
+    T5 in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x.to(self.up.weight.dtype)).relu()
+        if isinstance(self.down.weight, Tensor) and x.dtype != self.down.weight.dtype:
+            x = x.to(self.down.weight.dtype)
+        return self.down(x.to(self.down.weight.device))
+
+
+@needs_compiler
+@pytest.mark.parametrize("path", ["packed", "int8", "dense int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_networks_that_ask_a_layer_for_the_dtype_of_its_weight(
+    path: str, dtype: torch.dtype, deploy_times: dict[str, float]
+) -> None:
+    if path != "packed" and int8.KERNELS.obstacle():
+        pytest.skip(int8.KERNELS.obstacle())
+    torch.manual_seed(0)
+    model, x = prune(Asking(), "1:4").to(dtype), torch.randn(3, 5, 64).to(dtype)
+    expected = model(x)
+    deploy_times[path] = 0.5
+    choices = nmrun.deploy(model, x, precision="int8" if "int8" in path else None, tolerance=0.2)
+    assert {choice.path for choice in choices} == {path}
+    with torch.no_grad():
+        for one in (model, torch.compile(model, backend="eager", fullgraph=True)):
+            assert one(x).dtype == dtype
+            assert share(one(x), expected) < 0.05
+        assert not any(name.endswith("weight") for name in model.state_dict())
+        model.bfloat16()
+        assert model.up.weight.dtype == model(x).dtype == torch.bfloat16
 
 
 @needs_compiler

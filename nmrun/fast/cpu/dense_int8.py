@@ -35,19 +35,19 @@ class DenseInt8Linear(nn.Module):
     """``x W^T + bias`` with a weight of int8, on the CPU.
 
     Args:
-        weight: (out_features, in_features), int8.
+        values: (out_features, in_features), int8.
         scales: (out_features,), float32, that its rows are multiplied with.
         bias: (out_features,), or None.
     """
 
-    weight: Tensor
+    values: Tensor
     scales: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight)
+        self.out_features, self.in_features = values.shape
+        self.register_buffer("values", values)
         self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.number = _new_number(self)
@@ -66,7 +66,7 @@ class DenseInt8Linear(nn.Module):
         bias, rows = self.bias, self.out_features
         zeros = torch.zeros(rows, dtype=torch.long)
         quantised = torch._make_per_channel_quantized_tensor(
-            self.weight, self.scales.double(), zeros, 0
+            self.values, self.scales.double(), zeros, 0
         )
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = ENGINE
@@ -97,11 +97,11 @@ class DenseInt8Linear(nn.Module):
         Raises:
             RuntimeError: for NaN and infinity in the input.
         """
-        return over_tokens(input, dense_int8, _product, self.weight, self.scales, self.number)
+        return over_tokens(input, dense_int8, _product, self.values, self.scales, self.number)
 
     def dense(self) -> Tensor:
         """The weight as it was rounded, float32."""
-        return self.weight * self.scales[:, None]
+        return self.values * self.scales[:, None]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
