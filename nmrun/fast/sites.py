@@ -4,7 +4,6 @@ the packed layer takes its place.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu.convolution import window_of
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.measurement import first_input, watched
+from nmrun.products.attention import slow_path
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class, is_embedding, is_touched
 
@@ -234,17 +234,6 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
     watched(hooks, partial(compute, model, sample))
-
-
-@contextlib.contextmanager
-def slow_path() -> Iterator[None]:
-    """Let torch's Transformer layers compute by operators that hooks, compilers and converters know."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def compute(model: nn.Module, sample: Any) -> None:

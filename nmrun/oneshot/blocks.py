@@ -123,18 +123,30 @@ class Chain:
     def through(self, index: int) -> None:
         """Let all batches through a block; those before it are passed for the last time."""
         while self.position < index:
-            for number in range(len(self.values)):
-                self.values[number] = self._call(number)
+            for number, value in enumerate(self.values):
+                self.values[number] = self._call(number, self.position, value)
             self.position += 1
-        for number in range(len(self.values)):
-            self._call(number)
+        for number, value in enumerate(self.values):
+            self._call(number, index, value)
 
-    def _call(self, number: int) -> Tensor:
+    def repeats(self, last: Tensor) -> bool:
+        """Whether the last block gets from the first batch by itself what it got in the network.
+        It does not where blocks depend on more than their arguments: on autocast in the network's
+        ``forward``, or on an attribute that it sets for every batch."""
+        value = self.values[0]
+        try:
+            for index in range(len(self.blocks) - 1):
+                value = self._call(0, index, value)
+        except Exception:  # what they depend on may be anything
+            return False
+        return value.dtype == last.dtype and torch.equal(value, last)
+
+    def _call(self, number: int, index: int, value: Tensor) -> Tensor:
         # a copy, as blocks may add to it in place
-        arguments = {**self.others[number][self.position], self.slot: self.values[number].clone()}
+        arguments = {**self.others[number][index], self.slot: value.clone()}
         args = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
         kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
-        return _outputs(self.blocks[self.position](*args, **kwargs))[0]
+        return _outputs(self.blocks[index](*args, **kwargs))[0]
 
 
 def _same(previous: Any, value: Any) -> Any:
@@ -165,6 +177,7 @@ class _Record:
         self.outputs: list[list[weakref.ref[Tensor]]] = []
         self.slots: set[int | str] = set()
         self.fits = True
+        self.last: Tensor | None = None  # the value that the last block got
         self.blocks = blocks
 
     def before(
@@ -185,6 +198,7 @@ class _Record:
         self.fits &= len(self.calls) == index and len(self.slots) <= 1
         self.calls.append(call)
         if index == len(self.blocks) - 1 or not self.fits:
+            self.last = previous
             raise _Enough
 
     def after(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -208,16 +222,18 @@ class _Record:
 def _chain(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
     """The chain of these blocks with all batches, or None where they are none."""
     chain: Chain | None = None
+    last: Tensor | None = None  # of the first batch
     for run in passes:
         record = _Record(blocks)
         if not record.is_chain(run):
             return None
         (slot,) = record.slots
-        chain = chain or Chain(blocks, slot)
+        if chain is None:
+            chain, last = Chain(blocks, slot), record.last
         if slot != chain.slot:
             return None
         chain.add(record.calls)
-    return chain
+    return chain if chain and last is not None and chain.repeats(last) else None
 
 
 def _outputs(out: Any) -> tuple[Any, ...]:

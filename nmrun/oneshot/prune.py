@@ -21,6 +21,7 @@ from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels, input_channels
 from nmrun.permutation.order import assigned_order
 from nmrun.permutation.permute import reorder
+from nmrun.products.attention import slow_path
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense, by_reason, select
 from nmrun.sparsity.weight import LIVE
@@ -103,6 +104,8 @@ def prune(
         RunError: where the weight or the inputs of a layer are not finite, or their Hessian has no
             inverse. The layers before it are pruned then.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{type(model).__name__} is no module: give prune the trained model")
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
     if isinstance(batches, Tensor | Mapping):
@@ -118,7 +121,7 @@ def prune(
     passes = [functools.partial(run, model, batch) for batch in calibration]
     reports: dict[str, dict[str, Any]] = {}
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
-    with _evaluation(model):
+    with _evaluation(model), slow_path():
         for root, stage, through in stages(model, layers, passes):
             with watched(stage) as grams:
                 through()

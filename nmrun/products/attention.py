@@ -1,6 +1,9 @@
-"""Attention as a module, so that a run can choose how it is computed."""
+"""Attention as a module, so that a run can choose how it is computed; and torch's own, by its layers."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -32,3 +35,14 @@ class DotProductAttention(nn.Module):
         return functional.scaled_dot_product_attention(
             queries, keys, values, dropout_p=dropout, is_causal=self.causal
         )
+
+
+@contextlib.contextmanager
+def slow_path() -> Iterator[None]:
+    """Let torch's Transformer layers compute by operators that hooks, compilers and converters know."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -39,7 +39,8 @@ def by_hand(model, blocks, batches, method, forward=lambda model, batch: model(b
         seen = {layer: [] for layer in layers}
 
         def keep(layer, args, out, seen=seen):
-            seen[layer].append(args[0].flatten(0, -2).clone())  # a block may add to it in place
+            # a copy, as a block may add to it in place
+            seen[layer].append(args[0].flatten(0, -2).to(torch.float32, copy=True))
 
         hooks = [layer.register_forward_hook(keep) for layer in layers]
         with torch.no_grad():
@@ -78,9 +79,9 @@ def test_blocks_one_by_one_are_the_whole_network_in_order(method):
     ]
     assert check_nm(model, "2:4", exclude="auto") == [layer["name"] for layer in pruned.layers]
     assert all(part.training for part in model.modules())
-    # one pass for the order of calls, one that finds the inputs (the last block is not needed),
-    # then each block dense and, but for the last, pruned
-    assert calls == [0, 1, 2] + 3 * [0, 1] + 6 * [0] + 6 * [1] + 3 * [2]
+    # one pass for the order of calls, one that finds the inputs (the last block is not needed), a
+    # batch once more by the blocks alone, then each block dense and, but for the last, pruned
+    assert calls == [0, 1, 2] + 3 * [0, 1] + [0, 1] + 6 * [0] + 6 * [1] + 3 * [2]
 
 
 def test_without_blocks_layers_come_one_by_one():
@@ -114,6 +115,12 @@ class Stack(nn.Module):
                 x = block(x * 2.0)
             elif self.kind == "order":
                 x = x + self.blocks[-1 - number](start)
+            elif self.kind == "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = block(x if number else x.bfloat16())
+            elif self.kind == "attribute":  # as Swin's, the size of an image
+                block.scale = start.mean()
+                x = block(x)
             else:
                 x = block(hidden=x)
         return x
@@ -129,13 +136,17 @@ class Block(nn.Module):
         if self.kind == "bias":
             bias = out * 0.1 if bias is None else bias
             return hidden + out + bias, bias
+        if self.kind == "attribute":
+            out = out * self.scale
         if self.kind == "in_place":
             hidden += out
             return hidden
         return hidden + out
 
 
-@pytest.mark.parametrize("kind", ["bias", "between", "order", "in_place", "by_name"])
+@pytest.mark.parametrize(
+    "kind", ["bias", "between", "order", "autocast", "attribute", "in_place", "by_name"]
+)
 def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
     """Where what a block takes is not what the one before gave, passes go through the network."""
     batches = [torch.randn(4, 5, 8) for _ in range(3)]
@@ -152,8 +163,21 @@ def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
     )
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
-    in_chain = 3 + 3 * 2 + 2 * 6 + 3
+    in_chain = 3 + 3 * 2 + 2 + 2 * 6 + 3
     assert (len(calls) == in_chain) == (kind in ("in_place", "by_name"))
+
+
+def test_torch_s_encoder_with_padding():
+    """In evaluation torch computes it past its layers, from nested tensors."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    padding = torch.arange(5) >= torch.tensor([[3], [5]])
+    batch = {"src": torch.randn(2, 5, 16), "src_key_padding_mask": padding}
+    report = nmrun.prune(model, [batch], "wanda", exclude=()).report()
+    names = [f"layers.{i}.linear{j}.weight" for i in (0, 1) for j in (1, 2)]
+    assert [x["name"] for x in report["layers"]] == names
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def layouts():
@@ -184,7 +208,7 @@ def test_networks_of_hugging_face(kind):
     for block in model.get_submodule(blocks):
         block.register_forward_hook(lambda *_: calls.append(1))
     pruned = nmrun.prune(model, batches, "wanda")
-    assert len(calls) == 3 + 3 * 2 + 2 * 6 + 3
+    assert len(calls) == 3 + 3 * 2 + 2 + 2 * 6 + 3
     for (name, a), b in zip(
         model.state_dict().items(), expected.state_dict().values(), strict=True
     ):
@@ -307,7 +331,7 @@ def test_memory_is_that_of_one_block():
         nmrun.prune(model, batches, "wanda")
     finally:
         gc.unfreeze()
-    assert max(hidden for hidden, _ in alive) <= 8 + 6  # not 8 for each of the blocks
+    assert max(hidden for hidden, _ in alive) <= 8 + 7  # not 8 for each of the blocks
     assert max(grams for _, grams in alive) <= 4 + 1  # the four layers of a block
     assert min(hidden for hidden, _ in alive) > 0 < max(grams for _, grams in alive)
 
@@ -410,6 +434,11 @@ def test_weights_that_are_trained_sparse_or_are_nowhere_are_refused():
     nmrun.prune(model, tokens())
     with pytest.raises(ConfigError, match="on meta"):
         nmrun.prune(gpt().to("meta"), tokens())
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ConfigError, match="Dict is no module: give prune the trained model"):
+        nmrun.prune(gpt().state_dict().copy(), tokens())
 
 
 def test_inputs_that_are_not_finite_are_said_with_their_layer():

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast.sites import slow_path
 from nmrun.kernels.compiler import processor_flags
+from nmrun.products.attention import slow_path
 
 Call = Callable[[Tensor], Tensor]
 FLOAT32, BF16, INT8 = "float32", "bf16", "int8"
