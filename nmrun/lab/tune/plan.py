@@ -8,6 +8,7 @@ range: ``decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,23 +109,36 @@ def _place(name: str) -> str:
 def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
     """The cell, which searches of ``space`` what changes its run, among values as runs have them:
     null is what it stands for. ConfigError for a value or an end that it does not take."""
+
+    def runs(key: str, values: Sequence[Any], *beside: tuple[str, Any]) -> dict[str, Any]:
+        """By the identity of each run the first of the values, as the run has it."""
+        found: dict[str, Any] = {}
+        for value in values:
+            words = [command_line.word(*setting) for setting in ((key, value), *beside)]
+            [(_, job)] = jobs_of([[*cell.words, *words]], cell.config_dir, cache)
+            config = schema.check(job)
+            has = schema.flatten(config.plain)[key]
+            found.setdefault(identity(config), value if value == has else has)
+        return found
+
     searched = dict(cell.searched)
-    for key in space.keys() & searched.keys():
-        search = space[key]
-        runs: dict[str, Any] = {}  # by their identity, the first value of each
-        for value in search.values or (search.low, search.high):
-            words = [*cell.words, command_line.word(key, value)]
-            for _, job in jobs_of([words], cell.config_dir, cache):
-                try:
-                    config = schema.check(job)
-                except ConfigError as error:
-                    raise ConfigError(f"--over {error}") from None
-                has = schema.flatten(config.plain)[key]
-                runs.setdefault(identity(config), value if value == has else has)
-        if len(runs) == 1:
+    own = {
+        key: space[key].values or (space[key].low, space[key].high)
+        for key in space.keys() & searched.keys()
+    }
+    for key, values in own.items():
+        try:
+            distinct = runs(key, values)
+        except ConfigError as error:
+            raise ConfigError(f"--over {error}") from None
+        # it may change a run only beside another value of a key that is searched too
+        for other in ((k, v) for k in own if k != key for v in own[k]):
+            with contextlib.suppress(ConfigError):  # the two may not go together
+                distinct = max(distinct, runs(key, values, other), key=len)
+        if len(distinct) == 1:
             del searched[key]
-        elif search.values:
-            searched[key] = among(*runs.values())
+        elif space[key].values:
+            searched[key] = among(*distinct.values())
     return replace(cell, searched=searched)
 
 

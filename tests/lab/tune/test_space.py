@@ -110,6 +110,14 @@ def test_values_that_are_one_run_are_one_value(tmp_path):
     assert {*adam.searched} == {"optimizer.lr"}
 
 
+def test_a_key_that_matters_beside_a_value_of_another_is_searched(tmp_path):
+    """A run without weight decay asks nobody what decays, one with 0.1 does."""
+    words = ["recipe=dense", "optimizer=adamw", "optimizer.weight_decay=0"]
+    over = ["optimizer.weight_decay=interval(0.01,0.1)", "optimizer.decay=all,matrices"]
+    (cell,) = plan.cells(tmp_path, [words], plan.read_space(over))
+    assert cell.searched["optimizer.decay"].values == ("all", "matrices")
+
+
 @pytest.mark.parametrize(
     "over",
     ["optimizer.decay=all,null", "track.tags=[a],[b]", "trainer.distill_weight=interval(0.1,0.9)"],
