@@ -122,7 +122,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight if input_weight is None else input_weight)
         ctx.mvue, ctx.fp8, ctx.generator, ctx.input_mvue = mvue, fp8, generator, input_mvue
         if not fp8:
-            return F.linear(x, weight, bias)
+            z = F.linear(x, weight, bias)
+            # of several tokens it is a view, which autograd would let nobody write in place
+            return torch.ops.aten._unsafe_view(z, z.shape)
         z = _matmul_fp8(x, weight.t(), FORWARD_FP8)
         z = z if bias is None else z + bias
         # torch.compile loses the gradient of a cast that does nothing

@@ -57,6 +57,21 @@ def test_finite_differences(shape, bias):
     torch.testing.assert_close(simulation.linear(*leaves), F.linear(*leaves), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_comes_out_may_be_written_in_place(shape, bias, fp8):
+    """As by ``nn.ReLU(inplace=True)``."""
+    leaves = [normal(*shape), normal(4, 6, seed=1), normal(4, seed=2) if bias else None]
+    leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in leaves]
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    z = simulation.linear(*leaves, fp8=fp8)
+    expected = torch.autograd.grad(z.relu().square().sum(), wanted)
+    z = simulation.linear(*leaves, fp8=fp8)
+    gradients = torch.autograd.grad(z.relu_().square().sum(), wanted)
+    assert all(map(torch.equal, gradients, expected))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_input_gradient_with_the_weight_given(bias):
     x, w, v, dz = (
