@@ -167,7 +167,9 @@ def _product(
     """x S^T + bias, (tokens, rows), with S as it was packed."""
     if not len(x):  # an expert without tokens, which the library refuses
         return x.new_empty(0, rows)
-    return _multiplied(x, parts, path, bias).contiguous()
+    z = _multiplied(x, parts, path, bias).contiguous()
+    # without the tokens that filled it up it is a view, which autograd would let nobody write in place
+    return torch.ops.aten._unsafe_view(z, z.shape)
 
 
 def _multiplied(x: Tensor, parts: list[Tensor], path: str, bias: Tensor | None) -> Tensor:

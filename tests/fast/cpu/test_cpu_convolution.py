@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nmrun.fast.cpu import convolution
 from nmrun.fast.cpu.convolution import ConvolutionProducts
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.convolution import Window
+from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.sparsity.masks import hard_threshold
 
 pytestmark = [
@@ -62,6 +64,21 @@ def test_all_gradients_are_those_of_finite_differences() -> None:
     z = F.conv2d(*exact, (2, 1), (1, 1))
     for a, b in zip(gradients, torch.autograd.grad(z, exact, dz.double()), strict=True):
         assert torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 5, 5), (8, 5, 5)], ids=str)
+def test_what_comes_out_may_be_written_in_place(shape: tuple[int, ...]) -> None:
+    """As by ``nn.ReLU(inplace=True)``: in training and in inference with gradients."""
+    weight = hard_threshold(torch.randn(6, 8, 3, 3), "2:4", 1).requires_grad_()
+    packed = ConvolutionProducts((6, 8), Window((3, 3)))
+    packed.write(weight, None)
+    deployed = PackedConvolution.of(weight.detach(), Window((3, 3)))
+    x = torch.randn(shape, requires_grad=True)
+    in_training = [partial(packed, weight=weight, bias=None)] if x.dim() == 4 else []
+    for convolve in (deployed, *in_training):
+        (expected,) = torch.autograd.grad(convolve(x).relu().square().sum(), x)
+        (gradient,) = torch.autograd.grad(convolve(x).relu_().square().sum(), x)
+        assert torch.equal(gradient, expected)
 
 
 def test_operators_are_as_torch_wants_them() -> None:

@@ -49,6 +49,24 @@ def test_products_and_gradients(shape: tuple[int, ...], bias: bool, both: bool, 
     assert packed.counts == (1 if path == "masked" else 2, (1 if path == "masked" else 2) * both)
 
 
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16)], ids=str)
+def test_what_comes_out_may_be_written_in_place(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by ``nn.ReLU(inplace=True)``, after a product of tokens that were filled up."""
+
+    def filled_up(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
+        return multiply(F.pad(x, (0, 0, 0, 2)), parts, bias)[: len(x)]
+
+    paths = {"compressed": replace(COMPRESSED, multiply=filled_up)}
+    monkeypatch.setattr(semi_structured, "PATHS", paths)
+    weight, x = along_inputs(8, 16), normal(*shape).requires_grad_()
+    packed = SemiStructuredProducts("compressed", weight, None, torch.float64, False)
+    (expected,) = torch.autograd.grad(F.linear(x, weight).relu().square().sum(), x)
+    (gradient,) = torch.autograd.grad(packed(x, weight, None).relu_().square().sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_half_the_values_are_all_that_is_read() -> None:
     """The path of these tests is no disguise of the dense product: of a weight that is not 2:4 it
     loses values.

@@ -85,7 +85,9 @@ def _run(
 ) -> Tensor:  # fmt: skip
     images, columns, in_height, in_width = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
-    out = x.new_empty((images, height, width, weight.rows)).permute(0, 3, 1, 2)
+    # no view, which autograd would let nobody write in place
+    size = (images, weight.rows, height, width)
+    out = torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
     bias = None if bias is None else bias.float().contiguous()
     pairs = [(ctypes.c_int64 * 2)(*pair) for pair in
              (window.taps, window.stride, window.padding, window.dilation)]  # fmt: skip
