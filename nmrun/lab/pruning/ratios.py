@@ -154,7 +154,7 @@ def _composed(words: Sequence[str], config_dir: str | None) -> Config:
     from nmrun.lab.words.composition import config_of
 
     try:
-        return config_of(command_line.own_recipe(list(words)), config_dir)
+        return config_of(command_line.own_recipe(list(words), config_dir), config_dir)
     except HydraException as error:
         raise ConfigError(
             f"its settings cannot be given in a command: {first_line(error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,9 +133,10 @@ def runs(
         rows.append(run)
     table = pd.DataFrame(rows, dtype=object)
     if not (table["status"] == "finished").any():
-        command = " ".join([f"nmrun -m experiment={experiment.name} scale={scale}", *overrides])
+        words = [f"experiment={experiment.word}", f"scale={scale}", *overrides]
+        command = shlex.join(["nmrun", "-m", *words])
         raise Unfinished(
-            f"experiment={experiment.name} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
+            f"{words[0]} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
         )
     return table
 

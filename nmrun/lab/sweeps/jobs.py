@@ -92,7 +92,8 @@ def checked(
 ) -> tuple[list[list[str]], list[precheck.Findings]]:
     """The overrides of each sweep that a command line asks for, and what was found there.
     ConfigError with all that is wrong."""
-    sweeps = [command_line.own_recipe(words) for words in experiment.expand(overrides, multirun)]
+    expanded = experiment.expand(overrides, multirun)
+    sweeps = [command_line.own_recipe(words, config_dir) for words in expanded]
     composed: Cache = {}
     looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
     if problems := list(

@@ -150,7 +150,7 @@ def params_text(params: Mapping[str, Any]) -> str:
 
 
 def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
-    settings = [command_line.word(key, value) for key, value in params.items()]
+    settings = [cell.word(key, value) for key, value in params.items()]
     return [*cell.words, *settings, f"seed={seed}"]
 
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.fields import recipe_fields
+from nmrun.lab.keys.fields import Field, recipe_fields
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.lab.verbs import quantity
 from nmrun.lab.words import command_line, schema
@@ -52,8 +52,13 @@ class TuningCell:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        flat = schema.flatten(self.config.plain)
-        return {key: flat[key] for key in self.searched}
+        values = settings(self.config)
+        return {key: values[key] for key in self.searched}
+
+    def word(self, key: str, value: Any) -> str:
+        """The override that gives a searched key this value."""
+        new = "" if key in schema.flatten(self.config.plain) else "++"
+        return new + command_line.word(key, value)
 
 
 def cells(
@@ -114,7 +119,7 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
         """By the identity of each run the first of the values, as the run has it."""
         found: dict[str, Any] = {}
         for value in values:
-            words = [command_line.word(*setting) for setting in ((key, value), *beside)]
+            words = [cell.word(*setting) for setting in ((key, value), *beside)]
             [(_, job)] = jobs_of([[*cell.words, *words]], cell.config_dir, cache)
             config = schema.check(job)
             has = schema.flatten(config.plain)[key]
@@ -204,10 +209,7 @@ def space_of(config: Config, space: Space) -> Space:
     """The search spaces of a run by key: of the learning rate, those that the recipe declares, and
     those of ``space`` that the config has, which win."""
     rate = config.optimizer.lr
-    path = config.recipe.target or RECIPES[config.recipe.name]
-    declared = {
-        f"recipe.{key}": field.search for key, field in recipe_fields(path).items() if field.search
-    }
+    declared = {key: field.search for key, field in _of_recipe(config).items() if field.search}
     searched = {RATE: log(rate / AROUND, rate * AROUND), **declared}
     return searched | {key: search for key, search in space.items() if has(config, key)}
 
@@ -215,7 +217,22 @@ def space_of(config: Config, space: Space) -> Space:
 def has(config: Config, key: str) -> bool:
     """Whether a key can change a run; dense training has no ratio."""
     of_ratio = key.partition(".")[0] == "sparsity"
-    return key in schema.flatten(config.plain) and not (of_ratio and config.is_dense)
+    return key in settings(config) and not (of_ratio and config.is_dense)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The values of a run by key. A config need not say those of a recipe of one's own."""
+    defaults = {key: field.default for key, field in _of_recipe(config).items()}
+    return defaults | schema.flatten(config.plain)
+
+
+def _of_recipe(config: Config) -> dict[str, Field]:
+    path = config.recipe.target or RECIPES[config.recipe.name]
+    fields: Mapping[str, Field] = {}
+    # of a class that its module imports nothing is known; one that is nowhere ends the first trial
+    with contextlib.suppress(LookupError, ImportError, SyntaxError, OSError):
+        fields = recipe_fields(path)
+    return {f"recipe.{key}": field for key, field in fields.items()}
 
 
 def read_space(words: Sequence[str]) -> Space:

@@ -74,12 +74,12 @@ def as_key(word: str) -> str:
     return f"{meant}{equals}{value}"
 
 
-def own_recipe(words: list[str]) -> list[str]:
+def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
     """The overrides, in which ``++`` lets Hydra add the keys of a user's own recipe class."""
     keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
-    if "recipe._target_" not in keys and not any(
-        name in installed() for name in keys.get("recipe", "").split(",")
-    ):
+    files = groups.in_folder(config_dir).get("recipe", ())
+    own = {file.stem for file in files if b"_target_" in file.read_bytes()} | {*installed()}
+    if "recipe._target_" not in keys and own.isdisjoint(keys.get("recipe", "").split(",")):
         return words
     words = [
         "++" + word.lstrip("+") if word.lstrip("+").startswith("recipe.") else word

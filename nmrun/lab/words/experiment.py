@@ -94,10 +94,12 @@ class Experiment:
     ``sweeps`` has by scale the overrides of each sweep, ``zip=`` included; ``scales`` what each
     scale adds. ``rows`` to ``baseline`` are as for ``nmrun table``; keys that no run has are left
     out. ``figures`` are kinds of ``nmrun plot``, ``curves`` with its key (``curves eval/loss``).
-    ``paper`` has the published values as printed, by row and column.
+    ``paper`` has the published values as printed, by row and column. ``word`` is what
+    ``experiment=`` takes: the name, or the path of a user's own file.
     """
 
     name: str
+    word: str
     title: str
     source: str
     note: str
@@ -154,12 +156,12 @@ def load(name: str) -> Experiment:
     file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
     content = options.read_yaml(file, f"experiment={name}")
     try:
-        return _read(Path(name).stem, content)
+        return _read(name, content)
     except ValueError as error:
         raise ConfigError(f"experiment={name}: {error}") from None
 
 
-def _read(name: str, content: Any) -> Experiment:
+def _read(word: str, content: Any) -> Experiment:
     _check(content, KEYS, NEEDED)
     report, paper = content.get("report") or {}, content.get("paper")
     _check(report, REPORT_KEYS, (), "report.")
@@ -178,7 +180,8 @@ def _read(name: str, content: Any) -> Experiment:
     if by_scale.keys() != content["scales"].keys():
         raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
     return Experiment(
-        name=name,
+        name=Path(word).stem if word.endswith(".yaml") else word,
+        word=word,
         title=content["title"],
         source=content["source"],
         note=content.get("note") or "",
@@ -317,7 +320,7 @@ def configs(
     by_folder: dict[str, Config] = {}
     composition.register()
     sweeps = [
-        [word for word in words if not command_line.is_hydras(word)]
+        [word for word in command_line.own_recipe(words) if not command_line.is_hydras(word)]
         for words in experiment.overrides(scale, changes)
     ]
     with plain_errors():

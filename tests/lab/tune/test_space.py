@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra import compose
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import fields
 from nmrun.lab.tune import plan
-from nmrun.lab.words import composition, schema
+from nmrun.lab.words import command_line, composition, schema
 from nmrun.lab.words.composition import composing
 from nmrun.ranges import among, between, log
 from nmrun.recipes import RECIPES
@@ -116,6 +118,26 @@ def test_a_key_that_matters_beside_a_value_of_another_is_searched(tmp_path):
     over = ["optimizer.weight_decay=interval(0.01,0.1)", "optimizer.decay=all,matrices"]
     (cell,) = plan.cells(tmp_path, [words], plan.read_space(over))
     assert cell.searched["optimizer.decay"].values == ("all", "matrices")
+
+
+def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("declares.py").write_text(
+        "from typing import Annotated\n"
+        "from nmrun.ranges import log, number\n"
+        "from nmrun.recipes.ste import STE\n"
+        "class Declares(STE):\n"
+        "    strength: Annotated[float, number(0), log(0.1, 10)] = 0.5\n"
+        "    other: float = 2.0\n"
+    )
+    words = command_line.own_recipe(["recipe._target_=declares.Declares"])
+    (cell,) = plan.cells(tmp_path, [words], plan.read_space(["recipe.other=1,2,3"]))
+    assert cell.searched["recipe.strength"] == log(0.1, 10)
+    assert cell.searched["recipe.other"] == among(1, 2, 3)
+    assert cell.defaults["recipe.strength"] == 0.5
+    one = config(*cell.words, cell.word("recipe.strength", 3.0))
+    assert one.plain["recipe"]["strength"] == 3.0
 
 
 @pytest.mark.parametrize(

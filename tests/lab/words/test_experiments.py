@@ -18,9 +18,11 @@ from runs import result_of
 from verbs import verb
 
 from nmrun.errors import ConfigError
+from nmrun.lab.compare.comparison import Query
 from nmrun.lab.keys import fields
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
+from nmrun.lab.show import experiments
 from nmrun.lab.show.experiments import KINDS
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.words import composition, experiment, identity, precheck, schema
@@ -434,6 +436,20 @@ def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
     (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
     with pytest.raises(ConfigError, match=re.escape(says)):
         experiment.load(str(tmp_path / "own.yaml"))
+
+
+def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):
+    file = tmp_path / "own.yaml"
+    sweep = "recipe._target_=runs.Mine recipe.strength=1,2 seed=0"
+    file.write_text(f"title: a\nsource: b\nsweep: {sweep}\nscales: {{smoke: model=mlp}}\n")
+    found = experiment.load(str(file))
+    strengths = [run.plain["recipe"]["strength"] for run in experiment.configs(found, "smoke")]
+    assert strengths == [1, 2]
+    with pytest.raises(ConfigError) as refused:
+        experiments.sections([found], "smoke", ['output_dir="a b"'], Query())
+    command = re.search(r"finished; nmrun (.*) makes them$", str(refused.value))
+    _, *words = shlex.split(command[1])  # -m
+    assert experiment.expand(words, True) == found.overrides("smoke", ['output_dir="a b"'])
 
 
 # --- from nothing to the table --------------------------------------------------------------------

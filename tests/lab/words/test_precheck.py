@@ -120,3 +120,17 @@ def test_a_class_of_ones_own_has_keys_of_its_own():
         "recipe=ste",
         "recipe.strength=3",
     ]
+
+
+def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
+    place, config_dir = tmp_path / "recipe", str(tmp_path)
+    place.mkdir()
+    (place / "strong.yaml").write_text("name: strong\n_target_: runs.Mine\n")
+    (place / "usual.yaml").write_text("defaults: [sr_ste]\n")
+    words = {
+        name: command_line.own_recipe([f"recipe={name}", "recipe.strength=3"], config_dir)
+        for name in ("strong", "usual")
+    }
+    assert precheck.look(words["strong"], config_dir=config_dir).problems == []
+    (problem,) = precheck.look(words["usual"], config_dir=config_dir).problems
+    assert problem.startswith("recipe.strength: no such key")
