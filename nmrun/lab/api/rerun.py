@@ -31,6 +31,14 @@ def main(argv: Sequence[str]) -> int:
         "--yes", action="store_true", help="run also code that the folder names, without a question"
     )
     options = parser.parse_intermixed_args(argv)
+    overrides, problems = command_line.parsed(options.changes)
+    problems += [
+        f"{override.input_line}: several values make a sweep, and this is one run"
+        for override in overrides
+        if override.is_sweep_override()
+    ]
+    if problems:
+        raise ConfigError(problems)
     run = RunFolder(options.run)
     if run.problem:
         raise RunError(f"{run.path / RESULT}: {run.problem}")

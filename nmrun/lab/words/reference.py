@@ -179,11 +179,15 @@ def about(topic: str, config_dir: str | None = None) -> str:
     ]
     if named:
         return "\n".join(line for option in named for line in _option(option))
+    from nmrun.lab.words import experiment  # with Hydra, which no other help needs
+
+    if topic in experiment.names():
+        return "\n".join(_experiment(topic))
     raise ConfigError(f"{topic}: no such key, group or option{_hint(topic)}")
 
 
 def _experiments() -> Iterator[str]:
-    from nmrun.lab.words import experiment  # with Hydra, which no other help needs
+    from nmrun.lab.words import experiment
 
     for name in experiment.names():
         found = experiment.load(name)

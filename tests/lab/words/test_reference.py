@@ -66,7 +66,11 @@ def test_a_group_lists_its_options_and_an_option_its_keys():
 
 
 @pytest.mark.parametrize(
-    "option", ["recipe=step", "dataset=digits", "model=mlp", "optimizer=sgd", "track=wandb"]
+    "option",
+    [
+        *("recipe=step", "dataset=digits", "model=mlp", "optimizer=sgd", "track=wandb"),
+        "experiment=step_glue",
+    ],
 )
 def test_the_name_of_an_option_alone_leads_to_it(option):
     assert reference.about(option.partition("=")[2]) == reference.about(option)
