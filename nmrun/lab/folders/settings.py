@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders, two or more"
     )
     parser.add_argument("--all", action="store_true", help="settings that are the same as well")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if len(options.runs) < 2:
         raise ConfigError("the following arguments are required: a second RUN")
     print("\n".join(lines(options.runs, options.all)))

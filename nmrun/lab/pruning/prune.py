@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config-dir", help="a folder of more configs")
     verbs.consent_option(parser)
     parser.add_argument("--to", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.to is not None:
         raise ConfigError(
             f"--to {options.to}: the pruned network gets a run folder (output_dir=); then nmrun "

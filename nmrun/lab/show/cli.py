@@ -77,7 +77,7 @@ def table(argv: Sequence[str]) -> int:
         "--verify", action="store_true", help="refuse runs whose files changed after they finished"
     )
     with files_of_the_command():
-        options = parser.parse_args(argv)
+        options = parser.parse_intermixed_args(argv)
         if options.digits is not None and not 0 <= options.digits <= 12:
             raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
         if options.experiment:
@@ -212,7 +212,7 @@ def plot(argv: Sequence[str]) -> int:
         help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
     )
     with files_of_the_command():
-        options = parser.parse_args(argv)
+        options = parser.parse_intermixed_args(argv)
         paths = _paths(options)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
         out = options.out or _beside(paths, name)
@@ -248,7 +248,7 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, metavar="FILE", help="default: PATH/report.html")
     _comparison(parser, "default dense, where it is there")
     with files_of_the_command():
-        options = parser.parse_args(argv)
+        options = parser.parse_intermixed_args(argv)
         paths = _paths(options)
         if any(path.startswith("wandb://") for path in paths):
             raise ConfigError(

@@ -423,6 +423,12 @@ VERBS = {
     "ratios . --cost money": "invalid choice",
     "compare": "required",
     "compare nowhere .": "nowhere",
+    # an option stands anywhere between the words
+    "compare nowhere --all .": "nowhere: there is no such folder",
+    "prune nowhere --yes samples=2": "nowhere: no finished run is there",
+    "table nowhere --baseline dense .": "nowhere: no such folder",
+    "plot nowhere --kind curves .": "nowhere: no such folder",
+    "report nowhere --test t .": "nowhere: no such folder",
     "compare . .": "no run",
     "rm": "which runs",
     "rm . --filter nonsense": "KEY=VALUE",
