@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from nmrun import atomic, ranks
 from nmrun.errors import first_line
 from nmrun.kernels.compiler import cache_folder
+from nmrun.products.attention import uncompiled
 
 ONEDNN = "onednn"  # the path of dense products by oneDNN
 FLOAT32 = "float32"  # of attention in float32 where all else is bfloat16
@@ -238,7 +239,7 @@ def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> N
     """Compute a forward pass of ``sample`` (of :func:`nmrun.accelerate`) that leaves no trace, and remove
     the hooks that looked at it."""
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), uncompiled():
             sample()
     finally:
         for hook in hooks:

@@ -21,7 +21,7 @@ from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels, input_channels
 from nmrun.permutation.order import assigned_order
 from nmrun.permutation.permute import reorder
-from nmrun.products.attention import slow_path
+from nmrun.products.attention import slow_path, uncompiled
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense, by_reason, select
 from nmrun.sparsity.weight import LIVE
@@ -121,7 +121,7 @@ def prune(
     passes = [functools.partial(run, model, batch) for batch in calibration]
     reports: dict[str, dict[str, Any]] = {}
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
-    with _evaluation(model), slow_path():
+    with _evaluation(model), slow_path(), uncompiled():
         for root, stage, through in stages(model, layers, passes):
             with watched(stage) as grams:
                 through()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -46,3 +47,10 @@ def slow_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Let compiled models compute by their layers: their graphs do not call hooks that came later."""
+    # who has compiled something has loaded the compiler, which takes a second
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()

@@ -226,6 +226,18 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
     assert torch.equal(generate(), expected)
 
 
+@needs_compiler
+@pytest.mark.usefixtures("faster")
+def test_a_compiled_model_that_was_called() -> None:
+    model, x = mlp(), torch.randn(3, 40)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        expected = compiled(x)
+        assert [choice.path for choice in nmrun.deploy(compiled, x)] == ["packed"] * 2
+        assert isinstance(model[0], PackedLinear)
+        torch.testing.assert_close(compiled(x), expected)
+
+
 class Asking(nn.Module):
     """Casts what a layer gets to the dtype and device of its weight, as Mamba does before its head, and
     T5 in another way."""

@@ -167,6 +167,17 @@ def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
     assert (len(calls) == in_chain) == (kind in ("in_place", "by_name"))
 
 
+def test_a_compiled_model_that_was_called():
+    """Its graph has no place for hooks that come later."""
+    model, plain, x = Stack("by_name").eval(), Stack("by_name"), torch.randn(4, 5, 8)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+    nmrun.prune(compiled, [x], "wanda", exclude=())
+    nmrun.prune(plain, [x], "wanda", exclude=())
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_torch_s_encoder_with_padding():
     """In evaluation torch computes it past its layers, from nested tensors."""
     torch.manual_seed(0)
