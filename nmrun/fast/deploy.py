@@ -90,9 +90,9 @@ def deploy(
         the times in milliseconds. Then those of attention and GELU, which are ``always_dense``.
 
     Raises:
-        ConfigError: where a weight is still in training, for a sample of another kind, and for
-            ``precision="int8"`` on a processor or device without such products. No layer is changed
-            then.
+        ConfigError: where a weight is still in training, for a model or sample of another kind, and
+            for ``precision="int8"`` on a processor or device without such products. No layer is
+            changed then.
     """
     _check(model, precision, tolerance)
     for name, parameter in model.named_parameters():
@@ -134,7 +134,9 @@ def deploy(
 
 
 def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
-    """Raise ConfigError, in one line, for a precision that cannot be had."""
+    """Raise ConfigError, in one line, for what is no module and a precision that cannot be had."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{type(model).__name__} is no module: give deploy the finished model")
     if precision not in (None, INT8):
         raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
     if not 0 <= tolerance <= 1:

@@ -403,6 +403,8 @@ def test_training_and_odd_samples_are_refused_in_one_line() -> None:
     assert model.training
     with pytest.raises(ConfigError, match="sample is a float"):
         nmrun.deploy(mlp(), 1.0)
+    with pytest.raises(ConfigError, match=r"^dict is no module: give deploy the finished model$"):
+        nmrun.deploy({**model.state_dict()}, torch.randn(2, 16))
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7", "4:8", "1:32", "3:4"])
