@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,10 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
             rows += from_csv(path)
         found = []
         for place, below, names in walk(path, unread.append):
-            found += [Path(place, RESULT)] * (RESULT in names)
+            found += [Path(place, RESULT)] * (RESULT in (*names, *below))
             below[:] = [name for name in below if not name.startswith(".")]
         for file in sorted(found):
-            files.setdefault(file.resolve(), file)
+            files.setdefault(Path(os.path.realpath(file)), file)
     for file in files.values():
         run = RunFolder(file.parent)
         try:

@@ -405,4 +405,4 @@ def test_a_run_with_a_network_and_a_recipe_of_ones_own(tmp_path, monkeypatch, ca
 
     (tmp_path / "mine").rename(tmp_path / "moved")
     assert verb("ratios", str(run.folder), "--yes") == 2
-    assert "Could not find 'model/wide'" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"nmrun: --config-dir {tmp_path / 'mine'}: no such folder\n"
