@@ -210,8 +210,8 @@ def sparse_activations(
         dense_end: likewise, at the end.
 
     Raises:
-        ConfigError: (a ValueError) for a wrong pattern, share, total or expression, and for a model without
-            such modules. A forward pass raises it where M does not divide the features.
+        ConfigError: (a ValueError) for a wrong pattern, share, total or expression, and for a model
+            without such modules. A forward pass raises it where M does not divide the features.
     """
     total = total_steps_of(total_steps)
     return SparseActivations(model, Pattern.parse(pattern), include, total, dense_start, dense_end)

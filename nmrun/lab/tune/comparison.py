@@ -150,8 +150,7 @@ def params_text(params: Mapping[str, Any]) -> str:
 
 
 def _words(cell: TuningCell, params: Mapping[str, Any], seed: int) -> list[str]:
-    settings = [cell.word(key, value) for key, value in params.items()]
-    return [*cell.words, *settings, f"seed={seed}"]
+    return [*cell.with_settings(params.items()), f"seed={seed}"]
 
 
 def _composed(cell: TuningCell, words: Sequence[str]) -> Config:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,10 @@ class TuningCell:
         values = settings(self.config)
         return {key: values[key] for key in self.searched}
 
-    def word(self, key: str, value: Any) -> str:
-        """The override that gives a searched key this value."""
-        new = "" if key in schema.flatten(self.config.plain) else "++"
-        return new + command_line.word(key, value)
+    def with_settings(self, params: Iterable[tuple[str, Any]]) -> list[str]:
+        """The overrides of a run with these values of searched keys."""
+        words = [*self.words, *(command_line.word(key, value) for key, value in params)]
+        return command_line.own_recipe(words, self.config_dir)
 
 
 def cells(
@@ -119,8 +119,8 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
         """By the identity of each run the first of the values, as the run has it."""
         found: dict[str, Any] = {}
         for value in values:
-            words = [cell.word(*setting) for setting in ((key, value), *beside)]
-            [(_, job)] = jobs_of([[*cell.words, *words]], cell.config_dir, cache)
+            words = cell.with_settings([(key, value), *beside])
+            [(_, job)] = jobs_of([words], cell.config_dir, cache)
             config = schema.check(job)
             has = schema.flatten(config.plain)[key]
             found.setdefault(identity(config), value if value == has else has)
@@ -138,6 +138,8 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
             raise ConfigError(f"--over {error}") from None
         # it may change a run only beside another value of a key that is searched too
         for other in ((k, v) for k in own if k != key for v in own[k]):
+            if len(distinct) == len(values):
+                break
             with contextlib.suppress(ConfigError):  # the two may not go together
                 distinct = max(distinct, runs(key, values, other), key=len)
         if len(distinct) == 1:

@@ -98,7 +98,6 @@ class Experiment:
     ``experiment=`` takes: the name, or the path of a user's own file.
     """
 
-    name: str
     word: str
     title: str
     source: str
@@ -112,6 +111,10 @@ class Experiment:
     figures: list[str]
     paper: dict[str, dict[str, str]]
     paper_source: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.word).name.removesuffix(".yaml")
 
     def overrides(self, scale: str, changes: Sequence[str] = ()) -> list[list[str]]:
         """The overrides of each sweep, with ``zip=`` replaced. A scale's win over a sweep's for the
@@ -180,7 +183,6 @@ def _read(word: str, content: Any) -> Experiment:
     if by_scale.keys() != content["scales"].keys():
         raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
     return Experiment(
-        name=Path(word).stem if word.endswith(".yaml") else word,
         word=word,
         title=content["title"],
         source=content["source"],

@@ -136,7 +136,7 @@ def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_pat
     assert cell.searched["recipe.strength"] == log(0.1, 10)
     assert cell.searched["recipe.other"] == among(1, 2, 3)
     assert cell.defaults["recipe.strength"] == 0.5
-    one = config(*cell.words, cell.word("recipe.strength", 3.0))
+    one = config(*cell.with_settings([("recipe.strength", 3.0)]))
     assert one.plain["recipe"]["strength"] == 3.0
 
 
