@@ -7,7 +7,8 @@ on every page about recipes. On the pages of ``results/`` it writes what stands 
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
   training is better; ``leads``, what is better than the baseline in most cells;
-- ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``);
+- ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``; after
+  the name ``(exploratory)`` if the column decides nothing, ``(exploratory: ROW)`` for one row);
 - ``settings``, what the trials beside the command's runs chose;
 - ``commands``, those of the page.
 
@@ -38,6 +39,7 @@ from nmrun.lab.words.reference import Key, Option
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
+COLUMN = re.compile(r"(.*?)(?: \((exploratory)(?:: (.*?))?\))? = (.*)")
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
 RECIPE_OF_PAGE = re.compile(r"^`recipe=(\w+)`", re.M)
 CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
@@ -272,23 +274,27 @@ def _leads(command: str) -> list[str]:
 
 
 def _verdicts(commands: str) -> list[str]:
-    """What tables against SR-STE say of each paper's claim, a column a table: ``NAME = COMMAND;
-    NAME = COMMAND``.
-    """
-    columns = dict(part.split(" = ", 1) for part in commands.split("; "))
-    verdicts = {name: _verdicts_of(command) for name, command in columns.items()}
+    """What tables against SR-STE say of each paper's claim, a column a table."""
+    verdicts = {}
+    for part in commands.split("; "):
+        column = COLUMN.fullmatch(part)
+        assert column, part
+        name, marked, recipes, command = column.groups()
+        exploratory = (recipes.split(", ") if recipes else [*CLAIMS]) if marked else []
+        verdicts[name] = _verdicts_of(command, exploratory)
     rows = [
-        [f"{claim} | `{recipe}`", *(verdicts[name].get(recipe, "-") for name in columns)]
+        [f"{claim} | `{recipe}`", *(column.get(recipe, "-") for column in verdicts.values())]
         for recipe, (claim, _) in CLAIMS.items()
         if any(recipe in column for column in verdicts.values())
     ]
-    head = ["claim", "row", *columns]
+    head = ["claim", "row", *verdicts]
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
-def _verdicts_of(command: str) -> dict[str, str]:
+def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
     """By recipe, whether its claim holds in a table of one column of differences, and the figure
-    there. Of a recipe with several rows the first counts: as published.
+    there. Of exploratory ones only whether they are ahead or behind: they decide no claim. Of a
+    recipe with several rows the first counts: as published.
     """
     found = _cells(command).drop_duplicates("recipe").set_index("recipe")
     table = [line.strip("| ").split("|") for line in _printed(command)[-1].splitlines()]
@@ -299,9 +305,11 @@ def _verdicts_of(command: str) -> dict[str, str]:
     for recipe, (_, side) in CLAIMS.items():
         if recipe in found.index:
             row = found.loc[recipe]
-            word = "**holds**" if row[side] else "does not hold"
-            decided = row.ahead or row.behind
-            verdicts[recipe] = f"{word if decided else 'not decided'}: {figures[recipe]}"
+            words = "**holds**", "does not hold", "not decided"
+            if recipe in exploratory:
+                side, words = "ahead", ("ahead", "behind", "not told apart")
+            word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
+            verdicts[recipe] = f"{word}: {figures[recipe]}"
     return verdicts
 
 

@@ -152,17 +152,28 @@ def test_verdicts_and_leads_over_all_cells(generate, tmp_path):
     command = f"nmrun table {runs} --baseline sr_ste --overall"
     page.write_text(
         f"<!-- leads: {command} -->\n<!-- end -->\n\n<!-- verdicts: all = {command}; "
-        f"no STE = {command} --filter recipe=sr_ste,step,s_ste -->\n<!-- end -->\n"
+        f"no STE = {command} --filter recipe=sr_ste,step,s_ste; "
+        f"later (exploratory) = {command}; two (exploratory: s_ste, ste) = {command} -->\n"
+        "<!-- end -->\n"
     )
     text = generate.result(page)
     assert "in most cells:** S-STE.\n" in text
-    verdicts = {row: rest for row, *rest in re.findall(r"`(\w+)` \| (.*) \| (.*) \|", text)}
+    verdicts = {row: rest for row, *rest in re.findall(r"`(\w+)`" + 4 * r" \| (.*)" + r" \|", text)}
     assert {row: rest[0].partition(":")[0] for row, rest in verdicts.items()} == {
         "ste": "not decided",
         "step": "not decided",
         "s_ste": "**holds**",
     }
+    assert "| claim | row | all | no STE | later | two |" in text
     assert verdicts["ste"][1] == "-"
+    exploratory = {
+        row: [cell.partition(":")[0] for cell in rest[2:]] for row, rest in verdicts.items()
+    }
+    assert exploratory == {
+        "ste": ["not told apart", "not told apart"],
+        "step": ["not told apart", "not decided"],
+        "s_ste": ["ahead", "ahead"],
+    }
     assert re.fullmatch(r"\*\*holds\*\*: \+[\d.]+ \[\+[\d.]+, \+[\d.]+\]", verdicts["s_ste"][1])
 
 
