@@ -395,6 +395,17 @@ def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped):
     assert handle.phase == ("sparse" if stepped else "dense")
 
 
+@pytest.mark.parametrize("size", [0.0, 1.0])
+def test_a_step_at_a_learning_rate_of_0_counts_by_sparse_gradients_too(size):
+    model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    (size * model[0](torch.tensor([1, 2, 1]))).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    optimizer.step()
+    assert handle.recipe.step == size
+
+
 @pytest.mark.parametrize("loads", ["optimizer", "handle"])
 @pytest.mark.parametrize("compiled", ["saved", "loaded"])
 def test_a_wrapper_around_the_model_changes_no_name(compiled, loads):

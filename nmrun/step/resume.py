@@ -302,5 +302,7 @@ def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     grads = [local(p.grad) for p in owned if p.grad is not None]
     if not grads:
         return False
-    moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
+    # those of nn.Embedding(sparse=True) cannot be counted as they are
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    moves = sum((torch.count_nonzero(value) for value in values), torch.zeros((), dtype=torch.long))
     return not global_sum(weights, moves)
