@@ -203,6 +203,36 @@ def test_a_step_that_raises_in_the_middle_recovers(recipe, fused, monkeypatch):
     handle.finalize()
 
 
+@pytest.mark.parametrize("then", ["a closure", "refresh"])
+def test_the_forward_pass_is_nm_again_after_a_step_that_failed(then):
+    (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")
+    for each in (model, optimizer), plain[:2]:
+        train(*each, range(3))
+    fails = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer, [3])
+    fails.remove()
+    seen = []
+
+    def evaluated() -> torch.Tensor:
+        optimizer.zero_grad()
+        seen.append(bits(list(model.parameters())))
+        loss = model(batch(3)).square().mean()
+        loss.backward()
+        return loss
+
+    used = bits(list(plain[0].parameters()))
+    if then == "refresh":
+        handle.refresh()
+        evaluated()
+        optimizer.step()
+    else:
+        optimizer.step(evaluated)
+    assert seen == [used]
+    train(*plain[:2], [3])
+    assert everything(model, optimizer, handle) == everything(*plain)
+
+
 # --- casts, copies, functional calls ------------------------------------------------------------
 
 

@@ -97,8 +97,9 @@ class Handle:
         return self.stepper.pop_events()
 
     def refresh(self) -> None:
-        """Write the projections of the dense weights into the parameters, as every step does. What
-        others wrote there since the last step is lost, except in a dense phase."""
+        """Write the projections of the dense weights into the parameters, as every step does, also
+        after a step that failed half-way. What others wrote there since the last step is lost, except
+        in a dense phase."""
         self.stepper.refresh()
 
     @torch.no_grad()

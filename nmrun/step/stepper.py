@@ -2,7 +2,8 @@
 
 In this order::
 
-    before    a closure is evaluated; the weights' tensors leave the optimizer's state
+    before    after a step that failed, the parameters point at the projected weights again
+              a closure is evaluated; the weights' tensors leave the optimizer's state
               weights that were written from outside become the new dense weights
               recipe.before_step; the rule edits the gradients
               the parameters point at the dense weights
@@ -105,11 +106,11 @@ class Stepper:
             self._open += 1
             return None
         self._open = 1
+        self.recover()
         answer = closure_first(args, kwargs)
         self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
         if self._skipped:
             return answer
-        self.recover()
         for weight in self.sparse:
             weight.pop_state(optimizer)
         if not self._compared:
@@ -134,8 +135,6 @@ class Stepper:
     def recover(self) -> None:
         """After a step that failed half-way, let the parameters be the projected weights again."""
         if any(weight.shows_dense for weight in self.sparse):
-            for weight in self.sparse:
-                weight.show_projected()
             self.refresh()
 
     def _plan(self, optimizer: torch.optim.Optimizer) -> dict[SparseWeight, Rule]:
@@ -211,6 +210,8 @@ class Stepper:
     def refresh(self, projected: Collection[SparseWeight] = ()) -> None:
         """Write the projections of the dense weights into the parameters, as after every step; but of
         the weights ``projected``, which have them."""
+        for weight in self.sparse:
+            weight.show_projected()
         if self.recipe.dense_forward:
             for weight in self.sparse:
                 weight.end_sparse()
