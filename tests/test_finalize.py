@@ -432,6 +432,42 @@ def test_a_training_that_is_left_in_an_evaluation_has_its_dense_weights(recipe):
     assert all(map(torch.equal, (model[0].weight, model[2].weight), dense))
 
 
+@pytest.mark.parametrize("inner", ["dense_weights", "evaluation_weights"])
+@pytest.mark.parametrize("outer", ["dense_weights", "evaluation_weights"])
+@pytest.mark.parametrize("recipe", ["maskllm", "proxsparse", "cast"])
+def test_looks_within_looks_end_with_the_outer_ones(recipe, outer, inner):
+    """As of one's own in an evaluation that a callback has begun."""
+    training, plain = start(recipe), start(recipe)
+    model, _, handle = training
+    for each in training, plain:
+        train(*each[:2], range(TOTAL - 3))
+    before, used = everything(*training), bits(list(model.parameters()))
+    dense = [weight.dense.clone() for weight in handle.sparse]
+    with getattr(handle, outer)():
+        seen = bits(list(model.parameters()))
+        with getattr(handle, inner)():
+            if "dense_weights" in (outer, inner):
+                assert all(map(torch.equal, (model[0].weight, model[2].weight), dense))
+        assert bits(list(model.parameters())) == seen
+        assert (seen != used) or (recipe == "proxsparse" and outer == "dense_weights")
+    assert everything(*training) == before
+    for each in training, plain:
+        train(*each[:2], range(TOTAL - 3, TOTAL))
+    assert everything(*training) == everything(*plain)
+
+
+def test_dense_weights_that_are_written_in_an_evaluation_are_evaluated():
+    model, optimizer, handle = start("maskllm")
+    train(model, optimizer, range(TOTAL - 3))
+    written = torch.randn(8, 16)
+    with handle.evaluation_weights():
+        mask = model[0].weight != 0
+        with handle.dense_weights():
+            model[0].weight.data.copy_(written)
+        assert torch.equal(model[0].weight, written * mask)
+    assert torch.equal(handle.sparse[0].dense, written)
+
+
 class Yolo:
     """Trains and averages in the order of ultralytics: callbacks are all that others can add."""
 

@@ -130,12 +130,14 @@ class Handle:
     def dense_weights(self) -> Iterator[None]:
         """While entered, the parameters are the dense weights: for averages (EMA), dense evaluation and
         dense checkpoints. What is written into a parameter inside becomes its dense weight. Entered
-        again inside, it changes nothing."""
+        again inside, it changes nothing; inside :meth:`evaluation_weights` these come back after it."""
         if any(weight.shows_dense for weight in self.sparse):
             yield
             return
         self._reshard()
-        self.stepper.notice_changes()
+        evaluates = self.stepper.shows_final
+        if not evaluates:  # what is written there is no dense weight
+            self.stepper.notice_changes()
         # layers would compute with copies of the projected weights, packed or pruned again
         layers = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
         for products in layers:
@@ -152,27 +154,34 @@ class Handle:
             for products in layers:
                 products.active = True
             self.refresh()  # a write through .data, as in many an EMA's copy_to, leaves no trace
+            if evaluates and self.recipe.evaluates_final:  # unless another state was loaded inside
+                self._show_final()
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """While entered, the parameters are the weights to evaluate with. These are the forward pass's,
         except where the recipe evaluates what a run ending now would leave (MaskLLM's likeliest
-        masks)."""
-        if not self.recipe.evaluates_final:
+        masks). Entered again inside, or inside :meth:`dense_weights`, it changes nothing."""
+        shown = self.stepper.shows_final or any(weight.shows_dense for weight in self.sparse)
+        if shown or not self.recipe.evaluates_final:
             yield
             return
         self._reshard()
         self.stepper.notice_changes()
-        with torch.no_grad():
-            for weight in self.sparse:
-                weight.weight.copy_(self.final_weight(weight))
-                weight.note()
-        torch.clear_autocast_cache()
+        self._show_final()
         try:
             yield
         finally:
             self._reshard()
             self.refresh()
+
+    @torch.no_grad()
+    def _show_final(self) -> None:
+        for weight in self.sparse:
+            weight.weight.copy_(self.final_weight(weight))
+            weight.note()
+        torch.clear_autocast_cache()
+        self.stepper.shows_final = True
 
     def _reshard(self) -> None:
         """Let FSDP's modules gather their weights anew. The outermost module keeps its gathered

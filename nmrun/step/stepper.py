@@ -55,6 +55,8 @@ class Stepper:
     Attributes:
         sparse: the sparse weights; empty after :meth:`leave`.
         measure_flips: whether the next step's mask changes are measured.
+        shows_final: whether the parameters are the weights that a run ending now would leave, until
+            the next :meth:`refresh`.
         measured: what was measured in the last step, by name.
         followers: are called with (parameter name, dim, index) when channel permutation made a
             parameter ``p.index_select(dim, index)``.
@@ -67,7 +69,7 @@ class Stepper:
         sparse: list[SparseWeight],
     ) -> None:
         self.recipe, self.sparse = recipe, sparse
-        self.measure_flips = False
+        self.measure_flips = self.shows_final = False
         self.mask_metrics = MaskMetrics(recipe, sparse)
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self.optimizer = optimizer
@@ -210,6 +212,7 @@ class Stepper:
     def refresh(self, projected: Collection[SparseWeight] = ()) -> None:
         """Write the projections of the dense weights into the parameters, as after every step; but of
         the weights ``projected``, which have them."""
+        self.shows_final = False
         for weight in self.sparse:
             weight.show_projected()
         if self.recipe.dense_forward:
