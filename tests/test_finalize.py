@@ -96,6 +96,27 @@ def test_the_reason_is_told_and_nothing_changed(recipe, happens, message):
     assert training[2].sparse
 
 
+def test_a_training_that_was_abandoned_is_not_finished():
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    handle.abandon()
+    before = everything(model, optimizer)
+    average = copy.deepcopy(model)
+    for finish in (
+        handle.finalize,
+        lambda: handle.finalize(average),
+        lambda: handle.projected(average).__enter__(),
+    ):
+        with one_line(RunError, r"abandon\(\) took nmrun out of this training"):
+            finish()
+    assert everything(model, optimizer) == before
+    again = attach(model, optimizer, "sr_ste")
+    train(model, optimizer, range(3))
+    again.finalize()
+    again.abandon()  # nothing is left to do
+    again.finalize()
+
+
 @pytest.mark.parametrize("recipe", ["step", "asp", "lbc", "mdgf_linear"])
 def test_who_was_refused_can_train_on(recipe):
     training, plain = start(recipe), start(recipe)

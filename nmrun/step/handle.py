@@ -51,6 +51,7 @@ class Handle:
         ]
         self.by_onednn: list[nn.Module] = []
         self.finished: list[SparseWeight] = []
+        self._abandoned = False
         self.stepper = Stepper(optimizer, recipe, sparse)
 
     @property
@@ -286,14 +287,15 @@ class Handle:
 
         Raises:
             RunError: where a weight does not hold its pattern, the optimizer never stepped,
-                training ended in a dense phase, or the weights changed without the optimizer.
-                Nothing is changed then.
+                training ended in a dense phase, the weights changed without the optimizer, or
+                after :meth:`abandon`. Nothing is changed then.
             ConfigError: for a ``model`` without the parameters of this one, and for this one itself.
         """
         if model is not None:
             for parameter, projected in self._projections(model):
                 parameter.copy_(projected)
             return
+        self._check_not_abandoned()
         self._reshard()
         if self.sparse:
             self.stepper.recover()
@@ -321,7 +323,12 @@ class Handle:
             if weight.moved():
                 weight.forget_dense()
             weight.end_sparse()
+        self._abandoned = self._abandoned or bool(self.sparse)
         self._leave()
+
+    def _check_not_abandoned(self) -> None:
+        if self._abandoned:
+            raise RunError("abandon() took nmrun out of this training: call sparsify again")
 
     def _leave(self) -> None:
         self.stepper.leave()
@@ -334,6 +341,7 @@ class Handle:
 
         Raises:
             ConfigError: as :meth:`finalize`.
+            RunError: after :meth:`abandon`.
         """
         with torch.no_grad():
             pairs = [
@@ -353,6 +361,7 @@ class Handle:
 
     def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each sparse weight, the parameter of an average and what it is to become."""
+        self._check_not_abandoned()
         weights = self.sparse or self.finished
         parameters = counterparts(model, self.model, [weight.name for weight in weights])
         for weight, parameter in zip(weights, parameters, strict=True):
