@@ -200,7 +200,11 @@ def _printed(command: str) -> list[str]:
 
 
 def _table(command: str) -> list[str]:
-    return [_printed(command)[1]]
+    caption, table, *_ = _printed(command)
+    cautions = re.sub(
+        r"(; |^)made by \d+ versions of the code", "", "".join(caption.splitlines()[2:])
+    )
+    return [table, *(["", f"{_upper(cautions)}."] if cautions else [])]
 
 
 def _differences(command: str) -> list[str]:

@@ -104,12 +104,26 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     Likewise where a cell would average over runs that differ in more than their seed.
     """
     _check(runs, query)
+    beside = filtered(runs, [text for text in query.filter if not _is_of_recipe(text)])
+    dense = beside[beside["sparsity"] == "dense"]
     runs = filtered(runs, query.filter)
     if intact:
         verify(runs)
     parts = _groups(runs, query.groups)
-    tables = [_table(part, query, len(parts) > 1) for part in parts]
+    tables = [
+        replace(_table(part, query, len(parts) > 1), control=_has_like(dense, part, query.groups))
+        for part in parts
+    ]
     return Comparison(tables, overall.against(tables, query.baseline) if query.overall else [])
+
+
+def _is_of_recipe(condition: str) -> bool:
+    return condition.partition("=")[0].partition(".")[0] in ("recipe", "sparsity")
+
+
+def _has_like(runs: pd.DataFrame, part: pd.DataFrame, groups: Sequence[str]) -> bool:
+    """Whether some run is of the data set and model that all of a part are of."""
+    return bool(runs[groups].isin(part[groups].to_dict("list")).all(axis=1).any())
 
 
 def _table(runs: pd.DataFrame, query: Query, one_of_several: bool) -> Table:

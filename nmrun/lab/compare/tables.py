@@ -46,6 +46,7 @@ SAMPLES = "recipe.samples"  # of a calibration
 TRAINING = ("optimizer", "schedule", "trainer")
 FAR = 10.0  # deviations of a run by which a seed that failed is worse than the median of its cell
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
+SCORES = ("test", "eval", "best")  # the metrics by which a seed may be taken for failed
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Table:
 
     ``differences`` are to the rows ``baseline`` in the same column, their p-values corrected for
     their number. ``across`` are the keys in which rows are compared with a baseline of another
-    value. ``tuned`` says by how many trials rows were tuned, and over what. ``paper`` has published
+    value, ``unpaired`` the places that share no seed with theirs. ``control`` says whether there
+    are dense runs of these settings. ``tuned`` says by how many trials rows were tuned, and over
+    what. ``paper`` has published
     figures as printed, by row and column. ``pruned`` says which rows were pruned in one shot: some,
     ``all``, or nothing. ``failed`` counts the runs that ended with a value and are taken for
     failed, see ``_set_apart``.
@@ -84,6 +87,8 @@ class Table:
     test: str = ""
     differences: dict[Place, Difference] = field(default_factory=dict)
     across: list[str] = field(default_factory=list)
+    unpaired: list[Place] = field(default_factory=list)
+    control: bool = True
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
     pruned: str = ""
@@ -259,7 +264,7 @@ def _set_apart(table: Table) -> Table:
     failed: dict[int, set[object]] = {}  # seeds by cell: a dense one stands in several columns
     for (row, column), cell in table.cells.items():
         metric = table.metric_of(row, column)
-        if cell.n < FEWEST or metric.partition("/")[0] not in ("test", "eval", "best"):
+        if cell.n < FEWEST or metric.partition("/")[0] not in SCORES:
             continue
         middle, sign = (
             statistics.median(cell.values.values()),
@@ -477,17 +482,27 @@ def against(table: Table, baseline: str, test: str = "t") -> Table:
     every, rivals = pairs(table, baseline)
     differences: dict[Place, Difference] = {}
     across: set[str] = set()
+    unpaired: list[Place] = []
     for (row, column), rival in rivals.items():
         cell, other = table.cells[row, column], table.cells[rival, column]
         if (gap := paired(cell, other, step(table, row, column), test)) is not None:
             differences[row, column] = gap
             across |= _unlike(table, row, rival)
+        elif cell.n and other.n:
+            unpaired.append((row, column))
     if not differences:
         raise ConfigError(
             f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
         )
     corrected = holm(differences, test)
-    return replace(table, baseline=every, test=test, differences=corrected, across=sorted(across))
+    return replace(
+        table,
+        baseline=every,
+        test=test,
+        differences=corrected,
+        across=sorted(across),
+        unpaired=unpaired,
+    )
 
 
 def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:

@@ -14,9 +14,10 @@ from nmrun.lab.compare import notation, overall
 from nmrun.lab.compare.notation import places, printed, unit, words
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
-from nmrun.lab.compare.tables import FAR, Table
+from nmrun.lab.compare.tables import Table
 from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
+from nmrun.lab.show import cautions
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 STAR = "*: p < 0.05"
@@ -116,14 +117,14 @@ def comparison(table: Table) -> list[str]:
     notes = [f"{first}{' and p-value' * bool(tested)} (number of seeds)"]
     few = ["no test for fewer than three seeds"] * any(gap.n < FEWEST for gap in gaps)
     if not tested:
-        return [*notes, "no test: fewer than three seeds", *_line(across(table))]
+        return [*notes, "no test: fewer than three seeds", *_line(cautions.of_differences(table))]
     star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
     least = smallest(table, ends=False)
     power = f"{POWER} of {least} (median)"
     count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
     line = [f"{TESTS[table.test]}, Holm's correction for {count}{star}", *few]
     line += [power if least else NOTHING_SHOWN]
-    return [*notes, "; ".join(line), *_line(across(table))]
+    return [*notes, "; ".join(line), *_line(cautions.of_differences(table))]
 
 
 def method(table: Table) -> str:
@@ -155,44 +156,15 @@ def method(table: Table) -> str:
 
 def _beware(table: Table) -> list[str]:
     """One line of what to know before the values are compared, if there is something."""
-    notes = selection(table)
-    if table.failed:
-        seeds = f"{table.failed} seed{'s' * (table.failed != 1)}"
-        notes.append(
-            f"{seeds} failed: worse than the median of the cell by more than {FAR:g} deviations and a tenth"
-        )
+    notes = cautions.of_values(table)
     notes += [f"(paper): {table.paper_source}"] if table.paper else []
     versions = len(table.commits)
     notes += [f"made by {versions} versions of the code"] * (versions > 1)
-    return _line(unlike(table) + notes)
+    return _line(notes)
 
 
 def _line(notes: list[str]) -> list[str]:
     return ["; ".join(notes)] if notes else []
-
-
-def selection(table: Table) -> list[str]:
-    """By what the runs were chosen: the best weights of each, and its settings."""
-    split, _, _ = table.metric.removeprefix("best/").partition("/")
-    best, tuned = table.metric.startswith("best/"), bool(table.tuned)
-    several = table.several_metrics
-    choices = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
-    notes = [f"these {' and '.join(choices)} were chosen by this very split"] * bool(choices)
-    if table.candidates:
-        notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
-    return notes + table.tuned[:1]
-
-
-def unlike(table: Table) -> list[str]:
-    """The settings that no row or column names and that are not the same in all cells."""
-    keys = ", ".join(map(notation.setting, table.differing))
-    return [f"not the same in all cells: {keys}"] if keys else []
-
-
-def across(table: Table) -> list[str]:
-    """In what rows differ from the baseline that they are compared with."""
-    keys = ", ".join(map(notation.setting, table.across))
-    return [f"compared across different {keys}"] if keys else []
 
 
 def smallest(table: Table, ends: bool = True) -> str:
@@ -232,14 +204,6 @@ def _least(table: Table, tests: int) -> list[str]:
         f"At that level there is {POWER} of {difference}{by}, "
         f"{'; '.join(['median (and range) over the cells', *more])}"
     ]
-
-
-def _chosen_from(table: Table) -> str:
-    return ", ".join(
-        f"{'not known how many' if number == '-' else number} "
-        f"({', '.join(words(table.row_keys, row) for row in rows)})"
-        for number, rows in table.candidates.items()
-    )
 
 
 def _in(metric: str, difference: bool = False) -> str:
@@ -292,7 +256,7 @@ def _conditions(tables: Sequence[Table]) -> list[str]:
     """What to know of the runs when comparing them, and of which data sets."""
     by_note: dict[str, list[str]] = {}
     for table in tables:
-        for note in [*selection(table), *across(table), *unlike(table)]:
+        for note in [*cautions.of_values(table), *cautions.of_differences(table)]:
             by_note.setdefault(note, []).append(table.shared.get("dataset", ""))
     return [
         note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"

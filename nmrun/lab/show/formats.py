@@ -35,7 +35,7 @@ from nmrun.lab.compare.notation import (
 from nmrun.lab.compare.overall import Mean, Overall, better, mean
 from nmrun.lab.compare.statistics import Cell, cell_value
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.show import captions
+from nmrun.lab.show import captions, cautions
 
 READABLE = ("markdown", "latex", "html")
 METHOD = (
@@ -439,7 +439,7 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
         else:
             notes.append("Fewer than three seeds: no test")
     notes += [f"Published: {escape(table.paper_source)}"] if table.paper else []
-    conditions = [*captions.selection(table), *captions.across(table), *captions.unlike(table)]
+    conditions = [*cautions.of_values(table), *cautions.of_differences(table)]
     notes += [escape(note[:1].upper() + note[1:]) for note in conditions]
     return ". ".join(notes) + "."
 

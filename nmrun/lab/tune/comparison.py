@@ -253,6 +253,7 @@ class Outcome:
             tuned, and the seconds of that.
         tuning: for each cell its name, the number of trials, the winner's mean and settings, seconds.
         edges: a line for each end of a range at which best settings lie.
+        unsteady: a line for each cell whose best settings fail with a seed.
         failed: the names of cells without a good trial, and the folders of failed runs.
     """
 
@@ -260,6 +261,7 @@ class Outcome:
     trials: pd.DataFrame
     tuning: list[list[str]]
     edges: list[str]
+    unsteady: list[str]
     failed: list[str]
     cells: Sequence[TuningCell]
 
@@ -269,6 +271,7 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
     trial_rows: list[dict[str, Any]] = []
     tuning: list[list[str]] = []
     failed = []
+    unsteady: list[str] = []
     edges: dict[tuple[str, Search, str], list[str]] = {}
     for cell in cells:
         study = study_of(cell)
@@ -296,18 +299,36 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
             if end := plan.at_edge(value, cell.searched[key]):
                 edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
         failed += [cell.name] if len(cell_trials) == trials and best is None else []
+        of_seeds: list[float | None] = []
         for config in configs(cell, trials):
             folder = run_folder(config)
             result = RunFolder(folder).result
             if result.get("status") == "finished":
                 runs.append(row(result, folder) | tuned)
+                of_seeds.append(result["metrics"]["final"].get(tuned["tuned.by"]))
             elif result.get("status") == "failed":
                 failed.append(str(folder))
+                of_seeds.append(None)
+        unsteady += _unsteady(cell.name, best, of_seeds)
     run_frame, trial_frame = (
         pd.DataFrame(runs, dtype=object),
         pd.DataFrame(trial_rows, dtype=object),
     )
-    return Outcome(run_frame, trial_frame, tuning, _edges(edges), failed, cells)
+    return Outcome(run_frame, trial_frame, tuning, _edges(edges), unsteady, failed, cells)
+
+
+def _unsteady(name: str, best: Trial | None, values: Sequence[float | None]) -> list[str]:
+    """Say in how many seeds the best settings fail, though no tuning seed did: they ended with an
+    error (None), or at half the mean of the tuning seeds, or worse.
+    """
+    if best is None or best.value is None or best.value <= 0:
+        return []
+    upwards, mean = notation.higher_is_better(best.metric), best.value
+    lost = [v for v in values if v is None or (v <= mean / 2 if upwards else v >= 2 * mean)]
+    return [
+        f"{name}: {len(lost)} of {len(values)} seeds failed with the best settings, or are half as good as the "
+        f"tuning seeds ({in_words(best)}); under another name, search smaller learning rates"
+    ] * bool(lost)
 
 
 def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
@@ -370,6 +391,7 @@ def outcome_text(outcome: Outcome) -> str:
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
     parts += [f"{title}\n\n{aligned(head, outcome.tuning)}\n"] if outcome.tuning else []
-    parts += ["\n".join([*outcome.edges, ""])] if outcome.edges else []
+    notes = [*outcome.edges, *outcome.unsteady]
+    parts += ["\n".join([*notes, ""])] if notes else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)

@@ -161,10 +161,11 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table):
         "sr_ste": {"2:4": "-", "1:8": "90.0 (1)"},
         "step": {"2:4": "-", "1:8": "**98.0 +- 1.0 (3)**"},
     }
-    what, how, blank, *lines = out.splitlines()
+    what, how, beware, blank, *lines = out.splitlines()
     assert what == "small_conv on digits, adam, learning rate 0.001, 12 epochs"
     assert "accuracy on the test split in %" in how
     assert "bold: best sparse recipe of each column" in how
+    assert beware.startswith("not the same in all cells: seeds")
     assert not blank
     assert len({len(line) for line in lines}) == 1, "aligned in a terminal"
     assert out.isascii()
@@ -417,6 +418,7 @@ def test_runs_whose_recipes_read_others_of_a_kind_are_averaged(write, table):
 def test_cells_of_other_settings_are_mentioned(write, table):
     write("ste", "2:4", 0, 0.9, trainer__epochs=24)
     write("asp", "2:4", 0, 0.9)
+    write("dense", "dense", 0, 0.9)
     what, _, beware = table()[1].splitlines()[:3]
     assert beware == "not the same in all cells: epochs"
     assert "epoch" not in what

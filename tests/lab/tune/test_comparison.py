@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from runs import TINY
+from runs import TINY, result_of, rewrite
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.reports import table
@@ -555,6 +555,21 @@ def test_a_file_of_runs_that_is_damaged_gets_a_line(dense):
     (PLACE / "runs.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RunError, match=r"runs.csv is damaged: .*; remove it"):
         tune("recipe=dense")
+
+
+@pytest.mark.parametrize("value", [0.01, None])
+def test_a_seed_that_fails_with_the_best_settings_is_said(value, dense, capsys):
+    """A seed in five may fail though three tuning seeds did not."""
+    assert tune("recipe=dense") == 0
+    assert "seeds failed" not in capsys.readouterr().out
+    (folder,) = [file.parent for file in Path("outputs/digits").rglob("s1-*/result.json")]
+    metrics = result_of(folder)["metrics"]
+    metrics["final"]["eval/accuracy"] = value
+    rewrite(folder, metrics=metrics, files=None, sha256=None)  # as an earlier nmrun wrote it
+    assert tune("recipe=dense") == 0
+    text = capsys.readouterr().out
+    assert "dense: 1 of 2 seeds failed with the best settings, or are half as good as" in text
+    assert text.split("dense: 1 of 2")[1].split("\n")[0] in (PLACE / "table.md").read_text()
 
 
 def test_a_best_value_at_the_end_of_its_range_is_said(capsys):

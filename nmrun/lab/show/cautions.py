@@ -1,0 +1,135 @@
+"""What to know of a table's runs before they are compared. Each is a note; none where all is well."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nmrun import ranges
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.notation import higher_is_better, label, printed, words
+from nmrun.lab.compare.statistics import Cell
+from nmrun.lab.compare.tables import FAR, SCORES, Table
+
+LATEST, DECIDED = "(t > t_max", "has settled"  # as STEP's event gives the reason for its switch
+
+
+def of_values(table: Table) -> list[str]:
+    """Of all runs: how they were chosen, in what they differ, what is missing, what failed."""
+    return [*unlike(table), *selection(table), *failures(table), *switches(table), *control(table)]
+
+
+def of_differences(table: Table) -> list[str]:
+    """Of the rows and the baseline that they are compared with."""
+    keys = ", ".join(map(notation.setting, table.across))
+    whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
+    unpaired = ", ".join(dict.fromkeys(_place(table, *place) for place in table.unpaired))
+    return [
+        *[f"compared across different {keys}"] * bool(keys),
+        *[f"no common seed with {whom}: {unpaired}"] * bool(unpaired),
+    ]
+
+
+def unlike(table: Table) -> list[str]:
+    """The settings that no row or column names and that are not the same in all cells; seeds too."""
+    keys = list(map(notation.setting, table.differing))
+    # a run without a value is counted in its cell
+    seeds = {frozenset(cell.values) for cell in table.cells.values() if not cell.without}
+    keys += ["seeds"] * (len(seeds) > 1)
+    return [f"not the same in all cells: {', '.join(keys)}"] if keys else []
+
+
+def selection(table: Table) -> list[str]:
+    """By what the runs were chosen: the best weights of each, and its settings."""
+    split, _, _ = table.metric.removeprefix("best/").partition("/")
+    best, tuned = table.metric.startswith("best/"), bool(table.tuned)
+    several = table.several_metrics
+    choices = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
+    notes = [f"these {' and '.join(choices)} were chosen by this very split"] * bool(choices)
+    if table.candidates:
+        notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
+    return notes + table.tuned[:1]
+
+
+def _chosen_from(table: Table) -> str:
+    return ", ".join(
+        f"{'not known how many' if number == '-' else number} "
+        f"({', '.join(words(table.row_keys, row) for row in rows)})"
+        for number, rows in table.candidates.items()
+    )
+
+
+def failures(table: Table) -> list[str]:
+    """The runs that are in no mean, and the seeds so far apart that one may have failed."""
+    cells = {
+        id(cell): cell for cell in table.cells.values()
+    }.values()  # dense ones stand repeatedly
+    without = sum((Counter(cell.without) for cell in cells), Counter())
+    without["failed"] -= table.failed
+    notes = [
+        f"{_runs(count)} {reason}, in no mean" for reason, count in without.items() if count > 0
+    ]
+    if table.failed:
+        seeds = f"{table.failed} seed{'s' * (table.failed != 1)}"
+        notes.append(
+            f"{seeds} failed: worse than the median of the cell by more than {FAR:g} deviations and a tenth"
+        )
+    return notes + _far_apart(table)
+
+
+def _far_apart(table: Table) -> list[str]:
+    """Cells with a seed less than half as good as another one, where no seed was taken for failed."""
+    apart = {}
+    for (row, column), cell in table.cells.items():
+        metric = table.metric_of(row, column)
+        if metric.partition("/")[0] in SCORES and _halves(cell, higher_is_better(metric)):
+            ends = (printed(value, metric) for value in _ends(cell))
+            apart[id(cell)] = f"{_place(table, row, column)} ({' to '.join(ends)})"
+    where = ", ".join(apart.values())
+    return [f"seeds far apart, of which some may have failed: {where}"] if apart else []
+
+
+def _ends(cell: Cell) -> tuple[float, float]:
+    return min(cell.values.values()), max(cell.values.values())
+
+
+def _halves(cell: Cell, upwards: bool) -> bool:
+    if cell.n < 2:
+        return False
+    low, high = _ends(cell)
+    return (high > 2 * low and high > 0) if upwards else (low >= 0 and high > 2 * low)
+
+
+def switches(table: Table) -> list[str]:
+    """In how many runs STEP's rule decided where to switch. In the others ``t_max`` did."""
+    decided = late = unknown = 0
+    for run in table.runs.to_dict("records"):
+        if run["status"] != "finished":
+            continue
+        events = run.get("events")
+        text = events if isinstance(events, str) else ""
+        if LATEST in text:
+            late += 1
+        elif DECIDED in text:
+            decided += 1
+        elif label(run.get("recipe.switch", "-")) in ranges.SWITCHES:
+            unknown += 1
+    if not late and not unknown:
+        return []
+    if not late and not decided:
+        return [f"not known whether STEP's rule decided its switch: {_runs(unknown)}"]
+    others = [*[f"t_max in {late}"] * bool(late), *[f"not known of {unknown}"] * bool(unknown)]
+    total = decided + late + unknown
+    return [f"STEP's rule decided its switch in {decided} of {_runs(total)}, {', '.join(others)}"]
+
+
+def control(table: Table) -> list[str]:
+    """Whether dense training stands beside sparse training, or could have."""
+    return [] if table.control or table.pruned == "all" else ["no dense run under these settings"]
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count != 1)}"
+
+
+def _place(table: Table, row: notation.Key, column: notation.Key) -> str:
+    return f"{words(table.row_keys, row)} at {words(table.column_keys, column)}"
