@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,6 +252,35 @@ def test_optimizers_that_cannot_serve(make, message):
 
 @pytest.mark.parametrize("second", ["ste", "dense"])
 def test_parameters_that_are_sparse_already_are_refused(second):
+class Around(nn.Module):
+    """A residual block around another module, by an attribute that DDP has too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.proj = module, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x) + self.module(x)
+        return y
+
+
+def test_weights_that_a_part_of_wrappers_alone_tells_apart_are_refused():
+    """State dicts and averages would give one of them the other's values."""
+    inner = nn.Sequential()
+    inner.add_module("proj", nn.Linear(16, 16))
+    model = nn.Sequential(Around(inner))
+    with one_line(ConfigError, r"0.module.proj.weight and 0.proj.weight differ in nothing but"):
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1))
+    model = nn.Sequential(Around(nn.Sequential(nn.Linear(16, 16))))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer)
+    train(model, optimizer, range(2))
+    with handle.dense_weights():
+        average = copy.deepcopy(model)
+    handle.finalize(average)
+    assert len(nmrun.sparsity.check_nm(average, "2:4")) == 2
+
+
     """By the same optimizer, through the model that holds them, and once they are free, not."""
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(2))

@@ -15,6 +15,7 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS, total_steps_of
 from nmrun.recipes.base import Recipe
+from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
 from nmrun.sparsity.weight import LIVE, SparseWeight
@@ -137,6 +138,7 @@ def sparsify(
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
     saved = saved_settings(optimizer.param_groups)
+    _refuse_ambiguous(model, [entry.name for entry in entries])
     sparse = [SparseWeight(entry) for entry in entries]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
         recipe.check_blocks(blocks[0])
@@ -251,6 +253,20 @@ def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_masked(model: nn.Module) -> None:
+def _refuse_ambiguous(model: nn.Module, sparse: Sequence[str]) -> None:
+    """Refuse a sparse weight that has another parameter's name without what wrappers add: states and
+    averages, whose wrappers differ, would give one the values of the other."""
+    same: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        same.setdefault(plain_name(name), []).append(name)
+    for names in map(same.get, map(plain_name, sparse)):
+        if names is not None and len(names) > 1:
+            raise ConfigError(
+                f"{names[0]} and {names[1]} differ in nothing but what wrappers such as DDP add to "
+                "names: give that attribute another name"
+            )
+
+
     """Refuse layers of ModelOpt's, which multiply their weight by a mask whenever it is read."""
     for name, module in model.named_modules():
         by = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
