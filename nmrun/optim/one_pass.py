@@ -27,8 +27,9 @@ class OnePass:
 
     def __init__(self) -> None:
         self.pending: dict[Any, Operands] = {}
-        # torch's fused step counts on the device, where reading the count would wait
-        self._counts: dict[Any, float] = {}
+        # torch's fused step counts on the device, where reading the count would wait: it is known
+        # of a tensor as the last step left it, which is (tensor, version, count)
+        self._counts: dict[Any, tuple[Tensor, int, float]] = {}
         self._kernels: dict[tuple[Any, ...], FusedAdam] = {}
 
     def forget(self) -> None:
@@ -55,6 +56,12 @@ class OnePass:
         """A step begins: what others step in it is counted by them alone."""
         self._counts = {p: count for p, count in self._counts.items() if p in self.pending}
 
+    def _count(self, p: Tensor, step: Tensor) -> float:
+        """The number of the coming step."""
+        counted, version, count = self._counts.get(p, (None, 0, 0.0))
+        known = counted is step and version == step._version
+        return 1 + (count if known else float(step))
+
     @breaks_graph
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
         """Step the group's pending parameters: weights, moments and projections; returns them."""
@@ -62,13 +69,14 @@ class OnePass:
         if not parameters:
             return []
         steps = [states[p]["step"] for p in parameters]
-        counts = {
-            p: 1 + (self._counts[p] if p in self._counts else float(step))
-            for p, step in zip(parameters, steps, strict=True)
-        }
+        counts = list(map(self._count, parameters, steps))
         torch._foreach_add_(steps, 1)
-        self._counts.update(counts)
-        operands = [self.pending.pop(p)._replace(steps=counts[p]) for p in parameters]
+        for p, step, count in zip(parameters, steps, counts, strict=True):
+            self._counts[p] = step, step._version, count
+        operands = [
+            self.pending.pop(p)._replace(steps=count)
+            for p, count in zip(parameters, counts, strict=True)
+        ]
         self._run(group, operands)
         # autograd goes by versions, also that of the parameter whose memory a kernel has written
         torch.autograd.graph.increment_version(parameters)

@@ -473,3 +473,17 @@ def test_devices_without_kernels_are_torchs(monkeypatch):
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: False)
     update = Update(p.detach(), torch.zeros_like(p), 1, Pattern(2, 4), Rule())
     assert optim.Adam([p], capturable=False, foreach=False).plan({p: update}) == []
+
+
+def test_a_state_that_was_cleared_counts_from_1():
+    """Adam's first step moves every weight by the learning rate, whatever the gradient's size."""
+    model = nn.Linear(16, 8, bias=False)
+    optimizer = optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0, fused=True)
+    (weight,) = nmrun.sparsify(model, optimizer, "ste", "2:4").sparse
+    for step in range(6):
+        if step == 5:
+            optimizer.state.clear()
+        before, model.weight.grad = weight.dense.clone(), torch.randn(8, 16).sign()
+        optimizer.step()
+    moved = before - weight.dense
+    torch.testing.assert_close(moved, 1e-2 * model.weight.grad, rtol=1e-4, atol=1e-6)
