@@ -326,6 +326,40 @@ def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe):
     model, optimizer, handle = start(recipe)
     parameters = [id(p) for p in model.parameters()]
     addresses = [p.data_ptr() for p in model.parameters()]
+class Branches(nn.Module):
+    """Two layers, of which the second may have no part in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y: Tensor = self.first(x) + (self.second(x) if both else 0)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [("sqft", "up"), ("cast", "scales"), ("lbc", "scores"), ("maskllm", "scores")],
+)
+def test_added_parameters_of_a_layer_without_a_gradient_stay(recipe, key):
+    """Though the loop clears the gradients of the model alone. Adam without momentum moves nothing
+    whose gradient is missing."""
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, betas=(0.0, 0.999), weight_decay=0.0)
+    options = {"dense": 0.0} if recipe == "maskllm" else {}
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 100, **options)
+    values = []
+    for step in range(5):
+        model.zero_grad()
+        model(batch(step), both=step < 2).square().mean().backward()
+        optimizer.step()
+        values.append([weight[key].clone() for weight in handle.sparse])
+    assert not torch.equal(values[1][0], values[4][0])
+    assert torch.equal(values[1][1], values[4][1])
+
+
     seen = 0
     for step in range(TOTAL):
         assert list(model.state_dict()) == keys

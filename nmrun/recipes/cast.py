@@ -114,6 +114,7 @@ class CAST(PartScales, AdamDecay):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
+        self.clear_gradients()
         for weight in weights:
             if weight.grad is not None:
                 self.chain(weight, weight.grad)

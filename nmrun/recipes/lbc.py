@@ -100,6 +100,7 @@ class LBC(MaskScores):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
+        self.clear_gradients()
         # scores of dropped candidates move on too, and nobody looks at them
         for weight in weights:
             scores = self.scores(weight)

@@ -123,8 +123,7 @@ class MaskLLM(MaskScores, FrozenWeights):
         if self.dense_forward:
             return
         gradients = [weight.grad for weight in weights]
-        for scores in self.parameters.values():
-            scores.grad = None
+        self.clear_gradients()
         self.freeze(optimizer, but=self.parameters.values())
         if self.is_sparse:
             return

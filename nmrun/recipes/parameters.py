@@ -86,6 +86,12 @@ class AddedParameters(Recipe):
             parameter.data.copy_(weight[key])
             weight[key] = parameter.detach()
         return parameter
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the last step. A loop that clears those of the model leaves these, and
+        the parameters of a layer without a gradient would move on by them."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
 
 
 def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:

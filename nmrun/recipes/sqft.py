@@ -74,6 +74,7 @@ class SQFT(AddedParameters):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
+        self.clear_gradients()
         for weight in weights:
             tensor, version = self._versions.get(weight.name, (None, 0))
             # another tensor was loaded or taken over, or this one was written
