@@ -85,7 +85,7 @@ class Recipe:
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         """Say why this recipe cannot make a weight of this shape sparse; empty where it can.
-        ``outputs``: the dimension of the outputs."""
+        ``outputs``: the dimension of the outputs; a convolution's are those of one group."""
         if self.transposable and shape[outputs] % pattern.m:
             return f"{shape[outputs]} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
         return ""

@@ -30,6 +30,7 @@ from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import FLAG, FRACTION, between, number, one_of, whole
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
+from nmrun.sparsity.layers import parts_of
 from nmrun.sparsity.weight import SparseWeight
 
 
@@ -93,10 +94,12 @@ class Progressive(Recipe):
         self.patterns = sorted({weight.pattern for weight in weights})
         for weight in weights:
             coarsest = max(self.frames_to(weight.pattern), key=lambda p: p.m)
-            inputs = weight.shape[weight.dim]
-            if inputs % coarsest.m and not weight.pattern.length:
+            parts = parts_of(weight.module, weight.attribute, weight.dim)
+            inputs = weight.shape[weight.dim] // parts
+            if inputs % coarsest.m and (parts > 1 or not weight.pattern.length):
+                of_group = " of one group" if parts > 1 else ""
                 raise ConfigError(
-                    f"{self.name}: {weight.name} has {inputs} inputs, not a multiple of the "
+                    f"{self.name}: {weight.name} has {inputs} inputs{of_group}, not a multiple of the "
                     f"{coarsest.m} of its coarsest pattern {coarsest} (fewer frames, the option "
                     "pad, or leave that layer out)"
                 )

@@ -99,6 +99,12 @@ def axes_along(dim: int, ndim: int) -> Axes:
     return Axes(dim, 0 if dim else 1)
 
 
+def parts_of(module: nn.Module, attribute: str, dim: int) -> int:
+    """How many equal parts of a weight's input dimension have sums of their own."""
+    meaning = axes(module).get(attribute)
+    return 1 if meaning is None or meaning.dim != dim else meaning.parts
+
+
 def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
     """Why a parameter cannot be sparse, whatever its size, or an empty string. ``named``: the user
     named the input dimension."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
@@ -138,7 +139,12 @@ def _size_obstacle(entry: Candidate, pattern: Pattern, pad: bool) -> str:
 
 
 def _recipe_obstacle(entry: Candidate, pattern: Pattern, refuses: Refuses | None) -> str:
-    return refuses(entry.parameter.shape, entry.outputs, pattern) if refuses else ""
+    if refuses is None:
+        return ""
+    shape = list(entry.parameter.shape)
+    if isinstance(entry.module, _ConvNd) and entry.outputs == 0:
+        shape[0] //= entry.module.groups  # each group of a convolution has outputs of its own
+    return refuses(shape, entry.outputs, pattern)
 
 
 AUTO = "auto"  # in exclude: the first layer and the heads

@@ -203,6 +203,20 @@ def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
     )
 
 
+@pytest.mark.parametrize(("outputs", "fits"), [(16, False), (32, True)])
+def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
+    """The input gradient sums over the outputs of one group alone."""
+    model = nn.Sequential(nn.Conv2d(64, outputs, 1, groups=8), nn.Conv2d(outputs, 8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", input_gradient="transposable")
+    assert ("0.weight" in [w.name for w in handle.sparse]) == fits
+    if fits:
+        kept = (model[0].weight != 0).view(8, 4, 8).sum(1)
+        assert bool((kept == 2).all())
+    else:
+        assert handle.left_dense[0].reason.startswith("2 outputs are not a multiple of 4")
+
+
 def test_one_of_m_is_the_best_permutation():
     w = torch.randn(5, 5)
     best = max(itertools.permutations(range(5)), key=lambda p: float(w.abs()[range(5), p].sum()))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from reference import LR, TOTAL, ByHand, Net, data, follow, top, train_step
+from torch import nn
 
 import nmrun
 from nmrun.errors import RunError
@@ -144,6 +145,22 @@ def test_refused(recipe, pattern, options, words):
             model, torch.optim.SGD(model.parameters(), 0.1), recipe, pattern, 10, **options
         )
     assert model.state_dict().keys() == before.keys()
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_the_coarsest_pattern_has_to_fit_a_group_of_a_transposed_convolution(pad):
+    """Each of the four groups sums over its own quarter of the inputs."""
+    for inputs, refused in ((64, True), (128, False)):
+        model = nn.Sequential(nn.ConvTranspose2d(inputs, 8, 1, groups=4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        given = (model, optimizer, "sdgf_geometric", "1:4", 10)
+        if refused:
+            with pytest.raises(ValueError, match="has 16 inputs of one group, not a mult"):
+                nmrun.sparsify(*given, dense=0.0, pad=pad)
+            continue
+        nmrun.sparsify(*given, dense=0.0, pad=pad)
+        kept = (model[0].weight != 0).view(4, 32, 2).sum(1)
+        assert bool((kept == 8).all())
 
 
 @pytest.mark.parametrize("recipe", ["mdgf_linear", "mdgf_exponential"])
