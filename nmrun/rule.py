@@ -7,7 +7,8 @@ it out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -25,7 +26,8 @@ class Rule:
         forward    w * (m + (1 - m) * pruned_weight_factor)    or    scale * soft_threshold(w)
 
     Args:
-        pruned_gradient_decay: SR-STE's lambda. Not together with ``pruned_gradient_factor``.
+        pruned_gradient_decay: SR-STE's lambda. Not together with ``pruned_gradient_factor``,
+            ``pruned_weight_factor`` or ``soft_threshold_scale``.
         pruned_gradient_factor: 1 leaves the gradients of pruned weights, 0 masks them.
         pruned_weight_factor: MdGf's D; 0 prunes.
         soft_threshold_scale: 0-dimensional; the forward weight is then the soft threshold times
@@ -37,7 +39,7 @@ class Rule:
         pattern: the pattern of this step. None: the weight's own. Structure decay has others.
 
     Raises:
-        ValueError: for a decay of gradients together with a factor.
+        ValueError: for a decay of gradients together with a factor or a soft threshold.
     """
 
     pruned_gradient_decay: float = 0.0
@@ -53,6 +55,14 @@ class Rule:
             raise ValueError(
                 "a rule has pruned_gradient_decay or pruned_gradient_factor, not both: edit_gradient "
                 "of a recipe can do anything else"
+            )
+        # the decayed part is what the projection took away, which is (1 - m) * w for 0 alone
+        keeps_some = self.pruned_weight_factor or self.soft_threshold_scale is not None
+        if self.pruned_gradient_decay and keeps_some:
+            raise ValueError(
+                "a rule has pruned_gradient_decay only where pruned weights become 0, without "
+                "pruned_weight_factor and soft_threshold_scale: edit_gradient of a recipe can do "
+                "anything else"
             )
 
     @property
@@ -80,8 +90,7 @@ class Rule:
     def then(self, after: Rule) -> Rule:
         """The rule of a fused step, which edits the gradient by the rule before it and projects by the
         rule after it: this rule's gradient part with the forward part of ``after``."""
-        return replace(
-            after,
-            pruned_gradient_decay=self.pruned_gradient_decay,
-            pruned_gradient_factor=self.pruned_gradient_factor,
-        )
+        fused = copy.copy(after)  # unchecked: what is refused in one rule may follow in two
+        for part in ("pruned_gradient_decay", "pruned_gradient_factor"):
+            object.__setattr__(fused, part, getattr(self, part))
+        return fused

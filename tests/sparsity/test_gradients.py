@@ -57,3 +57,15 @@ def test_a_rule_decays_gradients_or_scales_them():
     """What would come first is not the same in torch, C and Triton."""
     with pytest.raises(ValueError, match="not both"):
         Rule(pruned_gradient_decay=0.1, pruned_gradient_factor=0.0)
+
+
+def test_a_rule_decays_gradients_of_weights_that_become_0():
+    """Of others the projection does not tell (1 - m) * w. Two rules in a row may do so: the gradient
+    goes by the projection before."""
+    for kept in ({"pruned_weight_factor": 0.5}, {"soft_threshold_scale": torch.ones(())}):
+        with pytest.raises(ValueError, match="only where pruned weights become 0"):
+            Rule(pruned_gradient_decay=0.1, **kept)
+        after = Rule(**kept)
+        fused = Rule(pruned_gradient_decay=0.1).then(after)
+        assert fused.pruned_gradient_decay == 0.1
+        assert fused.projects_as(after)
