@@ -13,7 +13,7 @@ Cost: C / M logits a weight, C = (M over N), with optimizer state; a softmax and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from nmrun.errors import ConfigError
 from nmrun.ranges import FRACTION, SPAN, WEIGHTS, number
 from nmrun.recipes.base import drawn_seed
-from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates
+from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates, check_groups
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.reference import by_group
@@ -62,6 +62,12 @@ class MaskLLM(MaskScores, FrozenWeights):
     reg: Annotated[float, number(0)] = 1e-5
     lr_mult: Annotated[float, number(0, open_low=True)] = 10.0
     dense: Annotated[float, FRACTION] = 0.5
+    seed: int = field(init=False, repr=False, default=0)  # drawn by :meth:`attach`
+
+    @property
+    def path(self) -> Path | None:
+        """The file of the masks to begin with, if it is one."""
+        return None if self.masks is None else masks_file(self.masks)
 
     def _value(self, span: Span) -> float:
         passed = (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
@@ -80,8 +86,17 @@ class MaskLLM(MaskScores, FrozenWeights):
         self.seed = drawn_seed()
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
-        lr = float(optimizer.param_groups[0]["lr"]) * self.lr_mult
-        self.score(weights, optimizer, first, lr=lr)
+        check_groups(optimizer, self.name)
+        lr = optimizer.param_groups[0]["lr"]
+        if lr is None:
+            raise ConfigError(
+                f"{self.name}: the logits' learning rate is lr_mult times that of the first "
+                "parameter group, which has none (lr=None): give the optimizer a number"
+            )
+        if (path := self.path) is not None:  # read when the dense phase ends; mistakes are told now
+            for weight in weights:
+                masks_in(path, weight)
+        self.score(weights, optimizer, first, lr=float(lr) * self.lr_mult)
         self.after_step(weights, optimizer)
 
     @torch.no_grad()
@@ -89,10 +104,9 @@ class MaskLLM(MaskScores, FrozenWeights):
         self.check_frozen(optimizer)
         if self.step != self.begins:
             return
-        path = None if self.masks is None else masks_file(self.masks)
         for weight in weights:
             logits = self.scores(weight)
-            likeness = agreement(path, weight)
+            likeness = agreement(self.path, weight)
             logits.add_(self.prior * logits.std() * likeness)
         self.dense_forward = False
         self.say("MaskLLM freezes the weights and begins to learn masks")
