@@ -324,7 +324,7 @@ def test_a_cast_that_makes_weights_equal_keeps_the_dense_ones(step, monkeypatch)
 
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 @pytest.mark.parametrize("saved_before", [False, True])
-@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "t_sr_ste"])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "t_sr_ste", "lbc", "cast", "maskllm"])
 def test_copies_of_model_and_optimizer_train_on_with_the_same_bits(recipe, saved_before, how):
     """Their clock and dense weights are those of the last step, whatever was saved meanwhile."""
     model, optimizer, handle = start(recipe)

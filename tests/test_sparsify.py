@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
-from training import SPARSE, TOTAL, attach, batch, bits, net, start, stored, train
+from training import SPARSE, TOTAL, attach, batch, bits, everything, net, start, stored, train
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -218,6 +218,23 @@ def test_a_second_training_finds_the_groups_of_the_first(recipe, end):
     assert set(optimizer.state) <= set(model.parameters())
     attach(model, optimizer, recipe)
     assert len(optimizer.param_groups) == during
+
+@pytest.mark.parametrize("recipe", ["lbc", "sqft", "maskllm"])
+def test_copies_have_the_moments_of_added_parameters(recipe):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    options = {"dense": 0.0} if recipe == "maskllm" else {}
+    handle = attach(model, optimizer, recipe, **options)
+    train(model, optimizer, range(4))
+    twin, other = copy.deepcopy((model, optimizer))
+    second = attach(twin, other, recipe, **options)
+    train(model, optimizer, range(4, TOTAL))
+    train(twin, other, range(4, TOTAL))
+    assert everything(twin, other, second) == everything(model, optimizer, handle)
+    for each, by in ((second, other), (handle, optimizer)):
+        each.finalize()
+        assert len(by.param_groups) == 1
+
 
 
 def test_a_layer_that_modelopt_masks_is_refused():

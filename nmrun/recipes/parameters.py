@@ -47,13 +47,21 @@ class AddedParameters(Recipe):
         those of the parameter group; others are the optimizer's defaults. Raises ConfigError
         where nobody can say what the optimizer would do with such a group."""
         common = _common_keys(optimizer, self.name)
-        self.parameters: dict[tuple[str, str], nn.Parameter] = {}
-        for weight in weights:
-            for key, value in first(weight).items():
-                parameter = nn.Parameter(value)
-                self.parameters[weight.name, key] = parameter
-                weight[key] = parameter.detach()
-        params: list[Any] = list(self.parameters.values())
+        made = {
+            (weight.name, key): nn.Parameter(value)
+            for weight in weights
+            for key, value in first(weight).items()
+        }
+        params: list[Any] = list(made.values())
+        copied = _copied_group(optimizer, params)
+        for own, parameter in zip(copied, params, strict=False):
+            own.data = parameter.data
+        self.parameters = dict(zip(made, copied or params, strict=True))
+        by_name = {weight.name: weight for weight in weights}
+        for (name, key), parameter in self.parameters.items():
+            by_name[name][key] = parameter.detach()
+        if copied:
+            return
         if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
             parameter.dim() != 2 for parameter in params
         ):
@@ -62,7 +70,7 @@ class AddedParameters(Recipe):
                 "use another optimizer for the sparse weights, such as AdamW"
             )
         if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
-            params = [(".".join(key), p) for key, p in self.parameters.items()]
+            params = [(".".join(key), p) for key, p in made.items()]
         optimizer.add_param_group({**common, "params": params, **options})
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,6 +137,16 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (
         isinstance(value, plain) and type(value) is type(other) and value == other
     )
+def _copied_group(optimizer: torch.optim.Optimizer, made: Sequence[Tensor]) -> list[nn.Parameter]:
+    """The added parameters that an optimizer which was copied in training still has, with their
+    moments, known by their shapes; none in any other optimizer."""
+    if not isinstance(optimizer.param_groups[0].get("nmrun"), dict):  # the copied clock
+        return []
+    shapes = [parameter.shape for parameter in made]
+    groups = (list(group["params"]) for group in optimizer.param_groups[1:])
+    return next((group for group in groups if [p.shape for p in group] == shapes), [])
+
+
 
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
