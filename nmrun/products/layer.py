@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import compute_dtype, convolution, linear
-from nmrun.sparsity.layers import forward_class, is_plain_linear, of_one_input
+from nmrun.sparsity.layers import forward_class, is_plain_linear, of_one_input, own_forward
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
@@ -284,7 +284,7 @@ def _is_ours(forward: Any) -> bool:
 
 def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | None:
     module, attribute = weight.module, weight.attribute
-    current = vars(module).get("forward")
+    current = own_forward(module)
     if attribute != "weight" or (current is not None and not _is_ours(current)):
         return None
     # MultiheadAttention.out_proj, which nobody calls

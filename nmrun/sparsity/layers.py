@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,10 +65,19 @@ def of_one_input(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tens
     return call
 
 
+def own_forward(module: nn.Module) -> Any:
+    """The ``forward`` that was set on a module itself, or None. One that pickle has brought back is
+    its class's again, bound to it."""
+    own = vars(module).get("forward")
+    if isinstance(own, types.MethodType) and own.__self__ is module:
+        return None if own.__func__ is type(module).forward else own
+    return own
+
+
 def is_touched(module: nn.Module) -> bool:
     """Whether a call of a module does more than its class: it has hooks or a ``forward`` of its own."""
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooked) or "forward" in vars(module)
+    return bool(hooked) or own_forward(module) is not None
 
 
 def axes(module: nn.Module) -> dict[str, Axes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -76,6 +77,18 @@ def test_slope_says_where_the_input_gradient_is_exact():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
     assert handle.pop_events() == ["SLoPe leaves the input gradient exact at 1.weight"]
+    assert len(handle.sparse) == 2
+
+
+def test_slope_goes_on_with_a_model_that_was_saved_whole():
+    """Pickle sets the layers' forward, which is that of their class then."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Conv1d(8, 8, 1))
+    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    handle = nmrun.sparsify(again, torch.optim.SGD(again.parameters(), LR), "slope", "2:4")
+    assert handle.pop_events() == []
     assert len(handle.sparse) == 2
 
 

@@ -39,7 +39,7 @@ from nmrun.fast.measurement import (
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import is_plain_linear, of_one_input
+from nmrun.sparsity.layers import is_plain_linear, of_one_input, own_forward
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest
 
@@ -302,7 +302,7 @@ def _best(
 
 def _plain(module: Any, layer: Layer | None) -> bool:
     """Whether a layer computes X W^T and its gradients by whatever way, and no estimates of them."""
-    current = getattr(vars(module).get("forward"), "__module__", "nmrun.fast.")
+    current = getattr(own_forward(module), "__module__", "nmrun.fast.")
     other = layer is not None and (layer.mvue or layer.fp8 or layer.other_input_gradient)
     is_trained = type(module.weight) is nn.Parameter and module.weight.requires_grad
     return is_trained and not other and current.startswith(("nmrun.products.", "nmrun.fast."))
