@@ -195,6 +195,21 @@ def test_groups_of_two_kinds_are_refused_by_recipes_that_add_one():
     assert all_of(model, optimizer) == before
 
 
+@pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft"])
+def test_adagrad_is_refused_by_recipes_that_add_parameters(recipe):
+    """It makes its state in its constructor."""
+    model = net()
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    before = all_of(model, optimizer)
+    with one_line(
+        ConfigError, f"{recipe} adds parameters, and Adagrad makes state for those alone"
+    ):
+        attach(model, optimizer, recipe)
+    assert all_of(model, optimizer) == before
+    attach(model, optimizer, "sr_ste")
+    train(model, optimizer, range(2))
+
+
 @pytest.mark.parametrize("recipe", ADDING)
 def test_an_optimizer_of_named_parameters_serves(recipe):
     model = net()

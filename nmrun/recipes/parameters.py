@@ -69,6 +69,11 @@ class AddedParameters(Recipe):
                 f"{self.name} adds parameters that are no matrices, and Muon moves matrices alone: "
                 "use another optimizer for the sparse weights, such as AdamW"
             )
+        if isinstance(optimizer, torch.optim.Adagrad):
+            raise ConfigError(
+                f"{self.name} adds parameters, and Adagrad makes state for those alone that it is "
+                "constructed with: use another optimizer, such as AdamW or SGD"
+            )
         if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
             params = [(".".join(key), p) for key, p in made.items()]
         optimizer.add_param_group({**common, "params": params, **options})
