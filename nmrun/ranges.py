@@ -192,6 +192,12 @@ def wrong_values(
             yield f"{prefix}{key}={value}: {why}{hint}", f"{prefix}{key}"
 
 
+def check_values(ranges: Mapping[str, Check | None], values: Mapping[str, Any]) -> None:
+    """Raise ConfigError with a line for each value out of its range."""
+    if problems := [line for line, _ in wrong_values(ranges, values, "")]:
+        raise ConfigError(problems)
+
+
 def value_text(value: Any) -> str:
     """A value as a command line has it: ``null``, ``true``, ``0.001``, ``[32,64]``."""
     if value is None or isinstance(value, bool):

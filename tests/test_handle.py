@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -248,6 +249,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a step": ({"total_steps": 9.5}, ConfigError, "total_steps=9.5: it takes a whole number"),
     "text": ({"total_steps": "100"}, ConfigError, "total_steps='100': it takes a whole number"),
     "steps are needed": ({"recipe": "step"}, ConfigError, "step needs total_steps"),
+    "compiled": ({"include": re.compile("0")}, ConfigError, r"include=re.compile\('0'\): it takes a regular expression or a list"),
+    "a number for a name": ({"exclude": 0}, ConfigError, "exclude=0: it takes a regular expression or a list"),
+    "names of no patterns": ({"overrides": ["0"]}, ConfigError, r"overrides=\['0'\]: it takes a dict from regular expressions to patterns"),
+    "a text of no patterns": ({"overrides": "0"}, ConfigError, "overrides=0: it takes a dict"),
+    "names of no dimensions": ({"dims": ["0"]}, ConfigError, r"dims=\['0'\]: it takes a dict from regular expressions to dimensions"),
+    "no recipe": ({"recipe": None}, ConfigError, "recipe=None: it takes a name, a dotted path or a recipe"),
+    "a number for a recipe": ({"recipe": 3}, ConfigError, "recipe=3: it takes a name"),
+    "a text for a flag": ({"pad": "yes"}, ConfigError, "pad=yes: it takes true or false"),
     "nothing fits": ({"pattern": "1:64"}, ValueError, r"can be 1:64 sparse \(0.weight \[8, 16\]: 16 inputs are not a multiple of 64"),
 }  # fmt: skip
 

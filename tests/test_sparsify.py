@@ -219,21 +219,6 @@ def test_an_optimizer_of_named_parameters_serves(recipe):
     handle.finalize()
 
 
-@pytest.mark.parametrize("end", ["abandon", "finalize"])
-@pytest.mark.parametrize("recipe", ADDING)
-def test_a_second_training_finds_the_groups_of_the_first(recipe, end):
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    groups = len(optimizer.param_groups)
-    handle = attach(model, optimizer, recipe)
-    during = len(optimizer.param_groups)
-    train(model, optimizer, range(TOTAL), handle)
-    getattr(handle, end)()
-    assert len(optimizer.param_groups) == groups
-    assert set(optimizer.state) <= set(model.parameters())
-    attach(model, optimizer, recipe)
-    assert len(optimizer.param_groups) == during
-
 @pytest.mark.parametrize("recipe", ["lbc", "sqft", "maskllm"])
 def test_copies_have_the_moments_of_added_parameters(recipe):
     model = net()
@@ -250,6 +235,50 @@ def test_copies_have_the_moments_of_added_parameters(recipe):
         each.finalize()
         assert len(by.param_groups) == 1
 
+
+@pytest.mark.parametrize("end", ["abandon", "finalize"])
+@pytest.mark.parametrize("recipe", ADDING)
+def test_a_second_training_finds_the_groups_of_the_first(recipe, end):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    groups = len(optimizer.param_groups)
+    handle = attach(model, optimizer, recipe)
+    during = len(optimizer.param_groups)
+    train(model, optimizer, range(TOTAL), handle)
+    getattr(handle, end)()
+    assert len(optimizer.param_groups) == groups
+    assert set(optimizer.state) <= set(model.parameters())
+    attach(model, optimizer, recipe)
+    assert len(optimizer.param_groups) == during
+
+
+class Around(nn.Module):
+    """A residual block around another module, by an attribute that DDP has too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.proj = module, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x) + self.module(x)
+        return y
+
+
+def test_weights_that_a_part_of_wrappers_alone_tells_apart_are_refused():
+    """State dicts and averages would give one of them the other's values."""
+    inner = nn.Sequential()
+    inner.add_module("proj", nn.Linear(16, 16))
+    model = nn.Sequential(Around(inner))
+    with one_line(ConfigError, r"0.module.proj.weight and 0.proj.weight differ in nothing but"):
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1))
+    model = nn.Sequential(Around(nn.Sequential(nn.Linear(16, 16))))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer)
+    train(model, optimizer, range(2))
+    with handle.dense_weights():
+        average = copy.deepcopy(model)
+    handle.finalize(average)
+    assert len(nmrun.sparsity.check_nm(average, "2:4")) == 2
 
 
 def test_a_layer_that_modelopt_masks_is_refused():
@@ -284,35 +313,6 @@ def test_optimizers_that_cannot_serve(make, message):
 
 @pytest.mark.parametrize("second", ["ste", "dense"])
 def test_parameters_that_are_sparse_already_are_refused(second):
-class Around(nn.Module):
-    """A residual block around another module, by an attribute that DDP has too."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.proj = module, nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.proj(x) + self.module(x)
-        return y
-
-
-def test_weights_that_a_part_of_wrappers_alone_tells_apart_are_refused():
-    """State dicts and averages would give one of them the other's values."""
-    inner = nn.Sequential()
-    inner.add_module("proj", nn.Linear(16, 16))
-    model = nn.Sequential(Around(inner))
-    with one_line(ConfigError, r"0.module.proj.weight and 0.proj.weight differ in nothing but"):
-        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1))
-    model = nn.Sequential(Around(nn.Sequential(nn.Linear(16, 16))))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer)
-    train(model, optimizer, range(2))
-    with handle.dense_weights():
-        average = copy.deepcopy(model)
-    handle.finalize(average)
-    assert len(nmrun.sparsity.check_nm(average, "2:4")) == 2
-
-
     """By the same optimizer, through the model that holds them, and once they are free, not."""
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(2))
@@ -326,38 +326,6 @@ def test_weights_that_a_part_of_wrappers_alone_tells_apart_are_refused():
     nmrun.sparsify(model, optimizer, second, "2:4")
 
 
-@pytest.mark.parametrize("recipe", ["step", "asp", "t_sr_ste", "mdgf_linear"])
-def test_a_recipe_that_has_trained_begins_anew(recipe):
-    handle, fresh = start(recipe)[2], start(recipe)
-    train(handle.model, handle.optimizer, range(TOTAL))
-    model = net()
-    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
-    again = nmrun.sparsify(model, optimizer, handle.recipe, "2:4", TOTAL, exclude="4")
-    assert (again.recipe.step, again.phase, again.pop_events()) == (0, fresh[2].phase, [])
-    train(model, optimizer, range(TOTAL))
-    train(*fresh[:2], range(TOTAL))
-    assert bits(model.state_dict()) == bits(fresh[0].state_dict())
-    assert handle.recipe.step == TOTAL
-
-
-@pytest.mark.parametrize("option", ["include", "exclude", "overrides", "dims"])
-def test_a_layer_by_its_class_is_told_that_it_takes_names(option):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    named = {"overrides": {nn.Linear: "1:8"}, "dims": {nn.Linear: 1}}
-    value: Any = named.get(option, [nn.Linear])
-    with one_line(ConfigError, f"{option}: <class 'torch.*Linear'> is not a regular expression"):
-        nmrun.sparsify(model, optimizer, **{option: value})
-    with pytest.raises(TypeError, match="no hyperparameter sparsity; did you mean pattern"):
-        nmrun.sparsify(model, optimizer, sparsity="2:4")
-
-
-@pytest.mark.parametrize("recipe", SPARSE)
-def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe):
-    keys = list(net().state_dict())
-    model, optimizer, handle = start(recipe)
-    parameters = [id(p) for p in model.parameters()]
-    addresses = [p.data_ptr() for p in model.parameters()]
 class Branches(nn.Module):
     """Two layers, of which the second may have no part in a step."""
 
@@ -392,6 +360,38 @@ def test_added_parameters_of_a_layer_without_a_gradient_stay(recipe, key):
     assert torch.equal(values[1][1], values[4][1])
 
 
+@pytest.mark.parametrize("recipe", ["step", "asp", "t_sr_ste", "mdgf_linear"])
+def test_a_recipe_that_has_trained_begins_anew(recipe):
+    handle, fresh = start(recipe)[2], start(recipe)
+    train(handle.model, handle.optimizer, range(TOTAL))
+    model = net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    again = nmrun.sparsify(model, optimizer, handle.recipe, "2:4", TOTAL, exclude="4")
+    assert (again.recipe.step, again.phase, again.pop_events()) == (0, fresh[2].phase, [])
+    train(model, optimizer, range(TOTAL))
+    train(*fresh[:2], range(TOTAL))
+    assert bits(model.state_dict()) == bits(fresh[0].state_dict())
+    assert handle.recipe.step == TOTAL
+
+
+@pytest.mark.parametrize("option", ["include", "exclude", "overrides", "dims"])
+def test_a_layer_by_its_class_is_told_that_it_takes_names(option):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    named = {"overrides": {nn.Linear: "1:8"}, "dims": {nn.Linear: 1}}
+    value: Any = named.get(option, [nn.Linear])
+    with one_line(ConfigError, f"{option}: <class 'torch.*Linear'> is not a regular expression"):
+        nmrun.sparsify(model, optimizer, **{option: value})
+    with pytest.raises(TypeError, match="no hyperparameter sparsity; did you mean pattern"):
+        nmrun.sparsify(model, optimizer, sparsity="2:4")
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe):
+    keys = list(net().state_dict())
+    model, optimizer, handle = start(recipe)
+    parameters = [id(p) for p in model.parameters()]
+    addresses = [p.data_ptr() for p in model.parameters()]
     seen = 0
     for step in range(TOTAL):
         assert list(model.state_dict()) == keys

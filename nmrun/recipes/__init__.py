@@ -106,6 +106,8 @@ def build(
             names = ", ".join(hyperparameters)
             raise TypeError(f"{recipe.name} is made already: give {names} to its constructor")
         instance = copy.copy(recipe)  # one object can serve several models
+    elif not isinstance(recipe, str):
+        raise ConfigError(f"recipe={recipe!r}: it takes a name, a dotted path or a recipe")
     else:
         kind = find(recipe)
         fields = list(checks(kind))

@@ -86,6 +86,12 @@ class AddedParameters(Recipe):
         for parameter in self.parameters.values():
             optimizer.state.pop(parameter, None)
 
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the last step. A loop that clears those of the model leaves these, and
+        the parameters of a layer without a gradient would move on by them."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def parameter(self, weight: SparseWeight, key: str) -> nn.Parameter:
         """A parameter of a weight; saved values that were loaded count. Raises ConfigError where the
         weight was cast, of which its own parameters know nothing."""
@@ -99,12 +105,6 @@ class AddedParameters(Recipe):
             parameter.data.copy_(weight[key])
             weight[key] = parameter.detach()
         return parameter
-    def clear_gradients(self) -> None:
-        """Drop the gradients of the last step. A loop that clears those of the model leaves these, and
-        the parameters of a layer without a gradient would move on by them."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
 
 
 def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
@@ -137,11 +137,6 @@ def _common_keys(optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any
     return common
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    plain = (bool, int, float, str, tuple, type(None))
-    return value is other or (
-        isinstance(value, plain) and type(value) is type(other) and value == other
-    )
 def _copied_group(optimizer: torch.optim.Optimizer, made: Sequence[Tensor]) -> list[nn.Parameter]:
     """The added parameters that an optimizer which was copied in training still has, with their
     moments, known by their shapes; none in any other optimizer."""
@@ -152,6 +147,11 @@ def _copied_group(optimizer: torch.optim.Optimizer, made: Sequence[Tensor]) -> l
     return next((group for group in groups if [p.shape for p in group] == shapes), [])
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    plain = (bool, int, float, str, tuple, type(None))
+    return value is other or (
+        isinstance(value, plain) and type(value) is type(other) and value == other
+    )
 
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)

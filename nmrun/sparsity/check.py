@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import COLUMNS, Pattern
 from nmrun.sparsity.reference import grouped, holds
 from nmrun.sparsity.select import LeftDense, select
@@ -44,6 +45,10 @@ def check_nm(
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
+    elif not isinstance(model_or_tensor, nn.Module):
+        raise ConfigError(
+            f"{type(model_or_tensor).__name__} is neither a tensor nor a module: give check_nm one"
+        )
     else:
         candidates = select(
             model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims

@@ -100,6 +100,12 @@ def axes(module: nn.Module) -> dict[str, Axes]:
     return _experts(module)
 
 
+def parts_of(module: nn.Module, attribute: str, dim: int) -> int:
+    """How many equal parts of a weight's input dimension have sums of their own."""
+    meaning = axes(module).get(attribute)
+    return 1 if meaning is None or meaning.dim != dim else meaning.parts
+
+
 def axes_along(dim: int, ndim: int) -> Axes:
     """The axes of a weight whose input dimension the user named. In a matrix or a stack of matrices
     (E, ., .) the outputs are the matrix's other dimension, else the first dimension besides
@@ -107,12 +113,6 @@ def axes_along(dim: int, ndim: int) -> Axes:
     if ndim == 3 and dim > 0:
         return Axes(dim, 3 - dim)
     return Axes(dim, 0 if dim else 1)
-
-
-def parts_of(module: nn.Module, attribute: str, dim: int) -> int:
-    """How many equal parts of a weight's input dimension have sums of their own."""
-    meaning = axes(module).get(attribute)
-    return 1 if meaning is None or meaning.dim != dim else meaning.parts
 
 
 def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import Check, check_values
 from nmrun.sparsity.layers import Candidate as Candidate
 from nmrun.sparsity.layers import axes, is_conv1d, is_embedding, named_parameters, with_axes
 
@@ -150,6 +151,18 @@ def _recipe_obstacle(entry: Candidate, pattern: Pattern, refuses: Refuses | None
 AUTO = "auto"  # in exclude: the first layer and the heads
 FIRST, HEAD = "first layer (exclude=auto)", "head (exclude=auto)"
 
+NAMES = Check(
+    "a regular expression or a list of them",
+    lambda value: value is None or isinstance(value, Iterable),
+)
+TAKES = {"include": NAMES, "exclude": NAMES} | {
+    option: Check(
+        f"a dict from regular expressions to {values}",
+        lambda value: value is None or isinstance(value, Mapping),
+    )
+    for option, values in (("overrides", "patterns"), ("dims", "dimensions"))
+}
+
 T = TypeVar("T")
 Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches counts
 
@@ -166,6 +179,8 @@ class Options:
         overrides: Mapping[str, str | Pattern] | None = None,
         dims: Mapping[str, int] | None = None,
     ) -> None:
+        given = {"include": include, "exclude": exclude, "overrides": overrides, "dims": dims}
+        check_values(TAKES, given)
         self._problems: list[str] = []
         parameters = named_parameters(model)
         named = self._dims(parameters, dims or {})
@@ -277,7 +292,9 @@ def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
 
 
 def _several(texts: str | Sequence[str] | None) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts or ())
+    if texts is None:
+        return []
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _listing(names: Iterable[str]) -> str:

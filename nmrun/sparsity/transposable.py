@@ -80,7 +80,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     if m <= ENUMERATED_UP_TO:
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
         masks = candidates[(blocks @ candidates.T).argmax(1)]
-    elif n == 1:
+    elif n == 1 and len(blocks):
         masks = torch.stack([_assignment(block) for block in blocks.unflatten(1, (m, m)).cpu()])
         masks = masks.to(weight.device)
     else:

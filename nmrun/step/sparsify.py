@@ -13,7 +13,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import layer
-from nmrun.ranges import INPUT_GRADIENTS, total_steps_of
+from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, plain, total_steps_of
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import check_shards
@@ -107,6 +107,7 @@ def sparsify(
         raise ConfigError(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
         )
+    check_values({"pad": FLAG, "fp8": FLAG}, {"pad": plain(pad), "fp8": plain(fp8)})
     recipe.begin(pattern, total_steps_of(total_steps))
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -137,8 +138,8 @@ def sparsify(
     if not entries:
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
-    saved = saved_settings(optimizer.param_groups)
     _refuse_ambiguous(model, [entry.name for entry in entries])
+    saved = saved_settings(optimizer.param_groups)
     sparse = [SparseWeight(entry) for entry in entries]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
         recipe.check_blocks(blocks[0])
@@ -252,7 +253,6 @@ def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_masked(model: nn.Module) -> None:
 def _refuse_ambiguous(model: nn.Module, sparse: Sequence[str]) -> None:
     """Refuse a sparse weight that has another parameter's name without what wrappers add: states and
     averages, whose wrappers differ, would give one the values of the other."""
@@ -267,6 +267,7 @@ def _refuse_ambiguous(model: nn.Module, sparse: Sequence[str]) -> None:
             )
 
 
+def _refuse_masked(model: nn.Module) -> None:
     """Refuse layers of ModelOpt's, which multiply their weight by a mask whenever it is read."""
     for name, module in model.named_modules():
         by = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}

@@ -134,6 +134,7 @@ def test_a_precision_and_a_tolerance_that_are_none() -> None:
     for words, message in (
         ({"precision": "int4"}, r"precision='int4' is unknown; 'int8' and None are allowed"),
         ({"precision": "int8", "tolerance": -1.0}, r"tolerance=-1.0 must be from 0 to 1"),
+        ({"tolerance": "a"}, r"tolerance=a must be from 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}$"):
             nmrun.deploy(model, x, **words)

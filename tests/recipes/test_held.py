@@ -223,6 +223,7 @@ def test_one_of_m_is_the_best_permutation():
     expected = torch.zeros(5, 5, dtype=torch.bool)
     expected[range(5), best] = True
     assert torch.equal(nmrun.sparsity.transposable_mask(w, "1:5"), expected)
+    assert nmrun.sparsity.transposable_mask(torch.zeros(0, 8), "1:8").shape == (0, 8)
 
 
 def test_a_copy_keeps_the_mask_of_what_it_averages():
