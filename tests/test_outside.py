@@ -7,6 +7,7 @@ import functools
 import io
 import math
 import pickle
+import pydoc
 
 import pytest
 import torch
@@ -324,7 +325,9 @@ def test_a_cast_that_makes_weights_equal_keeps_the_dense_ones(step, monkeypatch)
 
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 @pytest.mark.parametrize("saved_before", [False, True])
-@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "t_sr_ste", "lbc", "cast", "maskllm"])
+@pytest.mark.parametrize(
+    "recipe", ["sr_ste", "asp", "step", "t_sr_ste", "lbc", "cast", "maskllm", "sqft"]
+)
 def test_copies_of_model_and_optimizer_train_on_with_the_same_bits(recipe, saved_before, how):
     """Their clock and dense weights are those of the last step, whatever was saved meanwhile."""
     model, optimizer, handle = start(recipe)
@@ -343,6 +346,39 @@ def test_copies_of_model_and_optimizer_train_on_with_the_same_bits(recipe, saved
     train(model, optimizer, range(7, TOTAL))
     train(twin, other, range(7, TOTAL))
     assert everything(twin, other, second) == everything(model, optimizer, handle)
+
+
+@pytest.mark.parametrize("kind", ["torch.optim.Adam", "torch.optim.AdamW", "nmrun.optim.AdamW"])
+def test_copies_where_a_layer_had_no_gradient_yet(kind):
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            out = model[0](batch(number))
+            if number >= 3:
+                out = out + model[1](batch(number))
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(16, 8))
+    optimizer = pydoc.locate(kind)(model.parameters(), lr=0.02)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    steps(model, optimizer, range(2))
+    twin, other = copy.deepcopy((model, optimizer))
+    second = nmrun.sparsify(twin, other, "sr_ste", "2:4")
+    for each in (model, optimizer), (twin, other):
+        steps(*each, range(2, 5))
+    assert everything(twin, other, second) == everything(model, optimizer, handle)
+
+
+def test_a_second_moment_is_frozen_where_a_layer_had_no_gradient_yet():
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(16, 8))
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
+    nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    model[0](batch(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.freeze_second_moment([model[1].weight])
+    frozen = optimizer.state[model[1].weight]["frozen_denominator"]
+    torch.testing.assert_close(frozen, torch.full((8, 16), 1e-2))  # sqrt(0 + eps)
 
 
 def test_a_compiled_step_is_compiled_once():

@@ -290,6 +290,10 @@ def test_one_dense_copy_while_sparse_and_none_while_dense(recipe):
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another recipe": ({"recipe": "ste"}, "this state is of recipe sr_ste, the handle is of ste"),
+    "one with scores": (
+        {"recipe": "maskllm"},
+        "state is of recipe sr_ste, the handle is of maskllm",
+    ),
     "another ratio": ({"pattern": "1:4"}, "this state is of pattern 2:4, the handle is of 1:4"),
     "other weights": ({"exclude": "2"}, "this state has other sparse weights or patterns"),
     "a ratio of one": ({"overrides": {"0": "1:4"}}, r"other sparse weights or patterns.*0\.weight"),

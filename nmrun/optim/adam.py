@@ -135,7 +135,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
     def _adam_state(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """The state of a parameter, made as torch makes it if there is none."""
         state = self.state[p]
-        if "step" not in state:
+        if "exp_avg" not in state:
             state.update(first_state(group, p))
         return state
 

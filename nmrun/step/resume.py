@@ -131,6 +131,10 @@ class Resume:
         self.put_clock()
         for weight in self.weights:
             weight.put_state(self.optimizer)
+            state = self.optimizer.state.get(weight.parameter)
+            # a copy and a loaded Adam look for its count in every state that is not empty
+            if state and isinstance(self.optimizer, ADAM):
+                state.setdefault("step", torch.zeros(()))
 
     def _before_saving(self) -> None:
         state = self.optimizer.state
@@ -154,10 +158,7 @@ class Resume:
         self.put_clock()
         for group in state_dict["param_groups"] if state_dict["state"] else ():
             for number in group["params"]:
-                state = state_dict["state"].setdefault(number, {})
-                # Adam's load_state_dict looks for its count in every state that is not empty
-                if isinstance(self.optimizer, ADAM) and state and never_stepped(state):
-                    state["step"] = torch.zeros(())
+                state_dict["state"].setdefault(number, {})
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check what is loaded, and take out what was saved before the optimizer stepped a weight:
