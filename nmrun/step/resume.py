@@ -58,7 +58,7 @@ class Resume:
         self.refresh = refresh
         # weights of which the optimizer had no state of its own before the state dict was made
         self._without: list[SparseWeight] = []
-        # by weight: tensors that torch must not load, since the optimizer has not begun there
+        # by weight: its own tensors, which torch would cast to the dtype of the parameter
         self._apart: dict[str, dict[str, torch.Tensor]] = {}
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
@@ -161,19 +161,23 @@ class Resume:
                 state_dict["state"].setdefault(number, {})
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Check what is loaded, and take out what was saved before the optimizer stepped a weight:
-        torch's optimizers take any state that is not empty for their own."""
+        """Check what is loaded, and take the weights' own tensors out: torch would cast them, and its
+        optimizers take any state that is not empty for their own."""
         check_settings(saved_settings(state_dict["param_groups"]), self.recipe, self.weights)
         parameters = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         names = {id(w.parameter): w.name for w in self.weights}
-        states = dict(state_dict["state"])
+        states, self._apart = dict(state_dict["state"]), {}
         for parameter, number in zip(
             parameters, numbers, strict=False
         ):  # torch compares their lengths
             state = states.get(number)
-            if parameter in names and state and never_stepped(state):
-                self._apart[names[parameter]] = state
+            if parameter not in names or not state:
+                continue
+            own = {key: state[key] for key in state if str(key).startswith(PREFIX)}
+            self._apart[names[parameter]] = own
+            states[number] = {key: state[key] for key in state if key not in own}
+            if never_stepped(state):
                 del states[number]
         return {**state_dict, "state": states}
 
@@ -185,12 +189,14 @@ class Resume:
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self.put()
             return
+        dtypes = dtypes_of(settings)
         for weight in self.weights:
             weight.clear()  # a tensor that is not among the saved ones is gone
-            weight.pop_state(self.optimizer, dtypes_of(settings))
+            weight.pop_state(self.optimizer, dtypes)  # where no hook saw the load
+            usual = str(weight.parameter.dtype).removeprefix("torch.")
             for key, value in apart.get(weight.name, {}).items():
-                if key.startswith(PREFIX):
-                    weight.restore(key.removeprefix(PREFIX), value.clone())
+                name = key.removeprefix(PREFIX)
+                weight.restore(name, value.clone(), dtypes.get(name, usual))
         check_dense(settings, self.weights)
         self.restore(settings)
 
@@ -268,6 +274,30 @@ def check_dense(settings: dict[str, Any], weights: Sequence[SparseWeight]) -> No
             "call handle.make_room before it loads; with broadcast_from_rank0, load the state in "
             "every process; copy an optimizer after its first step"
         )
+
+
+def check_exact(
+    settings: dict[str, Any], optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]
+) -> None:
+    """Raise ConfigError where torch has loaded a tensor into a dtype, the parameter's, that cannot
+    hold all its values."""
+    for weight in weights:
+        for name, kind in dtypes_of(settings).items():
+            value = optimizer.state.get(weight.parameter, {}).get(PREFIX + name)
+            if value is not None and not _holds_all(value.dtype, getattr(torch, kind)):
+                raise ConfigError(
+                    f"{name} of {weight.name} is {kind}, and was rounded to {value.dtype} when the "
+                    "optimizer's state was loaded: call sparsify before that"
+                )
+
+
+def _holds_all(dtype: torch.dtype, kind: torch.dtype) -> bool:
+    """Whether every value of ``kind`` is one of ``dtype``."""
+    if dtype == kind or kind == torch.bool:
+        return True
+    if kind.is_floating_point:
+        return torch.promote_types(dtype, kind) == dtype
+    return torch.iinfo(kind).max <= 2 / torch.finfo(dtype).eps
 
 
 def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -20,7 +20,14 @@ from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
-from nmrun.step.resume import check_dense, check_saved, check_settings, dtypes_of, saved_settings
+from nmrun.step.resume import (
+    check_dense,
+    check_exact,
+    check_saved,
+    check_settings,
+    dtypes_of,
+    saved_settings,
+)
 
 # packages whose optimizers wrap the one that steps, and the attributes that have it
 WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
@@ -153,6 +160,7 @@ def sparsify(
     try:
         if saved is not None:
             check_settings(saved, recipe, sparse)
+            check_exact(saved, optimizer, sparse)
             for weight in sparse:
                 weight.pop_state(optimizer, dtypes_of(saved))
             check_dense(saved, sparse)

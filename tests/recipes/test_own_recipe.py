@@ -5,6 +5,7 @@ what it computes.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import os
@@ -13,16 +14,20 @@ import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
+from errors import one_line
 from runs import result_of
 from safetensors.torch import load_file
 
 import nmrun
 import nmrun.lab.sweeps.jobs  # registers the source of ratios
 from nmrun import recipes
+from nmrun.errors import ConfigError
 from nmrun.lab.words import command_line, precheck
+from nmrun.recipes.base import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/own-recipe.md"
 QUICK = ("sparsity=2:8", "debug=fast", "output_dir=out")
@@ -267,3 +272,46 @@ def test_its_state_is_saved_with_the_model(module):
     trained(*resumed, batches(6)[3:])
     assert torch.equal(whole[0].weight, resumed[0].weight)
     assert not torch.equal(whole[0].weight, half[0].weight)
+
+
+@dataclasses.dataclass
+class Wide(Recipe):
+    """Keeps what the dtype of its weights cannot hold."""
+
+    name: ClassVar[str] = "wide"
+
+    def attach(self, weights, optimizer):
+        for weight in weights:
+            weight["mean"] = torch.full(weight.shape, 1.001, dtype=torch.float32)
+            weight["exact"] = torch.full(weight.shape, 1 + 1e-12, dtype=torch.float64)
+            weight["age"] = torch.full(weight.shape, 2**24 + 1, dtype=torch.int32)
+            weight["usual"] = torch.full_like(weight.dense, 0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_its_tensors_are_loaded_in_their_own_dtypes(steps, dtype, kind):
+    model = torch.nn.Linear(8, 4).to(dtype)
+    optimizer = kind(model.parameters(), lr=0.1)
+    handle = nmrun.sparsify(model, optimizer, Wide(), "2:4")
+    trained(model, handle, optimizer, [(x.to(dtype), y.to(dtype)) for x, y in batches(steps)])
+    state = copy.deepcopy(optimizer.state_dict())
+    before = {key: value.clone() for key, value in handle.sparse[0].saved().items()}
+    optimizer.load_state_dict(state)
+    after = handle.sparse[0].saved()
+    assert {key: (v.dtype, v.tolist()) for key, v in after.items()} == {
+        key: (v.dtype, v.tolist()) for key, v in before.items()
+    }
+    model = torch.nn.Linear(8, 4).to(dtype)
+    other = kind(model.parameters(), lr=0.1)
+    other.load_state_dict(state)  # by torch alone
+    with one_line(ConfigError, "of weight is .* and was rounded .*: call sparsify before that"):
+        nmrun.sparsify(model, other, Wide(), "2:4")
+    for cast in (torch.float64, torch.bfloat16):  # what has the weights' dtype follows them
+        model = torch.nn.Linear(8, 4).to(cast)
+        other = kind(model.parameters(), lr=0.1)
+        handle = nmrun.sparsify(model, other, Wide(), "2:4")
+        other.load_state_dict(state)
+        kinds = {key: value.dtype for key, value in handle.sparse[0].saved().items()}
+        assert (kinds["dense"], kinds["usual"], kinds["age"]) == (cast, cast, torch.int32)
