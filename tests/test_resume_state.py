@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from torch import nn
 from training import (
     SPARSE,
@@ -340,6 +341,27 @@ def test_the_state_of_another_version_is_refused():
     with pytest.raises(ConfigError, match="takes what handle"):
         handle.load_state_dict(states[0])  # the optimizer's
     assert everything(model, optimizer, handle) == before
+
+
+@pytest.mark.parametrize("stop", [3, 7])
+def test_a_handle_s_state_alone_does_not_go_on_with_a_second_moment_that_is_not_frozen(stop):
+    whole = start("step")
+    train(*whole[:2], range(stop))
+    model, optimizer, handle = start("step", seed=5)
+    states = stored(*whole)
+    model.load_state_dict(states[0])
+    handle.load_state_dict(states[2])
+    if stop == 3:  # a dense phase has nothing that is frozen
+        train(model, optimizer, range(stop, TOTAL))
+        handle.finalize()
+        return
+    with one_line(ConfigError, r"no frozen second moment of 0\.weight.*load the optimizer's state"):
+        train(model, optimizer, range(stop, TOTAL))
+    optimizer.load_state_dict(states[1])
+    optimizer.zero_grad()
+    for each in whole, (model, optimizer):
+        train(*each[:2], range(stop, TOTAL))
+    assert everything(model, optimizer, handle) == everything(*whole)
 
 
 def test_two_optimizers_with_sparse_weights_of_one_model():

@@ -230,7 +230,7 @@ class Handle:
 
     def state_dict(self) -> dict[str, Any]:
         """The sparse training's state, for loops that do not save the optimizer's state dict, which has
-        all of it.
+        all of it. STEP's frozen second moment is in the latter alone.
 
         Returns:
             ``nmrun``, the recipe's clock as plain data, and ``weights``, by name the tensors of
