@@ -282,11 +282,13 @@ def check_exact(
     """Raise ConfigError where torch has loaded a tensor into a dtype, the parameter's, that cannot
     hold all its values."""
     for weight in weights:
+        state, dtype = optimizer.state.get(weight.parameter, {}), weight.parameter.dtype
         for name, kind in dtypes_of(settings).items():
-            value = optimizer.state.get(weight.parameter, {}).get(PREFIX + name)
-            if value is not None and not _holds_all(value.dtype, getattr(torch, kind)):
+            value = state.get(PREFIX + name)
+            is_cast = value is not None and value.dtype == dtype
+            if is_cast and not _holds_all(dtype, getattr(torch, kind)):
                 raise ConfigError(
-                    f"{name} of {weight.name} is {kind}, and was rounded to {value.dtype} when the "
+                    f"{name} of {weight.name} is {kind}, and was rounded to {dtype} when the "
                     "optimizer's state was loaded: call sparsify before that"
                 )
 
