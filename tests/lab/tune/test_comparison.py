@@ -269,7 +269,7 @@ def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
         {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
         {**alike, "dataset": "b", "eval/accuracy": 0.7},
     ])  # fmt: skip
-    text = comparison.outcome_text(comparison.Outcome(runs, pd.DataFrame(), [], [], [], []))
+    text = comparison.outcome_text(comparison.Outcome(runs, pd.DataFrame(), [], [], [], [], []))
     assert re.findall(r"on the (\w+) split", text) == ["test", "validation"]
     assert re.findall(r"\| ste +\| ([\d.]+) ", text) == ["50.0", "70.0"]
 
