@@ -201,10 +201,9 @@ def _printed(command: str) -> list[str]:
 
 def _table(command: str) -> list[str]:
     caption, table, *_ = _printed(command)
-    cautions = re.sub(
-        r"(; |^)made by \d+ versions of the code", "", "".join(caption.splitlines()[2:])
-    )
-    return [table, *(["", f"{_upper(cautions)}."] if cautions else [])]
+    notes = [note for line in caption.splitlines()[2:] for note in line.split("; ")]
+    cautions = " ".join(f"{_upper(n)}." for n in notes if not n.startswith("made by"))
+    return [table, *["", cautions] * bool(cautions)]
 
 
 def _differences(command: str) -> list[str]:

@@ -63,10 +63,9 @@ class Table:
     their number. ``across`` are the keys in which rows are compared with a baseline of another
     value, ``unpaired`` the places that share no seed with theirs. ``control`` says whether there
     are dense runs of these settings. ``tuned`` says by how many trials rows were tuned, and over
-    what. ``paper`` has published
-    figures as printed, by row and column. ``pruned`` says which rows were pruned in one shot: some,
-    ``all``, or nothing. ``failed`` counts the runs that ended with a value and are taken for
-    failed, see ``_set_apart``.
+    what. ``paper`` has published figures as printed, by row and column. ``pruned`` says which rows
+    were pruned in one shot: some, ``all``, or nothing. ``failed`` counts the runs that ended with a
+    value and are taken for failed, see ``_set_apart``.
     """
 
     metric: str

@@ -6,8 +6,7 @@ from collections import Counter
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.notation import higher_is_better, label, printed, words
-from nmrun.lab.compare.statistics import Cell
+from nmrun.lab.compare.notation import half_as_good, higher_is_better, label, printed, words
 from nmrun.lab.compare.tables import FAR, SCORES, Table
 
 LATEST, DECIDED = "(t > t_max", "has settled"  # as STEP's event gives the reason for its switch
@@ -60,9 +59,8 @@ def _chosen_from(table: Table) -> str:
 
 def failures(table: Table) -> list[str]:
     """The runs that are in no mean, and the seeds so far apart that one may have failed."""
-    cells = {
-        id(cell): cell for cell in table.cells.values()
-    }.values()  # dense ones stand repeatedly
+    # a dense cell stands in several columns
+    cells = {id(cell): cell for cell in table.cells.values()}.values()
     without = sum((Counter(cell.without) for cell in cells), Counter())
     without["failed"] -= table.failed
     notes = [
@@ -77,26 +75,19 @@ def failures(table: Table) -> list[str]:
 
 
 def _far_apart(table: Table) -> list[str]:
-    """Cells with a seed less than half as good as another one, where no seed was taken for failed."""
+    """Cells with a seed half as good as another one, or worse, where none was taken for failed."""
     apart = {}
     for (row, column), cell in table.cells.items():
-        metric = table.metric_of(row, column)
-        if metric.partition("/")[0] in SCORES and _halves(cell, higher_is_better(metric)):
-            ends = (printed(value, metric) for value in _ends(cell))
-            apart[id(cell)] = f"{_place(table, row, column)} ({' to '.join(ends)})"
+        metric, values = table.metric_of(row, column), cell.values.values()
+        if metric.partition("/")[0] not in SCORES or not values:
+            continue
+        low, high = min(values), max(values)
+        worst, best = (low, high) if higher_is_better(metric) else (high, low)
+        if half_as_good(worst, best, metric):
+            ends = f"{printed(low, metric)} to {printed(high, metric)}"
+            apart[id(cell)] = f"{_place(table, row, column)} ({ends})"
     where = ", ".join(apart.values())
     return [f"seeds far apart, of which some may have failed: {where}"] if apart else []
-
-
-def _ends(cell: Cell) -> tuple[float, float]:
-    return min(cell.values.values()), max(cell.values.values())
-
-
-def _halves(cell: Cell, upwards: bool) -> bool:
-    if cell.n < 2:
-        return False
-    low, high = _ends(cell)
-    return (high > 2 * low and high > 0) if upwards else (low >= 0 and high > 2 * low)
 
 
 def switches(table: Table) -> list[str]:

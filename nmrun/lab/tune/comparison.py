@@ -321,10 +321,10 @@ def _unsteady(name: str, best: Trial | None, values: Sequence[float | None]) -> 
     """Say in how many seeds the best settings fail, though no tuning seed did: they ended with an
     error (None), or at half the mean of the tuning seeds, or worse.
     """
-    if best is None or best.value is None or best.value <= 0:
+    if best is None or best.value is None:
         return []
-    upwards, mean = notation.higher_is_better(best.metric), best.value
-    lost = [v for v in values if v is None or (v <= mean / 2 if upwards else v >= 2 * mean)]
+    mean, metric = best.value, best.metric
+    lost = [v for v in values if v is None or notation.half_as_good(v, mean, metric)]
     return [
         f"{name}: {len(lost)} of {len(values)} seeds failed with the best settings, or are half as good as the "
         f"tuning seeds ({in_words(best)}); under another name, search smaller learning rates"
