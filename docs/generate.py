@@ -1,7 +1,7 @@
 """Write what the pages say of the config's keys and of the committed runs, from where these are.
 
-``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and when to use it
-on every page about recipes. On the pages of ``results/`` it writes what stands between
+``python docs/generate.py`` writes the pages of ``configs/``, one for each group, the table of
+which-recipe.md, and when to use it on every page about recipes. On the pages of ``results/`` it writes what stands between
 ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
@@ -34,6 +34,7 @@ from nmrun.lab.compare.notation import named
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
+from nmrun.lab.words.advice import ADVICE
 from nmrun.lab.words.reference import Key, Option
 
 DOCS = Path(__file__).parent
@@ -75,6 +76,14 @@ def pages() -> dict[Path, str]:
         _, _, below = rest.partition("\n\n")
         use = _uses([recipes[name] for name in names])
         written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
+    path = DOCS / "which-recipe.md"
+    advice = [
+        "| you train | take |",
+        "|---|---|",
+        *(f"| {task} | {text} |" for task, text in ADVICE),
+    ]
+    head, _, rest = path.read_text(encoding="utf-8").partition("| you train")
+    written[path] = head + "\n".join(advice) + "\n\n" + rest.partition("\n\n")[2]
     return written
 
 

@@ -9,7 +9,7 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
+from nmrun.lab.words.advice import ADVICE
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean, no_such
@@ -221,8 +222,13 @@ def _hint(topic: str) -> str:
     return did_you_mean(topic, [*keys, *GROUPS])
 
 
-def _list(among: Iterable[Option]) -> Iterator[str]:
-    """A group's options, a paragraph each."""
+def _list(among: list[Option]) -> Iterator[str]:
+    """A group's options, a paragraph each; before the recipes, which to take."""
+    if among[0].group == "recipe":
+        yield "Which to take, by what you train:"
+        for task, recipes in ADVICE:
+            yield from _wrap(f"{task}: {_without_links(recipes)}.", "  ", "    ")
+        yield ""
     for option in among:
         yield from _wrap(f"{option.group}={option.name}: {option.about} {option.use}", "", "    ")
 
@@ -262,6 +268,10 @@ def _wrap(text: str, first: str, other: str) -> list[str]:
         _plain(text), width, initial_indent=first, subsequent_indent=other,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+
+
+def _without_links(text: str) -> str:
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text)
 
 
 def _plain(text: str) -> str:

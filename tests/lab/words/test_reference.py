@@ -15,6 +15,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.cli import all_verbs
 from nmrun.lab.words import help, reference
 from nmrun.lab.words.composition import composing
+from nmrun.recipes import RECIPES
 
 EVERY = [reference.options(group) for group in ("", *reference.GROUPS)]
 
@@ -63,6 +64,14 @@ def test_a_group_lists_its_options_and_an_option_its_keys():
     assert "``" not in text
     assert "trainer.epochs" in reference.about("trainer")
     assert reference.about("sparsity=2:4") == reference.about("sparsity")
+
+
+def test_help_on_recipes_begins_with_which_to_take():
+    first, _, rest = reference.about("recipe").partition("\n\n")
+    assert first.startswith("Which to take")
+    assert "](" not in first
+    assert rest.startswith("recipe=dense:")
+    assert set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", first)) <= set(RECIPES)
 
 
 @pytest.mark.parametrize(
