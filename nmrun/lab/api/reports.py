@@ -26,7 +26,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
 
     Args:
         path: folders with runs in them, or ``wandb://entity/project``.
-        filter: conditions ``KEY=VALUE``. Runs without the key stay, as with ``nmrun table``.
+        filter: conditions ``KEY=VALUE`` or ``KEY!=VALUE``. Runs without the key stay, as with ``nmrun table``.
 
     Returns:
         A row for each run. The columns are ``dataset``, ``model``, ``recipe``, ``sparsity`` (``2:8``

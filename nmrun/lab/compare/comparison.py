@@ -27,6 +27,7 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
+from nmrun.lab.folders.settings import Condition
 
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"
@@ -38,7 +39,7 @@ class Query:
     """What is asked of some runs.
 
     ``rows`` and ``cols`` are config keys, or ``metric`` where there are several ``metrics`` (by
-    default that of the task). ``filter`` has conditions ``KEY=VALUE``. In a cell stands
+    default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``. In a cell stands
     ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as many as
     the deviation leaves. ``baseline`` is the row that others are compared with, by a paired
     ``test``, ``t`` or ``wilcoxon``; ``overall``: over all cells as well.
@@ -118,7 +119,7 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
 
 
 def _is_of_recipe(condition: str) -> bool:
-    return condition.partition("=")[0].partition(".")[0] in ("recipe", "sparsity")
+    return Condition.of(condition).key.partition(".")[0] in ("recipe", "sparsity")
 
 
 def _has_like(runs: pd.DataFrame, part: pd.DataFrame, groups: Sequence[str]) -> bool:

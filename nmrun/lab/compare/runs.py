@@ -319,31 +319,28 @@ def usual_metric(runs: pd.DataFrame) -> str:
 
 
 def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
-    """The runs that fit all conditions: ``KEY=VALUE`` each, or several values with commas between.
+    """The runs that fit all conditions: ``KEY=VALUE`` each, or several values with commas between;
+    ``KEY!=VALUE`` for all others.
 
     A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
     training, the reference, has no ratio. Raises ConfigError for an unknown key, and for a value
     that no run has that is left.
     """
-    for condition in conditions:
-        if "=" not in condition:
-            raise ConfigError(
-                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
-            )
-        key, values = settings.alternatives(condition)
+    for condition in map(settings.Condition.of, conditions):
+        key = condition.key
         check_name(key, metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
-        fitting = set[str]()
-        for value in values:
-            same = {t for t in set(labels) if settings.same(t, value)}
-            if not same:
-                listing = ", ".join(sorted(set(labels) - {"-"}))
-                raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {listing}")
-            fitting |= same
-        without = (
-            labels == "-" if key not in ("sparsity", *RATIO_KEYS) else runs["sparsity"] == "dense"
-        )
-        runs = runs[labels.isin(fitting) | without]
+        listing = ", ".join(sorted(set(labels) - {"-"}))
+        for value in condition.values:
+            if not any(settings.same(text, value) for text in set(labels)):
+                raise ConfigError(f"--filter {key}: no run has {value}; {key} is {listing}")
+        fitting = {text for text in set(labels) if condition.fits(text)}
+        dense = runs["sparsity"] == "dense"
+        of_ratio = key in ("sparsity", *RATIO_KEYS) and not condition.others
+        runs = runs[labels.isin(fitting) | (dense if of_ratio else labels == "-")]
+        if runs.empty:
+            left_out = ",".join(condition.values)
+            raise ConfigError(f"--filter {key}!={left_out} leaves no run; {key} is {listing}")
     return runs
 
 

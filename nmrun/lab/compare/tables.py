@@ -225,7 +225,9 @@ def build(
     differing = [
         key
         for key in settings_apart(everything)
-        if key not in named and key.partition(".")[0] not in named and len(labels(key)) > 1
+        if key not in named
+        and key.partition(".")[0] not in named
+        and len(labels(key) - {"-"}) > 1  # a run of before there was the key, or of another group
     ]
     # a run of a CSV file or outside of git has none
     commits = sorted({c[:7] for run in everything if isinstance(c := run.get("commit"), str)})
@@ -243,7 +245,7 @@ def build(
         differing,
         commits,
         _candidates(members) if "best/" in metric else {},
-        _tuning(members),
+        _tuning(members, rows),
         pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
         digits=digits,
         runs=runs,
@@ -429,30 +431,35 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
 # --- how its runs were tuned ----------------------------------------------------------------------
 
 
-def _tuning(members: Mapping[Place, Sequence[Run]]) -> list[str]:
-    """By how many trials of ``nmrun tune`` each row was tuned, and over which settings."""
+def _tuning(members: Mapping[Place, Sequence[Run]], row_keys: Key) -> list[str]:
+    """By how many trials of ``nmrun tune`` each row was tuned, and over which settings. Rows that
+    differ in ``tuned.trials`` are named by that alone."""
     by_trials: dict[str, list[str]] = {}  # names of rows
     by_spaces: dict[str, list[str]] = {}
     for (row, _), runs in members.items():
         for run in runs:
-            tuned = isinstance(run.get("tuned.over"), str)
-            for rows, how in (
-                (by_trials, _trials(run) if tuned else "none"),
-                (by_spaces, _spaces(run["tuned.over"]) if tuned else ""),
-            ):
-                if (name := " ".join(row)) not in rows.setdefault(how, []):
-                    rows[how].append(name)
+            name = " ".join(row)
+            number = f"tuned.trials {label(run.get('tuned.trials', math.nan))}"
+            trials, spaces = "none", ""
+            if isinstance(run.get("tuned.over"), str):
+                trials, spaces = _trials(run), _spaces(run["tuned.over"])
+            by_trials.setdefault(trials, []).append(number if "tuned.trials" in row_keys else name)
+            by_spaces.setdefault(spaces, []).append(name)
+    by_trials, by_spaces = (
+        {how: list(dict.fromkeys(rows)) for how, rows in names.items()}
+        for names in (by_trials, by_spaces)
+    )
     if set(by_trials) <= {"none"}:
         return []
-    trials = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
-    each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(trials)
-    spaces = {text: text.split("; ") if text else [] for text in by_spaces}
+    several = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
+    each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(several)
+    searches = {text: text.split("; ") if text else [] for text in by_spaces}
     common = [
-        s for s in next(iter(spaces.values())) if all(s in other for other in spaces.values())
+        s for s in next(iter(searches.values())) if all(s in other for other in searches.values())
     ]
     over = [f"all over {', '.join(common)}"] * bool(common) + [
         f"{', '.join(by_spaces[text])} over {' and '.join(rest)}"
-        for text, searched in spaces.items()
+        for text, searched in searches.items()
         if (rest := [space for space in searched if space not in common])
     ]
     return [f"each cell tuned before by {each}", *(["; ".join(over)] * bool(over))]

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="runs with these settings, all of them: recipe=ste,sr_ste trainer.epochs=2",
+        help="runs with these settings, all of them: recipe=ste,sr_ste trainer.epochs!=2",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(argv)
@@ -61,9 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def selection(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     """The run folders at or below ``path`` that nothing is at work on and all conditions fit; a run
     without a condition's key does not fit."""
-    for condition in conditions:
-        if "=" not in condition:
-            raise ConfigError(f"--filter {condition}: write KEY=VALUE, such as recipe=ste")
+    wanted = [settings.Condition.of(text) for text in conditions]
     every = [run for run in status.runs(path) if run.state != "running"]
     if not every:
         raise ConfigError(f"{path}: no run in it that nothing is at work on")
@@ -71,17 +69,14 @@ def selection(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]
     by_folder = {folder: _settings(folder) for folder in runs}
     keys = {key for run in by_folder.values() for key in run}
     fitting = [folder for folder, state in runs.items() if not failed or state == "failed"]
-    for condition in conditions:
-        key, values = settings.alternatives(condition)
+    for condition in wanted:
+        key = condition.key
         if key not in keys:
-            raise ConfigError(
-                f"--filter {condition}: no run has the key {key}{did_you_mean(key, keys)}"
-            )
+            raise ConfigError(f"--filter {key}: no run has the key {key}{did_you_mean(key, keys)}")
         fitting = [
             folder
             for folder in fitting
-            if key in by_folder[folder]
-            and any(settings.same(by_folder[folder][key], v) for v in values)
+            if key in by_folder[folder] and condition.fits(by_folder[folder][key])
         ]
     if not fitting:
         raise ConfigError(f"{path}: none of {len(runs)} runs fits; nothing to delete")

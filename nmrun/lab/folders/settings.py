@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.runs.run_folder import RESULT, RunFolder, metrics_of
@@ -36,11 +36,28 @@ def read(folder: Path) -> dict[str, str]:
     return {key: value_text(value) for key, value in flat.items() if key not in RATIO_KEYS}
 
 
-def alternatives(condition: str) -> tuple[str, list[str]]:
-    """The key of a condition and the values that fit: ``recipe=ste,sr_ste`` names two, and
-    ``optimizer.betas=[0.9,0.98]`` one."""
-    key, _, values = condition.partition("=")
-    return key, [value.strip() for value in OUTSIDE_BRACKETS.split(values)]
+class Condition(NamedTuple):
+    """What ``--filter`` takes: the runs in which ``key`` has one of ``values``, or with ``others``
+    those in which it has another."""
+
+    key: str
+    values: list[str]
+    others: bool
+
+    @classmethod
+    def of(cls, text: str) -> Condition:
+        """``recipe=ste,sr_ste`` has two values, ``optimizer.betas=[0.9,0.98]`` one; ``recipe!=ste``
+        is for others. ConfigError where the text is no condition."""
+        key, equals, values = text.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--filter {text}: write KEY=VALUE, such as recipe=ste, or KEY!=VALUE (folders come before --filter)"
+            )
+        named = [value.strip() for value in OUTSIDE_BRACKETS.split(values)]
+        return cls(key.removesuffix("!"), named, key.endswith("!"))
+
+    def fits(self, value: str) -> bool:
+        return self.others != any(same(value, named) for named in self.values)
 
 
 def same(a: str, b: str) -> bool:

@@ -288,7 +288,7 @@ def _parser(verb: str, description: str) -> Parser:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="leave out runs in which KEY has another value; several values by commas: recipe=ste,sr_ste",
+        help="leave out runs in which KEY has another value; several values by commas: recipe=ste,sr_ste; KEY!=VALUE leaves out those that have it",
     )
     return parser
 

@@ -44,6 +44,21 @@ def test_a_table_may_be_of_folders_and_files(tmp_path, write):
     assert list(collect([tmp_path / "outputs", file])["recipe"]) == ["=step", "ste"]
 
 
+def test_a_key_that_one_file_has_not_is_no_difference(tmp_path, table):
+    """Nor is it told of every row by how many trials it was tuned, where the rows say so."""
+    before, after = HEAD[:-1], HEAD[:-1] + b",model.name,trainer.limit_batches,optimizer.lr"
+    (tmp_path / "before.csv").write_bytes(before + b",optimizer.lr\n" + GOOD[:-1] + b",0.1\n")
+    tuned = b",tuned.trials,tuned.over,tuned.by\n"
+    line = GOOD[:-1].replace(b"0.5", b"0.6") + b",mlp,null,0.2,6,optimizer.lr 0.1,eval/accuracy\n"
+    (tmp_path / "after.csv").write_bytes(after + tuned + line)
+    lines = table("--rows", "recipe,tuned.trials", paths=("before.csv", "after.csv"))[1]
+    trials = "6 trials by validation accuracy, the best two with three seeds (tuned.trials 6)"
+    assert lines.splitlines()[2] == (
+        "not the same in all cells: learning rate; each cell tuned before by "
+        f"none (tuned.trials -), {trials}; no dense run under these settings"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -450,12 +450,29 @@ def test_filters(write, table):
         "ste": {"2:4": "**80.0 (1)**"}, "sr_ste": {"2:4": "60.0 (1)"},
     }  # fmt: skip
     assert table("--filter", "optimizer.lr=5,0.01")[2].startswith(
-        "nmrun: --filter optimizer.lr=5 leaves no run"
+        "nmrun: --filter optimizer.lr: no run has 5"
     )
     assert table("--filter", "optimizer.lr=5")[::2] == (
-        2, "nmrun: --filter optimizer.lr=5 leaves no run; optimizer.lr is 0.001, 0.01\n",
+        2, "nmrun: --filter optimizer.lr: no run has 5; optimizer.lr is 0.001, 0.01\n",
     )  # fmt: skip
     assert "write KEY=VALUE" in table("--filter", "optimizer.lr")[2]
+
+
+def test_a_filter_for_all_others(write, table):
+    write("dense", "dense", 0, 0.95, optimizer__lr=0.01)
+    write("ste", "2:4", 0, 0.9, optimizer__lr=0.001)
+    write("ste", "2:4", 1, 0.8, optimizer__lr=0.01)
+    write("asp", "1:4", 0, 0.7, optimizer__lr=0.01)
+    write("step", "1:4", 0, 0.6, optimizer__lr=0.01, recipe__switch=0.1)
+    assert cells(table("--filter", "optimizer.lr!=1e-3", "recipe!=asp,step")[1]) == {
+        "dense": {"2:4": "95.0 (1)"}, "ste": {"2:4": "80.0 (1)"},
+    }  # fmt: skip
+    assert "step" not in cells(table("--filter", "recipe.switch!=0.1", "optimizer.lr=0.01")[1])
+    assert list(cells(table("--filter", "sparsity!=dense,1:4", "optimizer.lr=0.01")[1])) == ["ste"]
+    assert table("--filter", "optimizer.lr!=5")[0] == 2
+    assert table("--filter", "optimizer.lr!=0.01,0.001")[::2] == (
+        2, "nmrun: --filter optimizer.lr!=0.01,0.001 leaves no run; optimizer.lr is 0.001, 0.01\n",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

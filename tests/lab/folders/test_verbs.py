@@ -81,6 +81,8 @@ def runs(write) -> dict[str, Path]:
         (("--filter", "sparsity=dense,2:4", "trainer.epochs=2"), {"other"}),
         (("--filter", "sparsity=dense"), {"dense"}),
         (("--filter", "trainer.epochs=2.0"), {"other"}),
+        (("--filter", "recipe!=ste"), {"dense", "other"}),
+        (("--filter", "recipe!=ste,step"), {"dense"}),
         (("--filter", "model.hidden=[32, 64]"), {"other"}),
     ],
 )
