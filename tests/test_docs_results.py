@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import re
 import shlex
@@ -12,8 +13,10 @@ from types import ModuleType
 import matplotlib
 import pandas as pd
 import pytest
+import torch
 from verbs import verb
 
+import nmrun
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import experiment
 from nmrun.lab.words.identity import identity
@@ -193,6 +196,33 @@ def test_the_picture_of_which_recipe_is_of_the_runs():
         change = scale * (ours - runs[runs.recipe == "dense"][metric])
         assert len(change) == 5
         assert shown.loc[recipe, ratio].shown == pytest.approx(change.mean())
+
+
+def bytes_held() -> int:
+    """Of all tensors that are alive."""
+    gc.collect()
+    tensors = [
+        each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_the_bytes_of_which_recipe_are_those_that_training_holds():
+    weights = 512 * 512
+    expected = {"dense": 16, **script("pictures/which_recipe.py").BYTES}
+    for recipe, expected_bytes in expected.items():
+        before, most = bytes_held(), 0
+        model = torch.nn.Linear(512, 512, bias=False)
+        optimizer = nmrun.optim.Adam(model.parameters())
+        handle = nmrun.sparsify(model, optimizer, recipe=recipe, pattern="1:8", total_steps=6)
+        for _ in range(6):
+            model(torch.randn(1, 512)).sum().backward()
+            optimizer.step()
+            most = max(most, bytes_held() - before)
+            optimizer.zero_grad()
+        assert round(most / weights) == expected_bytes, recipe
+        del model, optimizer, handle
 
 
 @pytest.mark.parametrize("page", TUNED)

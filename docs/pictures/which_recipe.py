@@ -29,6 +29,9 @@ RECIPES = {
     "mdgf_exponential": "MdGf",
     "sdgf_stepwise": "SdGf",
 }
+# Bytes that a weight takes in training, in float32 under Adam: itself, its gradient, two moments and
+# the masked weight; of ASP its fixed mask too. A dense one takes 16.
+BYTES = {name: 21 if name == "asp" else 20 for name in RECIPES}
 MOST = 8.0  # deviations of a run, at which the colours end
 
 
@@ -114,7 +117,7 @@ def draw(axes: Axes) -> None:
             axes.text(end + 1.5 * column, row, texts[recipe], ha="center", va="center", fontsize=7)
     for row, name in enumerate(RECIPES.values()):
         axes.text(-0.8, row, name, ha="right", va="center", fontsize=8)
-    axes.set(xlim=(-3.3, end + 2.4), ylim=(len(RECIPES) - 0.4, -3))
+    axes.set(xlim=(-3.3, end + 3.9), ylim=(len(RECIPES) - 0.4, -3))
     axes.axis("off")
 
 
@@ -130,10 +133,11 @@ def cell(axes: Axes, x: float, y: float, found: pd.Series, digits: int) -> None:
 
 
 def prices() -> Iterator[tuple[str, dict[str, str]]]:
-    """What a recipe costs: FLOPs of training at 1:8, and how many settings the trials searched
-    beside the learning rate.
+    """What a recipe costs: FLOPs of training at 1:8, memory, and how many settings the trials
+    searched beside the learning rate.
     """
     yield "FLOPs\nat 1:8", {name: f"{share:.2f}" for name, share in flops("1:8").items()}
+    yield "bytes a\nweight", {name: str(count) for name, count in BYTES.items()}
     runs = pd.read_csv(TASKS[0].path, low_memory=False)
     searched = runs.groupby("recipe")["tuned.over"].first()
     yield "to\ntune", {name: str(searched[name].count(";")) for name in RECIPES}
