@@ -25,8 +25,8 @@ ADVICE = (
     ),
     (
         "a language model from scratch",
-        "S-STE. Tune its learning rate; there is nothing else to tune. "
-        "[Untuned](results/language_as_they_come.md) it leads SR-STE at sparse ratios, not at "
+        "S-STE. [Tune its learning rate](results/language_as_they_come.md#what-tuning-is-worth); "
+        "there is nothing else to tune. [Untuned](results/language_as_they_come.md) it leads SR-STE at sparse ratios, not at "
         "2:4, and in a [long run](results/step_long.md#a-language-model) (exploratory)",
     ),
     (
