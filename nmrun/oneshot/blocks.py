@@ -36,15 +36,16 @@ def stages(
 
     order = _call_order(layers, passes[0])
     chains = _lists(model, layers)
-    place = {
-        id(part): (number, index)
-        for number, blocks in enumerate(chains)
-        for index, block in enumerate(blocks)
-        for part in block.modules()
-    }
+    places: dict[int, set[Any]] = {}  # of a module: the blocks that it is in
+    for number, blocks in enumerate(chains):
+        for index, block in enumerate(blocks):
+            for part in block.modules():
+                places.setdefault(id(part), set()).add((number, index))
     together: dict[Any, list[LayerMatrix]] = {}
     for layer in order:
-        together.setdefault(place.get(id(layer.module), layer.name), []).append(layer)
+        inside = {place for m in layer.modules for place in places.get(id(m), {layer.name})}
+        key = inside.pop() if len(inside) == 1 else layer.name  # several blocks share it
+        together.setdefault(key, []).append(layer)
     chain_of: dict[int, Chain | None] = {}
     for key, stage in together.items():
         root, chain, index = model, None, 0
@@ -54,6 +55,8 @@ def stages(
             if number not in chain_of:
                 chain_of = {number: _chain(chains[number], passes)}  # the others are done
             chain = chain_of[number]
+        else:
+            chain_of = {}  # this layer may be pruned, and make what later blocks take
         if chain is None or index < chain.position:
             yield root, stage, through_all
         else:
@@ -69,17 +72,22 @@ def _call_order(layers: Sequence[LayerMatrix], run: Pass) -> list[LayerMatrix]:
             def note(module: nn.Module, args: Any, layer: LayerMatrix = layer) -> None:
                 order.setdefault(layer.name, layer)
 
-            hooks.callback(layer.module.register_forward_pre_hook(note).remove)
+            for module in layer.modules:
+                hooks.callback(module.register_forward_pre_hook(note).remove)
         run()
     return [*order.values(), *(layer for layer in layers if layer.name not in order)]
 
 
 def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Module]]:
     """The outermost lists of modules of one class that have layers inside."""
-    ids = {id(layer.module) for layer in layers}
+    ids = {id(module) for layer in layers for module in layer.modules}
     lists: list[list[nn.Module]] = []
+    seen: set[int] = set()  # a module may have several names
 
     def look(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
         children = list(module.children())
         one_class = len(children) > 1 and len({type(child) for child in children}) == 1
         inside = any(id(part) in ids for child in children for part in child.modules())
@@ -130,13 +138,13 @@ class Chain:
             self._call(number, index, value)
 
     def repeats(self, last: Tensor) -> bool:
-        """Whether the last block gets from the first batch by itself what it got in the network.
+        """Whether the last block gets from the last batch by itself what it got in the network.
         It does not where blocks depend on more than their arguments: on autocast in the network's
         ``forward``, or on an attribute that it sets for every batch."""
-        value = self.values[0]
+        value, number = self.values[-1], len(self.values) - 1
         try:
             for index in range(len(self.blocks) - 1):
-                value = self._call(0, index, value)
+                value = self._call(number, index, value)
         except Exception:  # what they depend on may be anything
             return False
         return value.dtype == last.dtype and torch.equal(value, last)
@@ -183,7 +191,7 @@ class _Record:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
     ) -> None:
-        """Note the call of a block; the last one is not needed any more."""
+        """Note the call of a block, and stop at one that a chain has not."""
         call: Arguments = {**dict(enumerate(args)), **kwargs}
         previous = self.outputs[-1][0]() if self.outputs and self.outputs[-1] else None
         if index:
@@ -197,9 +205,10 @@ class _Record:
             call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
         self.fits &= len(self.calls) == index and len(self.slots) <= 1
         self.calls.append(call)
-        if index == len(self.blocks) - 1 or not self.fits:
-            self.last = previous
+        if not self.fits:
             raise _Enough
+        if index == len(self.blocks) - 1 and previous is not None:
+            self.last = previous.clone()  # before the block adds to it in place
 
     def after(self, module: nn.Module, args: Any, out: Any) -> None:
         tensors = [part for part in _outputs(out) if isinstance(part, Tensor)]
@@ -222,17 +231,18 @@ class _Record:
 def _chain(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
     """The chain of these blocks with all batches, or None where they are none."""
     chain: Chain | None = None
-    last: Tensor | None = None  # of the first batch
+    last: Tensor | None = None  # of the batch before
     for run in passes:
         record = _Record(blocks)
-        if not record.is_chain(run):
+        if not record.is_chain(run) or record.last is None:
             return None
         (slot,) = record.slots
         if chain is None:
-            chain, last = Chain(blocks, slot), record.last
-        if slot != chain.slot:
-            return None
+            chain = Chain(blocks, slot)
+        elif slot != chain.slot or last is None or not chain.repeats(last):
+            return None  # not with the attributes of this batch
         chain.add(record.calls)
+        last = record.last
     return chain if chain and last is not None and chain.repeats(last) else None
 
 

@@ -29,12 +29,13 @@ class LayerMatrix:
     The columns of a convolution are its input channels, once for every kernel position: groups of M
     consecutive columns are the groups of its weight. The experts of a mixture are a stack of such
     matrices, (experts, outputs, columns), with as many sums ``X^T X``. ``pattern`` is over the runs
-    of columns, as methods take it.
+    of columns, as methods take it. ``modules``: all that multiply their inputs with this weight,
+    ``module`` first.
     """
 
-    def __init__(self, candidate: Candidate) -> None:
+    def __init__(self, candidate: Candidate, modules: Sequence[nn.Module]) -> None:
         assert candidate.pattern is not None
-        self._candidate = candidate
+        self._candidate, self.modules = candidate, modules
         self.name, self.module, self.dim = candidate.name, candidate.module, candidate.dim
         self.outputs, self.pattern = candidate.outputs, candidate.pattern
         if isinstance(self.module, nn.Conv1d | nn.Conv2d):
@@ -64,12 +65,13 @@ class LayerMatrix:
         first = 1 if self.stacked else 0
         return self.weight.movedim((self.outputs, self.dim), (first, -1))
 
-    def columns(self, x: Tensor) -> Tensor:
-        """The layer's input as (tokens, columns); a convolution's tokens are its output positions."""
+    def columns(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The input of one of the modules as (tokens, columns); a convolution's tokens are its output
+        positions."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        if not isinstance(self.module, nn.Conv1d | nn.Conv2d):
+        if not isinstance(module, nn.Conv1d | nn.Conv2d):
             return x.reshape(-1, x.shape[-1])
-        conv: Any = self.module
+        conv: Any = module
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x = functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
         kernel, stride, dilation = conv.kernel_size, conv.stride, conv.dilation
@@ -98,16 +100,16 @@ def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
     not called."""
     grams: dict[str, Tensor] = {}
 
-    def watch(layer: LayerMatrix) -> Any:
+    def watch(layer: LayerMatrix) -> list[Any]:
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = args[0] if args else next(iter(kwargs.values()))
             with torch.autocast(inputs.device.type, enabled=False):
-                x = layer.columns(inputs.detach())
+                x = layer.columns(module, inputs.detach())
                 if len(x):
                     gram = grams.setdefault(layer.name, x.new_zeros(x.shape[1], x.shape[1]))
                     gram.addmm_(x.T, x)
 
-        return layer.module.register_forward_pre_hook(add, with_kwargs=True)
+        return [m.register_forward_pre_hook(add, with_kwargs=True) for m in layer.modules]
 
     def add_expert(name: str, expert: int, x: Tensor) -> None:
         x, stack = x.to(torch.promote_types(x.dtype, torch.float32)), stacks[name]
@@ -115,7 +117,7 @@ def watched(layers: Sequence[LayerMatrix]) -> Iterator[dict[str, Tensor]]:
         grams.setdefault(name, x.new_zeros(size))[expert].addmm_(x.T, x)
 
     stacks = {layer.name: layer.weight for layer in layers if layer.stacked}
-    handles = [watch(layer) for layer in layers if not layer.stacked]
+    handles = [handle for layer in layers if not layer.stacked for handle in watch(layer)]
     try:
         with ExpertInputs(stacks, add_expert) if stacks else contextlib.nullcontext():
             yield grams

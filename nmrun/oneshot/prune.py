@@ -157,12 +157,17 @@ def _selection(
         c.name for c in candidates if c.parameter.is_meta or hasattr(c.parameter, "_local_tensor")
     ]:
         raise ConfigError(f"{far[0]} is on meta or sharded: pruning needs whole weights")
-    left_dense += [
-        LeftDense(c.name, tuple(c.parameter.shape), reason)
-        for c in candidates
-        if (reason := input_obstacle(c.module))
-    ]
-    layers = [LayerMatrix(c) for c in candidates if not input_obstacle(c.module)]
+    modules_of: dict[int, list[nn.Module]] = {}  # a weight may be tied
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            modules_of.setdefault(id(parameter), []).append(module)
+    layers = []
+    for c in candidates:
+        modules = modules_of[id(c.parameter)]
+        if reason := next(filter(None, map(input_obstacle, modules)), ""):
+            left_dense.append(LeftDense(c.name, tuple(c.parameter.shape), reason))
+        else:
+            layers.append(LayerMatrix(c, modules))
     if not layers:
         reasons = by_reason(left_dense) or "it has no such layer"
         raise ConfigError(f"no weight of this model can be pruned to {pattern} ({reasons})")

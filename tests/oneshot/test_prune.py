@@ -79,9 +79,10 @@ def test_blocks_one_by_one_are_the_whole_network_in_order(method):
     ]
     assert check_nm(model, "2:4", exclude="auto") == [layer["name"] for layer in pruned.layers]
     assert all(part.training for part in model.modules())
-    # one pass for the order of calls, one that finds the inputs (the last block is not needed), a
-    # batch once more by the blocks alone, then each block dense and, but for the last, pruned
-    assert calls == [0, 1, 2] + 3 * [0, 1] + [0, 1] + 6 * [0] + 6 * [1] + 3 * [2]
+    # one pass for the order of calls, one that finds the inputs, each batch once more by the blocks
+    # alone (the last is not needed), then each block dense and, but for the last, pruned
+    found = 2 * [0, 1, 2] + [0, 1] + [0, 1, 2] + 2 * [0, 1]
+    assert calls == [0, 1, 2] + found + 6 * [0] + 6 * [1] + 3 * [2]
 
 
 def test_without_blocks_layers_come_one_by_one():
@@ -102,7 +103,9 @@ class Stack(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(3))
+        shared = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block(kind, shared) for _ in range(3))
+        self.between = nn.ModuleList(nn.Linear(8, 8) for _ in range(3 * (kind == "layer")))
         self.kind = kind
 
     def forward(self, x):
@@ -121,22 +124,36 @@ class Stack(nn.Module):
             elif self.kind == "attribute":  # as Swin's, the size of an image
                 block.scale = start.mean()
                 x = block(x)
+            elif self.kind == "sizes":  # likewise, of the first and the last batch the same
+                block.scale = start.shape[0]
+                x = block(x)
+            elif self.kind == "layer":
+                x = block(x, self.between[number](start))
+            elif self.kind == "twice":
+                x = block(x)
+                x = self.blocks[0](x) if number == 2 else x
             else:
                 x = block(hidden=x)
         return x
 
 
 class Block(nn.Module):
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, shared: nn.Module):
         super().__init__()
         self.up, self.down, self.kind = nn.Linear(8, 16), nn.Linear(16, 8), kind
+        if kind == "shared":
+            self.shared = shared
 
     def forward(self, hidden, bias=None):
         out = self.down(functional.gelu(self.up(hidden)))
         if self.kind == "bias":
             bias = out * 0.1 if bias is None else bias
             return hidden + out + bias, bias
-        if self.kind == "attribute":
+        if self.kind == "shared":
+            out = out + self.shared(out)
+        if self.kind == "layer":
+            out = out * bias
+        if self.kind in ("attribute", "sizes"):
             out = out * self.scale
         if self.kind == "in_place":
             hidden += out
@@ -145,26 +162,64 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bias", "between", "order", "autocast", "attribute", "in_place", "by_name"]
-)
+    "kind",
+    ["bias", "between", "order", "autocast", "attribute", "sizes", "layer", "twice", "shared", "in_place", "by_name"],
+)  # fmt: skip
 def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
     """Where what a block takes is not what the one before gave, passes go through the network."""
-    batches = [torch.randn(4, 5, 8) for _ in range(3)]
+    batches = [torch.randn(size, 5, 8) for size in (4, 7, 4)]
     model, expected = Stack(kind), Stack(kind)
     # whoever is called first is pruned first
-    in_order = reversed(expected.blocks) if kind == "order" else expected.blocks
+    in_order = list(reversed(expected.blocks) if kind == "order" else expected.blocks)
+    if kind == "layer":
+        made = (nn.ModuleList([layer]) for layer in expected.between)
+        in_order = [part for pair in zip(made, in_order, strict=True) for part in pair]
+    if kind == "shared":  # by what all blocks give it
+        in_order = [nn.ModuleList([block.up, block.down]) for block in in_order]
+        in_order.insert(1, nn.ModuleList([expected.blocks[0].shared]))
     clones = [batch.clone() for batch in batches]
-    by_hand(expected, in_order, clones, "wanda", lambda model, batch: model(batch.clone()))
+    method = "sparsegpt" if kind == "layer" else "wanda"  # the masks are the same there
+    by_hand(expected, in_order, clones, method, lambda model, batch: model(batch.clone()))
     calls = []
     for block in model.blocks:
         block.register_forward_hook(lambda *_: calls.append(1))
     nmrun.prune(
-        model, batches, "wanda", exclude=(), forward=lambda model, batch: model(batch.clone())
+        model, batches, method, exclude=(), forward=lambda model, batch: model(batch.clone())
     )
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(a, b)
-    in_chain = 3 + 3 * 2 + 2 + 2 * 6 + 3
+        torch.testing.assert_close(a, b, rtol=0, atol=0 if method == "wanda" else 1e-6)
+    in_chain = 3 + 3 * (3 + 2) + 2 * 6 + 3
     assert (len(calls) == in_chain) == (kind in ("in_place", "by_name"))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and inputs of their own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x).square() * torch.arange(8.0))
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_tied_weight_by_the_inputs_of_all_its_layers(method):
+    model, x = Tied(), torch.randn(20, 8)
+    inputs, weight = [x], model.first.weight.detach().clone()
+    with torch.no_grad():
+        model.second.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        model(x)
+    both = torch.cat(inputs)
+    expected = oneshot.build(method, {}).prune(weight, both.T @ both, Pattern(2, 4))
+    pruned = nmrun.prune(model, [x], method, exclude=())
+    torch.testing.assert_close(model.first.weight.detach(), expected)
+    assert model.second.weight is model.first.weight
+    before, after = both @ weight.T, both @ expected.T
+    error = float((after - before).square().sum() / before.square().sum())
+    assert pruned.layers[0]["error"] == pytest.approx(error, rel=1e-4)
 
 
 def test_a_compiled_model_that_was_called():
@@ -219,7 +274,7 @@ def test_networks_of_hugging_face(kind):
     for block in model.get_submodule(blocks):
         block.register_forward_hook(lambda *_: calls.append(1))
     pruned = nmrun.prune(model, batches, "wanda")
-    assert len(calls) == 3 + 3 * 2 + 2 + 2 * 6 + 3
+    assert len(calls) == 3 + 3 * (3 + 2) + 2 * 6 + 3
     for (name, a), b in zip(
         model.state_dict().items(), expected.state_dict().values(), strict=True
     ):
