@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,10 +131,10 @@ def prune(
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
     with _evaluation(model), slow_path(), uncompiled():
         for root, stage, through in stages(model, layers, passes):
-            with watched(stage) as grams:
+            with watched(stage) as grams, called(root) as calls:
                 through()
             if isinstance(pruner, Scored) and pruner.permute:
-                permute(stage, grams, pruner, free_channels(root, model))
+                permute(stage, grams, pruner, free_channels(root, model, calls))
             for layer in stage:
                 if layer.name in grams:
                     reports[layer.name] = _prune_layer(layer, pruner, grams.pop(layer.name))
@@ -241,9 +249,24 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 # layers can be reordered; what the residual stream carries cannot, as other blocks read it.
 
 
-def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
+@contextlib.contextmanager
+def called(part: nn.Module) -> Iterator[set[int]]:
+    """Yields the ids of the modules in a part that are called while the context is entered."""
+    ids: set[int] = set()
+
+    def note(module: nn.Module, args: Any) -> None:
+        ids.add(id(module))
+
+    with contextlib.ExitStack() as hooks:
+        for module in part.modules():
+            hooks.callback(module.register_forward_pre_hook(note).remove)
+        yield ids
+
+
+def free_channels(part: nn.Module, model: nn.Module, calls: Collection[int]) -> list[Channels]:
     """Channels that can be reordered inside a part of a model; where it cannot be traced, inside
-    its children. Those in a tensor that the model has twice are left out."""
+    its children. Those in a tensor that the model has twice are left out, and those in a module
+    that is not in ``calls``: who calls what it has inside may read these channels elsewhere."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -251,12 +274,14 @@ def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
 
     def inside(module: nn.Module) -> list[Channels]:
         try:
-            channels = {id(each): each for each in input_channels(module).values()}
+            found = input_channels(module) if id(module) in calls else None
         except ValueError:
+            found = None
+        if found is None:
             return [each for child in module.children() for each in inside(child)]
         return [
             each
-            for each in channels.values()
+            for each in {id(channels): channels for channels in found.values()}.values()
             if not each.fixed and all(holders[id(site.tensor)] == 1 for site in each.sites)
         ]
 

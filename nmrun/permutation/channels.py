@@ -9,6 +9,7 @@ Channels that go into anything unknown keep their order, with the reason.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from nmrun.sparsity.layers import is_touched
+from nmrun.sparsity.layers import is_touched, own_forward
 
 # modules whose functions are known by name
 HOMES = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
@@ -26,8 +27,11 @@ def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
     """Trace a copy of a model in training and in evaluation. A submodule that cannot be traced is
     one node of the graph. Returns both graphs, each with the names of these modules and of all
     modules inside them. Raises ValueError in one line, where the model's own ``forward`` cannot
-    be traced."""
+    be traced, or was set on the model itself: its class's would be traced."""
     try:
+        own = inspect.unwrap(own_forward(model) or model.forward)  # accelerate wraps it
+        if getattr(own, "__func__", own) is not inspect.unwrap(type(model).forward):
+            raise ValueError("its forward is not its class's")
         empty: dict[int, Any] = {
             id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
         }
@@ -185,6 +189,12 @@ def reshaped(node: fx.Node, name: str, flow: ChannelFlow) -> ChannelFlow | None:
     return None
 
 
+def is_per_channel(name: str, spatial: int) -> bool:
+    """Whether a module or function of ``PER_CHANNEL`` takes a value's channels one by one. One for more
+    dimensions (``AvgPool2d`` after ``Conv1d``) takes the channels for positions."""
+    return spatial > 0 and (not name.endswith("d") or int(name[-2]) == spatial)
+
+
 def normalised(module: Any, spatial: int) -> int:
     """The number of entries of a norm layer's parameters; 0 for other layers, and where groups of
     channels are normalised together."""
@@ -315,7 +325,7 @@ class _Ties:
             elif (
                 first is not None
                 and name in PER_CHANNEL
-                and first.spatial
+                and is_per_channel(name, first.spatial)
                 and not node.kwargs.get("return_indices")
             ):
                 after = first
@@ -352,7 +362,8 @@ class _Ties:
         if kind in ELEMENTWISE:
             return flow
         if kind in PER_CHANNEL:
-            return flow if flow.spatial and not getattr(module, "return_indices", False) else None
+            by_channel = is_per_channel(kind.__name__, flow.spatial)
+            return flow if by_channel and not getattr(module, "return_indices", False) else None
         if kind is nn.Flatten:
             return flow.flattened() if (module.start_dim, module.end_dim) == (1, -1) else None
         entries = normalised(module, flow.spatial)

@@ -5,6 +5,7 @@ and no channel that another block reads.
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -55,12 +56,17 @@ def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return getattr(out, "logits", out)
 
 
+def every(model: nn.Module) -> set[int]:
+    return {id(module) for module in model.modules()}
+
+
 @pytest.mark.parametrize("make", [gpt, llama, residual], ids=lambda make: make.__name__)
 def test_the_function_stays_and_the_masks_keep_more(make):
     model, block, x, expected = make()
     model.eval()
     inside = {id(module) for module in block.modules()}
-    stage = [LayerMatrix(c) for c in select(model, Pattern(2, 4))[0] if id(c.module) in inside]
+    chosen = [c for c in select(model, Pattern(2, 4))[0] if id(c.module) in inside]
+    stage = [LayerMatrix(c, [c.module]) for c in chosen]
     method, before = oneshot.build("ria", {}), logits(model, x)
 
     def grams():
@@ -76,7 +82,7 @@ def test_the_function_stays_and_the_masks_keep_more(make):
     old = {layer.name: (layer.matrix().clone(), score(layer, first[layer.name])) for layer in stage}
     followed = dict(first)
     with torch.no_grad():
-        permute(stage, followed, method, free_channels(block, model))
+        permute(stage, followed, method, free_channels(block, model, every(model)))
     torch.testing.assert_close(logits(model, x), before)
     again = grams()
     for layer in stage:
@@ -106,12 +112,48 @@ def test_a_network_is_pruned_with_permuted_channels(method):
 def test_channels_that_others_have_too_stay():
     """Of a chain each block's outputs are the next one's inputs, and a tied weight is in two."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
-    assert free_channels(blocks[1], blocks) == []
+    assert free_channels(blocks[1], blocks, every(blocks)) == []
     pair = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    assert len(free_channels(pair, pair)) == 1
+    assert len(free_channels(pair, pair, every(pair))) == 1
     model = nn.ModuleDict({"pair": pair, "other": nn.Linear(8, 8)})
     model["other"].weight = pair[0].weight
-    assert free_channels(pair, model) == []
+    assert free_channels(pair, model, every(model)) == []
+
+
+class Tapped(nn.Module):
+    """Reads between the layers of its list, and branches, so that it cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.side = nn.Linear(16, 8)
+
+    def forward(self, x):
+        hidden = self.layers[1](self.layers[0](x))
+        return self.side(hidden.cumsum(-1)) + (self.layers[2](hidden) if x.sum() != 0 else 0.0)
+
+
+def test_channels_that_a_module_reads_inside_another_stay():
+    model, x = Tapped(), torch.randn(50, 8)
+    plain = copy.deepcopy(model)
+    nmrun.prune(model, [x], "ria", exclude=(), permute=True)
+    nmrun.prune(plain, [x], "ria", exclude=())
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_block_whose_forward_was_replaced():
+    """Its class's would be traced, and says nothing of it."""
+
+    def reads_in_order(self, x):
+        return self[2](self[1](self[0](x)).cumsum(-1))
+
+    block, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(50, 8)
+    block.forward = types.MethodType(reads_in_order, block)
+    plain = copy.deepcopy(block)
+    nmrun.prune(block, [x], "ria", exclude=(), permute=True)
+    nmrun.prune(plain, [x], "ria", exclude=())
+    assert all(map(torch.equal, block.parameters(), plain.parameters()))
 
 
 def test_layers_one_by_one():

@@ -222,6 +222,19 @@ class Assorted(nn.Module):
         return self.fc(F.dropout(self.layer_norm(self.wide(x)), 0.0, self.training))
 
 
+class Series(nn.Module):
+    """A map over time, pooled over time alone, and once as if its channels were rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.image = nn.Conv1d(3, 8, 1), nn.AvgPool2d(3, 1, 1)
+        self.mix, self.time, self.last = nn.Conv1d(8, 8, 1), nn.AvgPool1d(2), nn.Conv1d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.time(self.mix(self.image(self.stem(x)))))
+        return F.max_pool2d(x, (1, 2)).mean(2)
+
+
 IMAGES, TOKENS = (
     torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(9)),
     torch.arange(24).view(3, 8) % 11,
@@ -247,6 +260,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str], dict[str, s
         {"squeeze", "excite", "twice", "narrow", "wide", "fc"},
         {"stem": "they come from the model's input", "mix": "they come from two_groups"},
     ),
+    "series": (Series, IMAGES[:, :, 0], {"last"}, {"mix": "they come from image"}),
     "gpt": (
         lambda: GPTNetwork(11, 8, 2, 2, 8),
         TOKENS,
@@ -510,7 +524,13 @@ class Untraceable(nn.Sequential):
         return super().forward(x) if x.sum() > 0 else super().forward(-x)
 
 
-@pytest.mark.parametrize("wrap", [lambda m: Untraceable(*m), nn.DataParallel])
+def replaced(model: nn.Sequential) -> nn.Module:
+    """Its class's forward does not flip the hidden channels."""
+    model.forward = lambda x: model[4](model[2](model[0](x).flip(-1)))  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda m: Untraceable(*m), nn.DataParallel, replaced])
 def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap):
     tensors = []
     for option in (True, False):
