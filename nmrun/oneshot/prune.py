@@ -142,6 +142,7 @@ def prune(
                         count = f"[{len(reports):{digits}}/{len(layers)}]"
                         (line,) = oneshot.lines([reports[layer.name]], width)
                         tell(f"{count} {line}")
+            torch.clear_autocast_cache()  # it has the weights from before
     missed = [layer for layer in layers if layer.name not in reports]
     left_dense += [LeftDense(x.name, tuple(x.weight.shape), NOT_REACHED) for x in missed]
     if not reports:

@@ -417,6 +417,29 @@ def test_other_dtypes_and_autocast():
         assert a["error"] == pytest.approx(b["error"], rel=0.1)
 
 
+@pytest.mark.parametrize("permute", [False, True])
+def test_within_autocast_the_pruned_weights_compute(permute):
+    """Autocast keeps its casts of the weights, also of those that are pruned since."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    model, x = nn.Sequential(*layers), torch.randn(64, 8)
+    each = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def forward(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch)
+
+    options = {"exclude": (), "permute": permute}
+    with torch.autocast("cpu", torch.bfloat16):
+        nmrun.prune(model, [x], "ria", "1:4", **options)
+        with torch.no_grad():
+            inside = model(x)
+    assert torch.equal(inside, forward(model, x))
+    nmrun.prune(each, [x], "ria", "1:4", forward=forward, **options)
+    assert all(map(torch.equal, model.parameters(), each.parameters()))
+
+
 def test_the_same_inputs_give_the_same_bits():
     models = gpt(), gpt()
     for model in models:

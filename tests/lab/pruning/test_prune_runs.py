@@ -89,6 +89,16 @@ def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
 
 
 @pytest.mark.slow
+def test_in_bfloat16_the_metrics_are_those_of_the_pruned_weights(dense, capsys):
+    words = ("trainer.precision=bf16", "sparsity=1:4", "samples=4")
+    result, _ = prune(dense, *words, capsys=capsys)
+    model, task = finished_run.network(finished_run.load(Path(result["folder"])))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = task.evaluate(model, "val")["loss"]
+    assert result["metrics"]["final"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.slow
 def test_again_is_the_same_run_with_the_same_bits(dense, capsys):
     words = (dense, "sparsity=2:4", "samples=4", "method.damping=0.1")
     first, _ = prune(*words, capsys=capsys)
