@@ -96,12 +96,15 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     from nmrun.lab import tasks
     from nmrun.lab.train import build, results, weights
     from nmrun.oneshot.prune import prune
+    from nmrun.step.activations import SparseActivations
 
     began, run_id = time.perf_counter(), identity(config)
     device = build.prepare(config)
     precision = build.precision_of(config.trainer.precision, device)
     task = tasks.build(config, device)
     model = weights.network(config, task).to(device).eval()
+    if not config.trainer.activations_dense_end:  # as at the end of the training
+        SparseActivations(model, config.trainer.activations)
     hyperparameters = dict(config.recipe.options)
     batches = list(calibration(task, hyperparameters.pop("samples"), config.trainer.accumulate))
     with build.autocast(device, precision):

@@ -99,6 +99,23 @@ def test_in_bfloat16_the_metrics_are_those_of_the_pruned_weights(dense, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dense_end", [0, 0.5])
+def test_activations_are_pruned_as_at_the_end_of_the_run(dense_end, tmp_path, capsys):
+    words = ("model.activation=relu2", "trainer.activations=1:8", "trainer.limit_batches=10")
+    end = f"trainer.activations_dense_end={dense_end}"
+    config = runs.config(tmp_path, *LANGUAGE, *words, end, "recipe=dense", "optimizer.lr=3e-3")
+    before = runner.run(config, tmp_path / "run")["metrics"]["final"]
+    options = (tmp_path / "run", "samples=4", f"output_dir={tmp_path}")
+    result, _ = prune(*options, capsys=capsys)
+    assert result["metrics"]["final"]["eval/dense/loss"] == pytest.approx(before["eval/loss"])
+    model, task = finished_run.network(finished_run.load(Path(result["folder"])))
+    if not dense_end:
+        nmrun.sparse_activations(model, "1:8")
+    loss = task.evaluate(model, "val")["loss"]
+    assert result["metrics"]["final"]["eval/loss"] == pytest.approx(loss)
+
+
+@pytest.mark.slow
 def test_again_is_the_same_run_with_the_same_bits(dense, capsys):
     words = (dense, "sparsity=2:4", "samples=4", "method.damping=0.1")
     first, _ = prune(*words, capsys=capsys)
