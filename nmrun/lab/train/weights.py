@@ -147,6 +147,7 @@ class Average:
         self.model, self.handle, self.last = model, handle, last
         self.sums: dict[str, Tensor] = {}
         self.count = 0
+        handle.stepper.followers.append(self._reorder)
 
     @torch.no_grad()
     def add(self, remaining: int) -> None:
@@ -179,6 +180,11 @@ class Average:
         self.count, sums = state["count"], distribute(state["sums"])
         tensors = self._tensors() if self.count else {}
         self.sums = {name: sums[name].to(tensor.device) for name, tensor in tensors.items()}
+
+    def _reorder(self, name: str, dim: int, index: Tensor) -> None:
+        """A tensor became ``t.index_select(dim, index)``: so does what was added up of it."""
+        if name in self.sums:
+            self.sums[name] = self.sums[name].index_select(dim, index)
 
     def _tensors(self) -> dict[str, Tensor]:
         saved = self.model.state_dict(keep_vars=True).items()

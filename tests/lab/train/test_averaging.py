@@ -53,6 +53,18 @@ def test_an_interrupted_run_has_the_same_mean(tmp_path):
     resumed(tmp_path, *words, by=cut_off, steps=(10,))
 
 
+def test_channels_that_change_places_are_averaged_with_themselves(tmp_path):
+    """Nothing learns: the mean over epochs before and after the permutation is the network."""
+    words = ("recipe=asp", "recipe.permute=true", "sparsity='1:4'", "model.channels=[8,16,16]")
+    weights = []
+    for last in (1, EPOCHS):
+        cfg = config(tmp_path, *words, "optimizer.lr=1e-12", f"trainer.average={last}")
+        assert any("channels permuted of inner" in event for event in finished(cfg)["events"])
+        weights.append(load_file(run_folder(cfg) / "model.safetensors"))
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-5, atol=1e-7)
+
+
 def test_running_statistics_are_averaged_and_one_epoch_is_left_alone():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense")
