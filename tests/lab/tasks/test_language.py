@@ -413,6 +413,25 @@ def test_words_are_encoded_once_until_a_file_changes(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
+def test_another_tokenizer_in_the_home_folder_encodes_anew(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs nmrun[transformers]")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "all.txt").write_text("one two " * 200)
+    options = (
+        "dataset=text",
+        f"dataset.train={tmp_path / 'all.txt'}",
+        "dataset.tokenizer='~/mine'",
+    )
+    (tmp_path / "mine").mkdir()
+    for words in ({"one": 0, "two": 1}, {"two": 0, "one": 1, "three": 2}):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / "mine" / "tokenizer.json"))
+        task = build(tmp_path, *options)
+        assert task.vocabulary == len(words)
+        assert task.splits["train"][:2].tolist() == [words["one"], words["two"]]
+
+
 def test_a_failed_encoding_leaves_nothing(tmp_path):
     file = tmp_path / "file"
     file.write_text("x")

@@ -113,9 +113,8 @@ def of_texts(
     if tokenizer in ("byte", "character"):  # faster than a look into the cache would be worth
         arrays = encoded()
     else:
-        tokenizer_files = [
-            path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()
-        ]
+        place = Path(tokenizer).expanduser()
+        tokenizer_files = [path for path in (place, place / "tokenizer.json") if path.is_file()]
         arrays = storage.cached(
             [what[0], tokenizer, *what[1:]], [*sources, *tokenizer_files], encoded
         )
