@@ -100,6 +100,17 @@ def test_images_are_decoded_once_unless_they_change(tmp_path, monkeypatch):
     assert images.load_folder("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
 
 
+def test_links_to_the_same_files_under_other_classes_are_other_labels(tmp_path):
+    files = sorted((make_folder(tmp_path / "pool") / "train").rglob("*.png"))
+    for view, first in (("one", 12), ("two", 20)):
+        for number, file in enumerate(files):
+            folder = tmp_path / view / ("few" if number < first else "rest")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number:02}.png").symlink_to(file)
+        labels = images.load_folder("image_folder", tmp_path / view, size=8).splits["train"][1]
+        assert labels.tolist() == [0] * first + [1] * (36 - first)
+
+
 def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path):
     wide = np.zeros((16, 48, 3), np.uint8)
     wide[:, 8:40] = (10, 20, 30)  # the middle square, and what is near enough to be mixed into it
@@ -808,6 +819,14 @@ def test_a_stream_needs_train_and_val(tmp_path):
     make_folder(tmp_path / "data" / "some", splits={"train": 4})
     with pytest.raises(ConfigError, match=r"there is no .*train with a .*val beside it"):
         stream(tmp_path)
+
+
+def test_a_stream_leaves_test_images_without_classes_alone(tmp_path):
+    place = make_folder(tmp_path / "data" / "some")
+    (place / "test").mkdir()
+    (place / "train" / "ant" / "00.png").rename(place / "test" / "00.png")
+    task = stream(tmp_path)
+    assert [len(task.splits[split][1]) for split in ("train", "val", "test")] == [29, 6, 12]
 
 
 def test_the_number_of_workers_makes_no_other_run(tmp_path):

@@ -255,7 +255,7 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
     options = config.dataset.as_kind(ImageNet)
     how = "dataset.path is a folder with train and val, and in each a folder of images for every class"
     place = storage.find("imagenet", [options.path], how)
-    names, listed = listing("imagenet", place)
+    names, listed = listing("imagenet", place, ("train", "val"))
     if "val" not in listed:
         raise ConfigError(
             f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
@@ -287,8 +287,12 @@ def load_folder(dataset: str, place: Path, size: int) -> Loaded:
     else:
         classes, listed = listing(dataset, place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
+        # links may bring the same files under other classes
+        labels = {part: [label for _, label in samples] for part, samples in listed.items()}
         arrays = storage.cached(
-            ["images", size], paths, lambda: _decode_all(dataset, classes, listed, size)
+            ["images", size, classes, labels],
+            paths,
+            lambda: _decode_all(dataset, classes, listed, size),
         )
     present = [part for part in SPLITS if f"{part}_images" in arrays]
     copied = {
@@ -300,15 +304,17 @@ def load_folder(dataset: str, place: Path, size: int) -> Loaded:
     return Loaded(splits, arrays["classes"].tolist())
 
 
-def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
-    """The names of a folder's classes, and paths and class numbers of the images of each split that
-    is there.
+def listing(
+    dataset: str, place: Path, parts: Sequence[str] = SPLITS
+) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
+    """The names of a folder's classes, and paths and class numbers of the images of each of the
+    ``parts`` that is there.
 
     Raises ConfigError for a folder without classes, and for splits with different ones.
     """
     from torchvision.datasets import ImageFolder
 
-    folders = {part: place / part for part in SPLITS if (place / part).is_dir()}
+    folders = {part: place / part for part in parts if (place / part).is_dir()}
     if "train" not in folders:
         folders = {"train": place}
     classes: list[str] = []
