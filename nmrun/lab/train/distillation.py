@@ -78,4 +78,5 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Distilled:
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if trainer.distill != START:
         weights.load(teacher, trainer.distill, setting)
+        weights.check_alike(config, trainer.distill, setting, ("heads", "activation", "pooling"))
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

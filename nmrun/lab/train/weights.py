@@ -18,6 +18,7 @@ from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, weights_in
 from nmrun.lab.tasks.base import Task
+from nmrun.lab.words.identity import completed
 from nmrun.step.handle import Handle
 
 
@@ -29,7 +30,20 @@ def network(config: Config, task: Task) -> nn.Module:
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
         heads, part = (getattr(model, name, ()) for name in ("heads_of_tasks", "part_of_tasks"))
         load(model, config.init, f"init={config.init}", heads, part)
+        # another activation may be what the run is about
+        check_alike(config, config.init, f"init={config.init}", ("heads",))
     return model
+
+
+def check_alike(config: Config, place: str, setting: str, keys: Collection[str]) -> None:
+    """Compare keys of the network that no weight's shape shows with those of the run whose weights
+    ``place`` names. ConfigError where one differs."""
+    theirs, ours = completed(weights_in(place)[0].config).get("model", {}), config.model.values()
+    for key in keys:
+        if key in theirs and key in ours and theirs[key] != ours[key]:
+            raise ConfigError(
+                f"{setting} is another network than this run's: model.{key} is {theirs[key]} there and {ours[key]} here"
+            )
 
 
 def check(place: str, setting: str) -> None:
