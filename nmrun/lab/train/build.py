@@ -189,11 +189,18 @@ def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.d
     cost = flops.count(twin, task, trial.sparse, trainer.distill is not None, activations)
     items = sum(task.sizes(0, 0, 1))
     steps = flops.steps_in(str(trainer.budget), cost, trial.recipe, steps, items)
-    if trainer.steps is None and steps < batches:
-        raise ConfigError(
-            f"trainer.budget={trainer.budget}: that is {steps / batches:.2g} epochs; it takes one epoch or more"
-        )
+    check_budget(config, steps, batches)
     return steps
+
+
+def check_budget(config: Config, steps: int, batches: int) -> None:
+    """ConfigError where the steps of a budget are too few epochs, of so many ``batches``."""
+    trainer = config.trainer
+    epochs = f"trainer.budget={trainer.budget}: that is {steps / batches:.2g} epochs"
+    if trainer.steps is None and steps < batches:
+        raise ConfigError(f"{epochs}; it takes one epoch or more")
+    if trainer.average > -(-steps // batches):
+        raise ConfigError(f"{epochs}, fewer than trainer.average={trainer.average}")
 
 
 def _attached(

@@ -23,7 +23,7 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.train.build import Parts, build, device_of, precision_of
+from nmrun.lab.train.build import Parts, build, check_budget, device_of, precision_of
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
@@ -67,7 +67,7 @@ def steps_of_budget(config: Config) -> tuple[int, str]:
 
     Seconds are those of training steps: neither evaluation nor checkpoints, compilation or what
     happens once between two phases. ConfigError where the recipe cannot make a run of so few steps,
-    or the budget is shorter than an epoch.
+    or the budget is shorter than an epoch, or than those that are averaged.
     """
     budget = str(config.trainer.budget)
     seconds = float(budget.removeprefix("seconds:"))
@@ -84,10 +84,7 @@ def steps_of_budget(config: Config) -> tuple[int, str]:
                 raise
             length = min(2 * length, most)
     steps = round(seconds / pace)
-    if steps < epoch:
-        raise ConfigError(
-            f"trainer.budget={budget}: that is {steps / epoch:.2g} epochs; it takes one epoch or more"
-        )
+    check_budget(config, steps, epoch)
     return steps, (
         f"{steps} steps of {1e3 * pace:.3g} ms fill trainer.budget={budget}, "
         f"by a trial of {length} steps"

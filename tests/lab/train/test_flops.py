@@ -516,6 +516,10 @@ def test_a_number_of_flops(tmp_path):
         match=r"trainer.budget=flops:.*: that is 0.67 epochs; it takes one epoch or more",
     ):
         build.build(config(tmp_path, "recipe=ste", f"trainer.budget=flops:{2 * step}"))
+    six = ("recipe=ste", f"trainer.budget=flops:{6 * step}")  # two epochs
+    assert build.build(config(tmp_path, *six, "trainer.average=2")).total_steps == 6
+    with pytest.raises(ConfigError, match=r"that is 2 epochs, fewer than trainer.average=3$"):
+        build.build(config(tmp_path, *six, "trainer.average=3"))
 
 
 def test_the_trial_for_a_budget_leaves_no_trace(tmp_path):

@@ -330,3 +330,6 @@ def test_less_than_an_epoch_is_refused_in_one_line(clock, tmp_path):
         match=r"^trainer.budget=seconds:0.03: that is 0.33 epochs; it takes one epoch or more$",
     ):
         trials.steps_of_budget(cfg)
+    more = config(tmp_path, "recipe=ste", "trainer.budget=seconds:0.3", "trainer.average=5")
+    with pytest.raises(ConfigError, match=r"that is 3.3 epochs, fewer than trainer.average=5$"):
+        trials.steps_of_budget(more)
