@@ -20,6 +20,8 @@ MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
 THOUSANDS = " kMGTPEZY"  # of FLOPs
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll", "bits", "flops")
+# likewise, as words of their own: "answer" has no word error rate
+SHORT = {"mse", "rmse", "mae", "mape", "wer", "cer", "ppl", "bpb", "bpc", "fid", "epe"}
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
 
@@ -107,7 +109,9 @@ METRICS = {
 
 def higher_is_better(metric: str) -> bool:
     """Whether higher values of a metric, such as ``eval/accuracy``, are better."""
-    return not any(word in metric.lower() for word in LOWER_IS_BETTER)
+    name = metric.lower()
+    words = set(re.split("[^a-z]+", name))
+    return not (words & SHORT or any(word in name for word in LOWER_IS_BETTER))
 
 
 def half_as_good(value: float, other: float, metric: str) -> bool:

@@ -140,6 +140,11 @@ def test_the_deviation_is_that_of_a_sample():
 
 def test_the_direction_follows_the_name():
     assert all(map(higher_is_better, ["test/accuracy", "best/test/bleu", "eval/f1"]))
+    # of tasks of one's own
+    assert all(map(higher_is_better, ["test/answer_f1", "eval/r2", "test/confidence", "test/map"]))
+    assert not any(
+        map(higher_is_better, ["test/mse", "eval/val_RMSE", "best/test/wer", "test/mae"])
+    )
     assert not any(
         map(
             higher_is_better,
