@@ -178,7 +178,8 @@ def _apart(tokens: Tensor, mask: Tensor, segments: Tensor) -> list[tuple[Tensor,
     )
     if not long_second:
         raise ConfigError(
-            "model.pooling=similarity is for pairs of texts, and these are single ones"
+            "model.pooling=similarity is for pairs of texts whose tokenizer tells the second from the "
+            "first, as BERT's does: here are single texts, or the tokenizer does not (RoBERTa's, MPNet's)"
         )
     position = torch.arange(long_second + 1, device=tokens.device)
     places = torch.where(position > 0, firsts[:, None] + position - 1, 0).clamp_max(wide - 1)
