@@ -401,7 +401,7 @@ class TextFiles(Strided, Fractions, Tokenized, Dataset):
 @dataclass(frozen=True, kw_only=True)
 class HubText(Strided, Tokenized, Dataset):
     """Texts that Hugging Face's datasets loads, from its hub or from files (needs nmrun[texts]);
-    rows are joined by an empty line.
+    rows are joined by an empty line, those without a text left out.
     """
 
     data: ClassVar[str] = RUNNING_TEXT

@@ -57,6 +57,13 @@ def test_rows_are_joined_by_an_empty_line(folder, tmp_path):
         assert bytes(task.splits[ours]) == "\n\n".join(TEXTS[theirs]).encode()
 
 
+def test_rows_without_a_text_are_left_out(folder, tmp_path):
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('\n{"body": null, "number": 40}\n{"body": "Last.", "number": null}')
+    task = build(tmp_path, f"dataset.path={folder}", "dataset.column=body")
+    assert bytes(task.splits["train"]) == "\n\n".join([*TEXTS["train"], "Last."]).encode()
+
+
 def test_parts_of_a_split_and_one_format(folder, tmp_path):
     task = build(
         tmp_path,

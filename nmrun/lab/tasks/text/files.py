@@ -147,7 +147,11 @@ def hub(config: Config, device: torch.device) -> LanguageModelling:
     }
 
     def joined() -> dict[str, bytes]:
-        return {name: BETWEEN.join(rows[options.column]).encode() for name, rows in splits.items()}
+        columns = {name: rows[options.column] for name, rows in splits.items()}
+        return {
+            name: BETWEEN.join(text for text in texts if text is not None).encode()
+            for name, texts in columns.items()
+        }
 
     made_of = {name: rows._fingerprint for name, rows in splits.items()}
     return of_texts(config, ["hub_text", options.column, made_of], [], joined, device)
