@@ -261,7 +261,8 @@ class Trainer(Group):
     accumulate: Annotated[
         int,
         whole(1),
-        "micro-batches that make up a batch; the result is the same up to rounding",
+        "micro-batches that make up a batch; the result is the same up to rounding, but for dropout and "
+        "batch norm, which sees one of them at a time",
     ] = 1
     on_oom: Annotated[
         str,
