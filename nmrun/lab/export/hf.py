@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     makers = {"hf_causal": _causal, "hf_encoder": _encoder}
     network, names, notes = makers.get(name, _gpt2)(run, config, folder)
     network.save_pretrained(folder)
+    if name in ("hf_gpt2", "hf_causal"):
+        _generation(options["pretrained"], folder)
     state, layers = network.state_dict(), []
     for layer in run.layers:
         dim = (
@@ -206,6 +209,20 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
         raise ValueError(
             f"the weights do not fit the config of model.pretrained: {error}"
         ) from None
+
+
+def _generation(pretrained: str, folder: Path) -> None:
+    """Copy how the pretrained network generates, such as the tokens that end a text, if it says."""
+    from transformers.utils.hub import cached_file
+
+    source = cached_file(
+        str(Path(pretrained).expanduser()),
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if source is not None:
+        shutil.copyfile(source, folder / "generation_config.json")
 
 
 def _tokenizer(run: FinishedRun, folder: Path) -> list[str]:

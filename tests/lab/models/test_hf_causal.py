@@ -90,6 +90,8 @@ def test_logits_are_hugging_faces_and_all_layers_but_the_head_are_sparse(kind, s
 )
 def test_a_run_and_its_export(kind, saved, tmp_path, capsys):
     folder, _ = saved(kind)
+    generation = {"eos_token_id": [2, 7], "do_sample": True, "top_k": 3}
+    transformers.GenerationConfig(**generation).save_pretrained(folder)
     words = (
         "model=hf_causal",
         f"model.pretrained={folder}",
@@ -113,6 +115,7 @@ def test_a_run_and_its_export(kind, saved, tmp_path, capsys):
     ours.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     tokens = torch.randint(256, (2, 12))
     assert torch.equal(theirs(tokens).logits, ours(tokens))
+    assert generation.items() <= theirs.generation_config.to_dict().items()
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
     assert len(lines) == len(result["sparsity"]["layers"]) > 0
     for line in lines:
