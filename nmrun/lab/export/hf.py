@@ -151,7 +151,10 @@ def _encoder(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str
 
     options, classes = run.result["config"]["model"], len(run.state["head.weight"])
     ours = EncoderClassifier(
-        transformers.AutoModel.from_config(config), classes, options["pooling"], 0.0
+        transformers.AutoModel.from_config(config, dtype="float32"),
+        classes,
+        options["pooling"],
+        0.0,
     ).eval()
     _fill(ours, run.state)
     config.num_labels = classes
@@ -168,7 +171,9 @@ def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, st
     import transformers
 
     try:
-        theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+        theirs = transformers.AutoModelForSequenceClassification.from_config(
+            config, dtype="float32"
+        ).eval()
     except ValueError:  # there is none for this architecture
         return None
     state, keys = ours.state_dict(), theirs.state_dict().keys()

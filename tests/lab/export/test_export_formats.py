@@ -336,10 +336,13 @@ def test_torchvision_loads_the_weights_without_nmrun(tmp_path):
     assert same_bits(torch.load(tmp_path / "logits.pt"), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_transformers_loads_an_encoder(pooling, tmp_path, capsys):
+def test_transformers_loads_an_encoder(pooling, dtype, tmp_path, capsys):
+    """The weights of a run are float32, whatever the pretrained ones are."""
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     bert = save_encoder(tmp_path / "bert", num_hidden_layers=1)
+    transformers.AutoModel.from_pretrained(bert, dtype=dtype).save_pretrained(bert)
     options = {
         "name": "hf_encoder",
         "pretrained": str(bert),
