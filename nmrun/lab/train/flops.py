@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from nmrun.lab.tasks.base import Task
 from nmrun.patterns import COLUMNS, Pattern
@@ -269,27 +269,21 @@ def count(
 ) -> Flops:
     """Count one item, the task's ``example``, through a copy of a model, so that no state changes.
 
-    The copy is on the CPU where that is soon done or the task asks for it. Else it is on the meta
-    device, where nothing is computed. ``taught``: a dense network like it is the teacher. The last
-    layer before ``activations`` feeds them, the next reads them.
+    The copy is on the CPU where that is soon done, where the task asks for it, and where values say
+    what is computed, as a router's of experts. Else it is on the meta device, where nothing is
+    computed. ``taught``: a dense network like it is the teacher. The last layer before
+    ``activations`` feeds them, the next reads them.
     """
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
-    computed = small or task.counted_with_values
-    place = "cpu" if computed else "meta"
-    twin = copy.deepcopy(model).to(place)
-    batch = tuple(tensor.to(place) for tensor in task.example())
-    twin.train()
-    forward, backward = (_Counter(twin) for _ in range(2))
-    for name in activations.modules if activations is not None and activations.pattern else ():
-        twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
-    # attention as products, which are counted alike everywhere
-    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
-        with forward:
-            loss = task.loss(twin, batch)
-        with backward:
-            loss.backward()
-    items = task.size(batch)
+    pruned = activations.modules if activations is not None and activations.pattern else ()
+    if small or task.counted_with_values:
+        twin, forward, backward, items = _counted(model, task, pruned, "cpu")
+    else:
+        try:
+            twin, forward, backward, items = _counted(model, task, pruned, "meta")
+        except RuntimeError:  # it asked for a value
+            twin, forward, backward, items = _counted(model, task, pruned, "cpu")
     sparse = {_storage(twin.get_parameter(weight.name)): weight for weight in weights}
     feeds = {before for before, after in pairwise(forward.order) if after is None}
     reads = {after for before, after in pairwise(forward.order) if before is None}
@@ -311,6 +305,41 @@ def count(
     return Flops(passed, backward.total / items, per_item, passed if taught else 0.0, activations)
 
 
+def _counted(
+    model: nn.Module, task: Task, pruned: Iterable[str], place: str
+) -> tuple[nn.Module, _Counter, _Counter, int]:
+    """A copy of a model, what its forward and its backward pass of the example cost, and the items
+    of that. ``pruned``: the modules whose outputs are N:M."""
+    twin = copy.deepcopy(model).to(place)
+    batch = tuple(tensor.to(place) for tensor in task.example())
+    twin.train()
+    forward, backward = (_Counter(twin) for _ in range(2))
+    for name in pruned:
+        twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
+    # attention as products, which are counted alike everywhere
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+        with forward:
+            loss = task.loss(twin, batch)
+        with backward:
+            loss.backward()
+    return twin, forward, backward, task.size(batch)
+
+
+def _grouped_flops(
+    a: Sequence[int], b: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any
+) -> int:
+    """The FLOPs of a product for each group of rows or columns, as experts have it: torch has no
+    formula of it. The shapes are those of the operands: where both are matrices, groups share the
+    sum."""
+    outputs = math.prod(out_shape if len(a) + len(b) > 4 else out_shape[1:])
+    return 2 * outputs * a[-1]
+
+
+# older versions of torch have no such product
+FORMULAS = {getattr(torch.ops.aten, "_grouped_mm", None): shape_wrapper(_grouped_flops)}
+FORMULAS |= flop_registry
+
+
 class _Counter(TorchDispatchMode):
     """Adds up torch's own FLOP formulas: of all products, and of those with a weight as an operand,
     by its place. ``order``: these places as they come, and what others write between."""
@@ -329,7 +358,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = FORMULAS.get(func._overloadpacket)
         if formula is None:
             return out
         if func._overloadpacket is torch.ops.aten.convolution_backward:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -15,7 +16,8 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.export import cli
-from nmrun.lab.train import runner
+from nmrun.lab.tasks.text.language import LanguageModelling
+from nmrun.lab.train import flops, runner
 from nmrun.sparsity import check_nm
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
@@ -120,6 +122,25 @@ def test_a_run_and_its_export(kind, saved, tmp_path, capsys):
     assert len(lines) == len(result["sparsity"]["layers"]) > 0
     for line in lines:
         check_nm(theirs.get_parameter(line["name"]), line["pattern"], line["dim"])
+
+
+@pytest.mark.parametrize("most", [0, flops.COMPUTED])
+def test_flops_of_experts_are_those_of_the_tokens_that_they_get(most, saved, monkeypatch):
+    """By hand, in a network that counts as large and in a small one."""
+    monkeypatch.setattr(flops, "COMPUTED", most)
+    model, text = load(saved("mixtral")[0]), np.arange(200, dtype=np.uint8)
+    task = LanguageModelling({"train": text, "val": text}, 256, 16, batch_size=2, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=["auto"])
+    cost = flops.count(model, task, handle.sparse)
+    # multiplications of a token: in both layers all projections, and of two experts the best one's
+    sparse = 2 * (16 * (16 + 8 + 8 + 16) + 3 * 16 * 32)
+    attention, routers, head = 2 * 2 * 16 * 16, 2 * 16 * 2, 16 * 256
+    assert cost.forward == 2 * (sparse + attention + routers + head)
+    assert cost.forward - cost.forward_sparse == sparse
+    assert cost.backward == 2 * cost.forward
+    recipe = handle.recipe  # which leaves the weights' gradients dense
+    assert cost.dense - cost.training(recipe) == 2 * sparse
 
 
 def test_what_is_refused(saved, tmp_path):
