@@ -4,9 +4,10 @@ tensor cores leave them out.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -316,13 +317,26 @@ def _counted(
     forward, backward = (_Counter(twin) for _ in range(2))
     for name in pruned:
         twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
-    # attention as products, which are counted alike everywhere
-    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+    # attention and LSTMs as products, which are counted alike everywhere
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH), _lstms_in_products(twin):
         with forward:
             loss = task.loss(twin, batch)
         with backward:
             loss.backward()
     return twin, forward, backward, task.size(batch)
+
+
+@contextlib.contextmanager
+def _lstms_in_products(model: nn.Module) -> Iterator[None]:
+    """Let torch not take oneDNN's single operator for an LSTM; convolutions are faster by oneDNN."""
+    onednn: Any = torch.backends.mkldnn  # its flags() sets others too, and warns of one
+    before = onednn.enabled
+    if any(isinstance(module, nn.LSTM) for module in model.modules()):
+        onednn.enabled = False
+    try:
+        yield
+    finally:
+        onednn.enabled = before
 
 
 def _grouped_flops(

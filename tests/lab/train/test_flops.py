@@ -124,6 +124,29 @@ def test_attention():
     assert cost.forward_sparse == layer / 2 + scores + mixture
 
 
+class Recurrent(nn.Module):
+    """(items, 5, 8) to the last output (items, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0][:, -1]
+
+
+@pytest.mark.usefixtures("place")
+def test_an_lstm():
+    """Four gates of the input and of the state at five steps; the first state, which is zero, gets
+    no gradient, and the input none."""
+    product = 2 * 8 * (4 * 8)
+    cost, recipe = counted(Recurrent(), (5, 8))
+    assert cost.forward == 2 * 5 * product
+    assert cost.backward == (5 + 5 + 4) * product
+    assert cost.forward_sparse == cost.forward / 2
+    assert cost.dense - cost.training(recipe) == (10 + 4) * product / 2
+
+
 def test_layers_with_patterns_of_their_own():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     cost, recipe = counted(model, (16,), "sr_ste", "2:4", overrides={"1": "4:16"})
