@@ -260,7 +260,8 @@ def called(part: nn.Module) -> Iterator[set[int]]:
 
     with contextlib.ExitStack() as hooks:
         for module in part.modules():
-            hooks.callback(module.register_forward_pre_hook(note).remove)
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                hooks.callback(module.register_forward_pre_hook(note).remove)
         yield ids
 
 

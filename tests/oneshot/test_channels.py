@@ -156,6 +156,16 @@ def test_a_block_whose_forward_was_replaced():
     assert all(map(torch.equal, block.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize("permute", [False, True])
+def test_a_scripted_part_takes_no_hooks(permute):
+    plain, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(50, 8)
+    traced = torch.jit.trace(nn.ReLU(), x)
+    model = nn.Sequential(copy.deepcopy(plain[0]), traced, copy.deepcopy(plain[2]))
+    nmrun.prune(model, [x], "ria", exclude=(), permute=permute)
+    nmrun.prune(plain, [x], "ria", exclude=())  # nothing is known of what is scripted
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_layers_one_by_one():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3))
     plain, x = copy.deepcopy(model), torch.randn(50, 8)
