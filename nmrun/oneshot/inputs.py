@@ -20,7 +20,7 @@ def input_obstacle(module: nn.Module) -> str:
         return "a convolution in groups, each with inputs of its own" if module.groups > 1 else ""
     if isinstance(module, nn.Linear) or is_conv1d(module) or is_mixture(module):
         return ""
-    return f"the inputs of {type(module).__name__} cannot be seen (of linear layers and convolutions they can)"
+    return f"the inputs of {type(module).__name__} cannot be seen (of linear layers, Conv1d and Conv2d they can)"
 
 
 class LayerMatrix:

@@ -367,7 +367,7 @@ def test_what_is_left_dense_is_said():
     assert {dense.name: dense.reason for dense in pruned.left_dense} == {
         "wide.weight": "6 inputs are not a multiple of 4 (the option pad allows that)",
         "groups.weight": "a convolution in groups, each with inputs of its own",
-        "attention.in_proj_weight": "the inputs of MultiheadAttention cannot be seen (of linear layers and convolutions they can)",
+        "attention.in_proj_weight": "the inputs of MultiheadAttention cannot be seen (of linear layers, Conv1d and Conv2d they can)",
         "attention.out_proj.weight": "no calibration input reached it",
         "rare.weight": "no calibration input reached it",
     }  # fmt: skip
