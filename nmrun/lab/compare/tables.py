@@ -150,10 +150,12 @@ class Table:
 
     @functools.cached_property
     def steps(self) -> dict[tuple[Key, str], float]:
-        """The smallest step of each metric that each column shows."""
+        """The smallest step of each metric that each column shows; FLOPs are counted, and have none."""
         return {
-            place: grain(value for cell in cells.values() for value in cell.values.values())
-            for place, cells in self._beside.items()
+            (column, metric): 0.0
+            if metric.startswith("flops/")
+            else grain(value for cell in cells.values() for value in cell.values.values())
+            for (column, metric), cells in self._beside.items()
         }
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation, overall
@@ -102,6 +102,12 @@ def bold(table: Table) -> str:
     return f"best {who} of each {' and '.join([axis, *map(notation.setting, agree)])}"
 
 
+def untested(gaps: Iterable[Difference]) -> str:
+    """Why none of these differences has a p-value."""
+    few = any(gap.n < FEWEST for gap in gaps)
+    return "fewer than three seeds" if few else "each difference is the same with every seed"
+
+
 def comparison(table: Table) -> list[str]:
     """Of the differences."""
     gaps = list(table.differences.values())
@@ -117,7 +123,7 @@ def comparison(table: Table) -> list[str]:
     notes = [f"{first}{' and p-value' * bool(tested)} (number of seeds)"]
     few = ["no test for fewer than three seeds"] * any(gap.n < FEWEST for gap in gaps)
     if not tested:
-        return [*notes, "no test: fewer than three seeds", *_line(cautions.of_differences(table))]
+        return [*notes, f"no test: {untested(gaps)}", *_line(cautions.of_differences(table))]
     star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
     least = smallest(table, ends=False)
     power = f"{POWER} of {least} (median)"

@@ -437,7 +437,7 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
         elif any(gap.p is not None for gap in gaps):
             notes.append(f"No difference to {whom} is significant {test}")
         else:
-            notes.append("Fewer than three seeds: no test")
+            notes.append(f"{captions.untested(gaps).capitalize()}: no test")
     notes += [f"Published: {escape(table.paper_source)}"] if table.paper else []
     conditions = [*cautions.of_values(table), *cautions.of_differences(table)]
     notes += [escape(note[:1].upper() + note[1:]) for note in conditions]

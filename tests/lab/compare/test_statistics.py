@@ -323,6 +323,17 @@ def test_a_table_of_differences(write, table):
     assert float(one["least"]) > 0
 
 
+def test_flops_that_are_the_same_for_every_seed_differ_for_sure(write, table):
+    for recipe, flops in (("dense", 2.5e9), ("ste", 1e9)):
+        for seed in range(3):
+            folder = write(recipe, "dense" if recipe == "dense" else "2:4", seed, 0.9)
+            rewrite(folder, flops={"training_arithmetic": flops})
+    words = ("--metric", "flops/training_arithmetic", "--baseline", "dense")
+    told = table(*words)[1].split("Difference", 1)[1]
+    assert cells(told)["ste"]["2:4"] == f"{M}1.500G (3)"
+    assert "fewer than three" not in told + table(*words, "--format", "latex")[1].lower()
+
+
 def test_ties_are_not_significant(write, table):
     """Three times one test image less, in a table of several columns."""
     for seed, right in enumerate((354, 355, 353)):
