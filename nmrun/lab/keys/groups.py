@@ -417,7 +417,7 @@ class Trainer(Group):
         "null = all",
     ] = None
     threads: Annotated[
-        int | None, whole(1, optional=True), "CPU threads; null = what torch chooses"
+        int | None, whole(1, 1024, optional=True), "CPU threads; null = what torch chooses"
     ] = None
 
 

@@ -240,6 +240,7 @@ TOGETHER = {
     "trainer.precision=fp16": "fp16",
     "trainer.device=cuda": "no CUDA device",
     "trainer.device=free": "no CUDA device",
+    "trainer.threads=100000": "1 to 1024",  # torch would begin them all, and the process dies
     "trainer.average=100": "trainer.epochs=12",
     "dataset=digits model=gpt_tiny": "a language model",
     "dataset=cifar10 model=gpt_tiny": "a language model",
