@@ -124,10 +124,16 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
     return FinishedRun(folder, result, state, layers, trusted)
 
 
+def pruned_activations(run: FinishedRun) -> str | None:
+    """The pattern of a result's activations; None where these are dense."""
+    trainer = run.result["config"].get("trainer", {})
+    pattern: str | None = trainer.get("activations")
+    return None if trainer.get("activations_dense_end") else pattern
+
+
 def refuse_pruned_activations(run: FinishedRun) -> None:
     """Raise ConfigError for a run whose result has N:M activations: no other program prunes them."""
-    trainer = run.result["config"].get("trainer", {})
-    if (pattern := trainer.get("activations")) and not trainer.get("activations_dense_end"):
+    if pattern := pruned_activations(run):
         raise ConfigError(
             f"trainer.activations={pattern}: its activations are pruned, which this format cannot say "
             "(trainer.activations_dense_end trains a network with dense ones)"

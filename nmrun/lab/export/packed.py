@@ -16,7 +16,13 @@ from nmrun.fast.deploy import TOLERANCE, int8_layers, times
 from nmrun.fast.measurement import DENSE_INT8, INT8
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, load, pack, scaled, sha256_of
 from nmrun.fast.sites import Site, install, sites, watch
-from nmrun.lab.export.finished_run import FinishedRun, network, write_about
+from nmrun.lab.export.finished_run import (
+    FinishedRun,
+    network,
+    pruned_activations,
+    write_about,
+)
+from nmrun.step.activations import SparseActivations
 
 SPLIT = "val"
 Rounded = tuple[Tensor, Tensor, str]  # int8, the scales of its rows, and which layer it is
@@ -65,6 +71,7 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     if why := int8.KERNELS.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
+    SparseActivations(model, pruned_activations(run))  # its metric is with these
     by_module, refusals = sites(model)
     before: dict[str, float] = {}
     watch(model, by_module, lambda: before.update(task.evaluate(model, SPLIT)))

@@ -29,6 +29,7 @@ from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.lab.export import cli, finished_run
+from nmrun.lab.export import packed as exported_packed
 
 PACKED = (PackedLinear, PackedConvolution)
 pytestmark = pytest.mark.skipif(
@@ -313,3 +314,19 @@ def test_int8_without_its_products_is_one_line(tmp_path, monkeypatch):
     ):
         cli.main([*words, "--precision", "int8"])
     assert not (tmp_path / "low").exists()
+
+
+def test_the_metric_before_int8_is_the_runs_own_with_its_pruned_activations(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(type(int8.KERNELS), "obstacle", lambda self: "")
+    words = "dataset=stdlib_text model=gpt_tiny model.activation=relu2 trainer.activations=1:8"
+    words += " recipe=ste sparsity=2:4 trainer.limit_batches=4 trainer.epochs=1"
+    words += " trainer.acceleration=off trainer.threads=1 track=local"
+    result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
+    monkeypatch.setattr(exported_packed, "int8_layers", lambda *_: ({}, "stays"))
+    capsys.readouterr()
+    to = [str(result.folder), "--to", str(tmp_path / "low"), "--format", "packed"]
+    assert cli.main([*to, "--precision", "int8"]) == 0
+    told = re.search(r"eval/perplexity: (\S+) before", capsys.readouterr().out)
+    assert float(told[1]) == pytest.approx(result.metrics["eval/perplexity"], rel=1e-5)
