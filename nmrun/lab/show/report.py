@@ -43,7 +43,8 @@ def write(
     that no part has.
     """
     runs = pd.concat([part.table.runs for part in parts])
-    states = [run for path in paths for run in status.runs(Path(path))]
+    every = [run for path in paths for run in status.runs(Path(path))]
+    states = list({os.path.realpath(run.folder): run for run in every}.values())
     counts = Counter(run.state for run in states)
     counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]

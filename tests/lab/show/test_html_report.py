@@ -236,3 +236,10 @@ def test_a_report(width, scheme, write, tmp_path):
         assert tab.locator("figure svg").first.bounding_box()["width"] == before["width"]
         tab.locator("nav a").last.click()
         assert tab.url.endswith("#made-with")
+
+
+def test_a_run_below_two_of_the_paths_is_one(write, report, tmp_path):
+    write("step", "2:4", 0, 0.98)
+    write("step", "2:4", 1, status="failed")
+    assert report(str(tmp_path / "outputs/digits"))[0] == 0
+    assert "Runs: 1 finished, 1 failed." in page(tmp_path).text
