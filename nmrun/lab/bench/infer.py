@@ -388,9 +388,11 @@ def size_in_words(row: Row) -> str:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """What a model's weights and buffers take, without what a decoder has seen."""
+    """What a model's weights and buffers take, without what a decoder has seen. oneDNN has its own
+    copy of a dense int8 weight, beside the buffer."""
     seen = [b for module in model.modules() if isinstance(module, Past) for b in module.buffers()]
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    held += sum(m.values.nbytes for m in model.modules() if isinstance(m, DenseInt8Linear))
     return held - sum(t.nbytes for t in seen)
 
 

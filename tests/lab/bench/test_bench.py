@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from verbs import verb
 
+from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.gpu import semi_structured
 from nmrun.lab import bench, models
@@ -791,3 +792,9 @@ def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) 
     with torch.device("meta"):
         model = models.build(config.model.mapping(), inputs)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_a_dense_int8_layer_has_onednns_copy_too() -> None:
+    layer = DenseInt8Linear.of(torch.randn(256, 512))
+    share = infer.model_bytes(nn.Sequential(layer)) / (4 * 256 * 512)
+    assert share == pytest.approx(0.5, abs=0.01)
