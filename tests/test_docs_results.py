@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -198,31 +199,37 @@ def test_the_picture_of_which_recipe_is_of_the_runs():
         assert shown.loc[recipe, ratio].shown == pytest.approx(change.mean())
 
 
-def bytes_held() -> int:
-    """Of all tensors that are alive."""
+@pytest.fixture
+def bytes_held() -> Iterator[Callable[[], int]]:
+    """The bytes of all tensors that are alive and were made in the test."""
+
+    def call() -> int:
+        every = gc.get_objects()
+        tensors = [each for each in every if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+        return sum(storage.nbytes() for storage in storages.values())
+
     gc.collect()
-    tensors = [
-        each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
-    ]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    gc.freeze()  # what is there now is left out, and takes no time
+    yield call
+    gc.unfreeze()
 
 
-def test_the_bytes_of_which_recipe_are_those_that_training_holds():
-    weights = 512 * 512
+def test_the_bytes_of_which_recipe_are_those_that_training_holds(bytes_held):
     expected = {"dense": 16, **script("pictures/which_recipe.py").BYTES}
     for recipe, expected_bytes in expected.items():
-        before, most = bytes_held(), 0
         model = torch.nn.Linear(512, 512, bias=False)
         optimizer = nmrun.optim.Adam(model.parameters())
         handle = nmrun.sparsify(model, optimizer, recipe=recipe, pattern="1:8", total_steps=6)
+        most = 0
         for _ in range(6):
             model(torch.randn(1, 512)).sum().backward()
             optimizer.step()
-            most = max(most, bytes_held() - before)
+            most = max(most, bytes_held())
             optimizer.zero_grad()
-        assert round(most / weights) == expected_bytes, recipe
+        assert round(most / 512**2) == expected_bytes, recipe
         del model, optimizer, handle
+        gc.collect()
 
 
 @pytest.mark.parametrize("page", TUNED)
