@@ -123,7 +123,8 @@ def prune(
         raise ConfigError("prune needs calibration inputs, and there is no batch")
     layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)
     blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
-    if blocks and isinstance(pruner, Scored) and pruner.permute:
+    permuter = pruner if isinstance(pruner, Scored) and pruner.permute else None
+    if blocks and permuter:
         raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
@@ -131,10 +132,10 @@ def prune(
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
     with _evaluation(model), slow_path(), uncompiled():
         for root, stage, through in stages(model, layers, passes):
-            with watched(stage) as grams, called(root) as calls:
+            with watched(stage) as grams, called(root if permuter else None) as calls:
                 through()
-            if isinstance(pruner, Scored) and pruner.permute:
-                permute(stage, grams, pruner, free_channels(root, model, calls))
+            if permuter:
+                permute(stage, grams, permuter, free_channels(root, model, calls))
             for layer in stage:
                 if layer.name in grams:
                     reports[layer.name] = _prune_layer(layer, pruner, grams.pop(layer.name))
@@ -251,15 +252,15 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def called(part: nn.Module) -> Iterator[set[int]]:
-    """Yields the ids of the modules in a part that are called while the context is entered."""
+def called(part: nn.Module | None) -> Iterator[set[int]]:
+    """Yields the ids of the modules in a part, if any, that are called while the context is entered."""
     ids: set[int] = set()
 
     def note(module: nn.Module, args: Any) -> None:
         ids.add(id(module))
 
     with contextlib.ExitStack() as hooks:
-        for module in part.modules():
+        for module in () if part is None else part.modules():
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 hooks.callback(module.register_forward_pre_hook(note).remove)
         yield ids
