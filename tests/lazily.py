@@ -16,6 +16,8 @@ class Lazily:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest looks for a mock and for a wrapped fixture
+            raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)
 
 
