@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks, verbs
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder
+from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
 from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm
+from nmrun.step.activations import SparseActivations
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,9 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
     return FinishedRun(folder, result, state, layers, trusted)
 
 
-def pruned_activations(run: FinishedRun) -> str | None:
-    """The pattern of a result's activations; None where these are dense."""
-    trainer = run.result["config"].get("trainer", {})
-    pattern: str | None = trainer.get("activations")
-    return None if trainer.get("activations_dense_end") else pattern
-
-
 def refuse_pruned_activations(run: FinishedRun) -> None:
     """Raise ConfigError for a run whose result has N:M activations: no other program prunes them."""
-    if pattern := pruned_activations(run):
+    if pattern := activations_of(run.result["config"]):
         raise ConfigError(
             f"trainer.activations={pattern}: its activations are pruned, which this format cannot say "
             "(trainer.activations_dense_end trains a network with dense ones)"
@@ -141,12 +135,14 @@ def refuse_pruned_activations(run: FinishedRun) -> None:
 
 
 def network(run: FinishedRun) -> tuple[nn.Module, Task]:
-    """The run's network with its weights, on the CPU and set to evaluation, and its task."""
+    """The run's network with its weights, on the CPU and set to evaluation, and its task. It prunes
+    its activations if the run did in the end."""
     verbs.demand_consent(run.folder, run.result["config"], run.trusted)
     config = Config(run.result["config"], None)
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()
     model.load_state_dict(run.state)
+    SparseActivations(model, activations_of(run.result["config"]))
     return model, task
 
 

@@ -19,10 +19,8 @@ from nmrun.fast.sites import Site, install, sites, watch
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     network,
-    pruned_activations,
     write_about,
 )
-from nmrun.step.activations import SparseActivations
 
 SPLIT = "val"
 Rounded = tuple[Tensor, Tensor, str]  # int8, the scales of its rows, and which layer it is
@@ -71,7 +69,6 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     if why := int8.KERNELS.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
-    SparseActivations(model, pruned_activations(run))  # its metric is with these
     by_module, refusals = sites(model)
     before: dict[str, float] = {}
     watch(model, by_module, lambda: before.update(task.evaluate(model, SPLIT)))

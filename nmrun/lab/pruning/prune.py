@@ -21,7 +21,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder, make_folder
+from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder, activations_of, make_folder
 from nmrun.lab.words.identity import identity, run_folder, title
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     precision = build.precision_of(config.trainer.precision, device)
     task = tasks.build(config, device)
     model = weights.network(config, task).to(device).eval()
-    if not config.trainer.activations_dense_end:  # as at the end of the training
-        SparseActivations(model, config.trainer.activations)
+    SparseActivations(model, activations_of(config.plain))
     hyperparameters = dict(config.recipe.options)
     batches = list(calibration(task, hyperparameters.pop("samples"), config.trainer.accumulate))
     with build.autocast(device, precision):

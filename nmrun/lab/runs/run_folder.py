@@ -279,6 +279,13 @@ def weights_in(place: Path | str) -> tuple[RunFolder, str]:
     return (RunFolder(path.parent), path.name) if named else (RunFolder(path), FINAL)
 
 
+def activations_of(config: Mapping[str, Any]) -> str | None:
+    """The pattern that a run's activations have after its training, by its config; None: dense."""
+    trainer = config.get("trainer", {})
+    pattern: str | None = trainer.get("activations")
+    return None if trainer.get("activations_dense_end") else pattern
+
+
 def metrics_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """A run's metrics by name: those of its last weights, and under ``best/`` those of the best."""
     metrics = result.get("metrics", {})

@@ -24,8 +24,10 @@ from torch.nn import functional
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.ranges import START
+from nmrun.lab.runs.run_folder import activations_of, weights_in
 from nmrun.lab.tasks.base import Batch, Categorical, Task
 from nmrun.lab.train import weights
+from nmrun.step.activations import SparseActivations
 
 
 @dataclass(frozen=True)
@@ -79,4 +81,5 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Distilled:
     if trainer.distill != START:
         weights.load(teacher, trainer.distill, setting)
         weights.check_alike(config, trainer.distill, setting, ("heads", "activation", "pooling"))
+        SparseActivations(teacher, activations_of(weights_in(trainer.distill)[0].config))
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.lab.api.runs import Result
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build
@@ -253,6 +254,24 @@ def test_a_teacher_whose_weights_would_compute_something_else(other, tmp_path):
     build.build(taught(tmp_path, run_folder(dense), *language))
     with one_line(ConfigError, f"is another network than this run's: {other.partition('=')[0]} is"):
         build.build(taught(tmp_path, run_folder(dense), *language, other))
+
+
+@pytest.mark.parametrize("dense_end", ["0", "0.5"])
+def test_the_teacher_computes_with_the_activations_of_its_run(dense_end, tmp_path):
+    """What its run measured in the end is what the teacher's loss is, and ``Result.model``'s."""
+    language = (
+        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
+        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
+        "model.activation=relu2",
+    )
+    pruned = ("trainer.activations=1:16", f"trainer.activations_dense_end={dense_end}")
+    cfg = config(tmp_path, "recipe=dense", *language, *pruned)
+    loss = finished(cfg)["metrics"]["final"]["eval/loss"]
+    parts = build.build(taught(tmp_path, run_folder(cfg), *language))
+    assert isinstance(parts.loss, Distilled)
+    result = Result("finished", cfg.plain, {}, run_folder(cfg))
+    for model in (parts.loss.teacher, result.model()):
+        assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(loss, rel=1e-8)
 
 
 def test_other_classes(tmp_path, teacher):
