@@ -158,6 +158,25 @@ def test_weights_of_a_sparse_phase_that_were_loaded_stay():
     assert bits(model.state_dict()) == bits(best)
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_weights_that_are_trained_later_are_warned_of(joins):
+    """As with gradual unfreezing: they stayed dense."""
+    model = net()
+    model[0].requires_grad_(False)
+    owned = [p for p in model.parameters() if p.requires_grad or not joins]
+    optimizer = torch.optim.SGD(owned, 0.1)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", 4, exclude="4")
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    if joins:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    train(model, optimizer, range(2, 4))
+    with pytest.warns(match=r"0\.weight stayed dense"):
+        handle.finalize()
+    assert (model[0].weight != 0).all()
+    nmrun.sparsity.check_nm(model[2].weight, "2:4")
+
+
 def test_weights_that_are_no_numbers_are_named_so():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(2))
@@ -238,6 +257,30 @@ def averaged(recipe: str) -> tuple[Start, nn.Module, list[nn.Parameter]]:
         for p in average.parameters():
             p.add_(torch.randn_like(p), alpha=0.01)
     return training, average, [nn.Parameter(p.detach().clone()) for p in average.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["lbc", "maskllm", "cast", "sqft"])
+def test_an_average_may_have_another_dtype_than_the_model(recipe):
+    """float32 beside a model in bfloat16, for recipes with parameters of their own."""
+    model = net().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 3)
+    average = copy.deepcopy(model).float()
+    for _ in range(3):
+        model(torch.randn(4, 16, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with handle.projected(average):
+            nmrun.sparsity.check_nm(average[0].weight, "2:4")
+    with handle.dense_weights(), torch.no_grad():
+        for shadow, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            shadow.copy_(parameter)
+    handle.finalize(average)
+    handle.finalize()
+    for name, parameter in model.named_parameters():
+        shadow = average.get_parameter(name)
+        assert shadow.dtype == torch.float32
+        torch.testing.assert_close(shadow, parameter.float(), rtol=0.02, atol=0.002)
 
 
 class Shadows:

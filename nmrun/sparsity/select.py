@@ -114,10 +114,14 @@ def select(
     return sparse, dense
 
 
+FROZEN, NOT_OWNED = "frozen", "not in the optimizer"
+UNTRAINED = (FROZEN, NOT_OWNED)
+
+
 def _training_obstacle(entry: Candidate, owned: Collection[int] | None) -> str:
     if owned is None or (entry.parameter.requires_grad and id(entry.parameter) in owned):
         return ""
-    return "not in the optimizer" if entry.parameter.requires_grad else "frozen"
+    return NOT_OWNED if entry.parameter.requires_grad else FROZEN
 
 
 def _size_obstacle(entry: Candidate, pattern: Pattern, pad: bool) -> str:

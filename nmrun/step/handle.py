@@ -15,7 +15,7 @@ from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
-from nmrun.sparsity.select import LeftDense
+from nmrun.sparsity.select import UNTRAINED, LeftDense
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.resume import check_settings, settings_of
 from nmrun.step.stepper import REPLACED, Stepper
@@ -307,11 +307,31 @@ class Handle:
             )
             check_finished(self.model, self.recipe, self.sparse, next(moved, ""))
             self.finished = self.sparse
+            self._warn_of_late()
         for weight in self.sparse:
             weight.weight.add_(0.0)  # makes negative zeros positive
         self._leave()
         for weight in self.finished:
             weight.forget_dense()
+
+    def _warn_of_late(self) -> None:
+        """Warn of weights that stayed dense since they were trained from a later step on alone."""
+        owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        trained = {
+            n for n, p in self.model.named_parameters() if p.requires_grad and id(p) in owned
+        }
+        late = [
+            each.name
+            for each in self.left_dense
+            if each.reason in UNTRAINED and each.name in trained
+        ]
+        if late:
+            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+            self.stepper.warn(
+                f"{late[0]}{more} stayed dense: frozen or not in the optimizer at first, and trained "
+                "later. Make the optimizer with all weights that are to be sparse, and unfreeze them "
+                "before sparsify"
+            )
 
     @torch.no_grad()
     def abandon(self) -> None:
