@@ -96,7 +96,7 @@ class AddedParameters(Recipe):
         """A parameter of a weight; saved values that were loaded count. Raises ConfigError where the
         weight was cast, of which its own parameters know nothing."""
         parameter = self.parameters[weight.name, key]
-        if parameter.dtype != weight.dense.dtype:
+        if parameter.dtype != weight.parameter.dtype:  # an average may have another one
             raise ConfigError(
                 f"{weight.name} was cast, and not what {self.name} has added for it: cast the model "
                 "before sparsify"
