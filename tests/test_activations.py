@@ -66,6 +66,17 @@ def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model):
     assert alike == [True] * 2 + [False] * 5 + [True] * 3
 
 
+def test_steps_beyond_the_last_are_as_the_last(model):
+    """As where a loop counts from 1, or makes more steps than it planned."""
+    dense, x = copy.deepcopy(model), torch.randn(6, 8)
+    for options, alike in (({"dense_start": 0.2}, False), ({"dense_end": 0.3}, True)):
+        activations = nmrun.sparse_activations(model, "1:8", total_steps=TOTAL, **options)
+        for step in (TOTAL - 1, TOTAL, TOTAL + 5):
+            activations.at(step)
+            assert torch.equal(model(x), dense(x)) == alike
+        activations.remove()
+
+
 def test_a_dense_end_shorter_than_a_step_is_one_step(model):
     """The network that is left has dense activations, as an export takes for granted."""
     dense, x = copy.deepcopy(model), torch.randn(6, 8)

@@ -57,7 +57,8 @@ class SparseActivations:
             )
         self.modules = list(modules)
         self.sparse_steps = _sparse_steps(total_steps, dense_start, dense_end)
-        self.ends_sparse = self.sparse_at((total_steps or 1) - 1)
+        self._last_step = (total_steps or 1) - 1
+        self.ends_sparse = self.sparse_at(self._last_step)
         self.at(0)
         self._sums: Tensor | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -71,8 +72,10 @@ class SparseActivations:
         self.sparse = self.sparse_at(step)
 
     def sparse_at(self, step: int) -> bool:
-        """Whether activations are pruned in a step, counted from 0."""
-        return self.pattern is not None and (self.sparse_steps is None or step in self.sparse_steps)
+        """Whether activations are pruned in a step, counted from 0; beyond the last as in the last."""
+        if self.pattern is None or self.sparse_steps is None:
+            return self.pattern is not None
+        return min(step, self._last_step) in self.sparse_steps
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[Tensor]:
