@@ -74,7 +74,7 @@ class NMTrainerCallback(TrainerCallback):
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
         loaded = any(unwrapped(optimizer).state.values()) or getattr(schedule, "last_epoch", False)
         self.handle = self._training.begin(
-            model, optimizer, state.max_steps, state.global_step, [schedule]
+            model, optimizer, state.max_steps, state.global_step > 0, [schedule]
         )
         if state.global_step and not loaded and not self.handle.recipe.step:
             self.handle.abandon()

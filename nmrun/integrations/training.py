@@ -54,14 +54,14 @@ class Training:
         model: nn.Module,
         optimizer: Any,
         total_steps: int | None,
-        resumed: int = 0,
+        resumed: bool = False,
         schedules: Sequence[Any] = (),
     ) -> Handle:
         """Make the weights sparse, as :func:`nmrun.sparsify` does. A training of these weights that
-        was cut off in this process is left first, also that of another callback. Where its own
-        optimizer has loaded the checkpoint of step ``resumed`` since, it goes on. Raises
-        ConfigError as :func:`nmrun.sparsify`, and for a recipe that adds a parameter group where a
-        schedule has a function for each group."""
+        was cut off in this process is left first, also that of another callback. Where the stack
+        goes on from a checkpoint (``resumed``), which its own optimizer has loaded since, it goes
+        on. Raises ConfigError as :func:`nmrun.sparsify`, and for a recipe that adds a parameter
+        group where a schedule has a function for each group."""
         if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
             raise ConfigError(
                 f"{self._name} adds a parameter group, for which an older LambdaLR has no function: "
@@ -74,7 +74,8 @@ class Training:
             # sparsify refuses two callbacks for one optimizer
             if owned.isdisjoint(id(w.parameter) for w in last.sparse) or (same and not own):
                 continue
-            if own and same and last.recipe.step == resumed > 0:
+            # their clocks may differ: a stack counts the steps that a GradScaler skips
+            if own and same and resumed and last.stepper.resume.loaded:
                 return last
             if not own:
                 last.stepper.warn("another training of these weights begins, and this one is left")
@@ -115,12 +116,15 @@ def end(handle: Handle) -> None:
     """End the recipe. N:M weights that the stack has loaded since the last step stay: those of the
     best checkpoint, or an average. Raises RunError where they are not N:M, and as
     :meth:`nmrun.Handle.finalize`."""
-    loaded = [(w, w.parameter.detach().clone()) for w in handle.sparse if w.moved()]
+    # by their values: a callback that averages writes through .data, which leaves no trace
+    sparse = [] if handle.recipe.dense_forward else handle.sparse
+    loaded = [(w, w.parameter.detach().clone()) for w in sparse if handle.stepper.differs(w)]
     for weight, _ in loaded:
         if not (weight.holds() or handle.recipe.ends_dense):
             raise RunError(
                 f"{weight.name} was loaded at the end of the training, and is not "
-                f"{weight.pattern}: it was saved before the weights were sparse"
+                f"{weight.pattern}: it takes weights of a sparse phase, and averages that "
+                "handle.finalize(average) has made N:M"
             )
     handle.refresh()
     handle.finalize()

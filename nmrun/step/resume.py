@@ -45,6 +45,9 @@ class Resume:
     gives recipe and weights what was loaded.
 
     ``refresh`` writes the projections of the dense weights into the parameters.
+
+    Attributes:
+        loaded: whether the optimizer has loaded the state of such a training since its last step.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Resume:
         self._apart: dict[str, dict[str, torch.Tensor]] = {}
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
-        self._loaded = False  # whether the hooks have seen the present load
+        self.loaded = False
         self._entry = SettingsEntry(recipe, weights)
 
     def make_room(self, metadata: Any) -> None:
@@ -114,10 +117,10 @@ class Resume:
 
         @functools.wraps(original)
         def load(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            self._loaded = False
+            self.loaded = False
             check_settings(saved_settings(state_dict.get("param_groups") or ()), recipe, weights)
             original(state_dict, *args, **kwargs)
-            if not self._loaded:
+            if not self.loaded:  # the hooks have not seen it
                 self._after_loading()
 
         optimizer.load_state_dict = load
@@ -184,8 +187,8 @@ class Resume:
     def _after_loading(self) -> None:
         self._room = {}
         apart, self._apart = self._apart, {}
-        self._loaded = True
         settings = saved_settings(self.optimizer.param_groups)
+        self.loaded = settings is not None
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self.put()
             return

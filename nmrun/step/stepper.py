@@ -192,6 +192,7 @@ class Stepper:
         self.refresh(unchanged)
         self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         self.resume.put()
+        self.resume.loaded = False
         self._log_events()
 
     def pop_events(self) -> list[str]:

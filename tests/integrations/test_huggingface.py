@@ -424,6 +424,44 @@ def test_after_ctrl_c_a_training_goes_on_in_the_same_process(recipe, from_checkp
     assert weights(trainer.model) == weights(whole.model)
 
 
+class Overflows(torch.amp.GradScaler):
+    """Finds an infinite gradient in the first step, which it skips."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=2.0)
+        self.steps = 0
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        if self.steps == 1:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad.fill_(torch.inf)
+        return super().step(optimizer, *args, **kwargs)
+
+
+@pytest.mark.slow
+def test_after_a_skipped_step_a_training_goes_on_in_the_same_process(tmp_path):
+    """The Trainer counts the step, the recipe does not: so their clocks differ at the checkpoint."""
+    ends = []
+    for stop in (None, 3):
+        sparse = callback("asp")
+        callbacks = [sparse] if stop is None else [sparse, cut_off(KeyboardInterrupt(), stop)]
+        # without clipping, which would see the infinite gradients first
+        trainer = hf.trainer(
+            tmp_path, callbacks, max_steps=5, save_strategy="steps", save_steps=2, max_grad_norm=0.0
+        )
+        trainer.accelerator.scaler = Overflows()
+        if stop is None:
+            trainer.train()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert sparse.handle.recipe.step == 4
+        ends.append(weights(trainer.model))
+    assert ends[0] == ends[1]
+
+
 def test_events_are_in_the_trainer_s_log(tmp_path):
     trainer, sparse = trained(tmp_path, "asp")
     logged = [row for row in trainer.state.log_history if "nmrun" in row]

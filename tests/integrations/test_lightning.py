@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import subprocess
 import sys
@@ -312,6 +313,29 @@ def test_an_optimizer_that_is_not_there_is_refused(tmp_path):
     trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=1)])
     with one_line(ConfigError, "has 1 optimizer: say which one"):
         trainer.fit(lit.Module(), lit.loader())
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_average_that_a_callback_writes_at_the_end_stays(through_data, tmp_path):
+    """As callbacks for an EMA do."""
+    averages: list[Any] = []
+
+    class Average(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            with watch.handle.dense_weights():
+                average = copy.deepcopy(pl_module.net)
+            for parameter in average.parameters():
+                parameter.data.mul_(0.5)
+            watch.handle.finalize(nn.ModuleDict({"net": average}))
+            with torch.no_grad():
+                for p, value in zip(pl_module.net.parameters(), average.parameters(), strict=True):
+                    (p.data if through_data else p).copy_(value)
+            averages.append(average)
+
+    module, watch = lit.Module(), callback("sr_ste")
+    lit.trainer(tmp_path, [Average(), watch], max_epochs=1).fit(module, lit.loader())
+    assert weights(module.net) == weights(averages[0])
+    nmrun.sparsity.check_nm(module, "2:4")
 
 
 class Unknown(IterableDataset[torch.Tensor]):
