@@ -11,11 +11,12 @@ from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.folders import settings, status
-from nmrun.lab.runs import locks
+from nmrun.lab.runs import locks, run_folder
 from nmrun.lab.verbs import Parser, agreed, quantity
 from nmrun.registry import did_you_mean
 
-REMNANT = re.compile(rf"{re.escape(status.DELETED)}s-?\d+-[0-9a-f]+-\d+")  # of a run, see _delete
+NAME = r"s-?\d+-[0-9a-f]+"  # of a run's folder, which holds nothing else
+REMNANT = re.compile(rf"{re.escape(status.DELETED)}{NAME}-\d+")  # see _delete
 Files = dict[Path, tuple[int, int]]  # size and time of change of each
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for remnant in path.rglob(f"{status.DELETED}*"):  # by one that was killed
         if REMNANT.fullmatch(remnant.name):
             shutil.rmtree(remnant, ignore_errors=True)
-    reasons = {folder: _delete(folder, files) for folder, files in runs.items()}
+    reasons = {folder: _delete(folder, files, path) for folder, files in runs.items()}
     gone = [runs[folder] for folder, why in reasons.items() if not why]
     if gone:
         print(f"deleted: {_amount(gone)}")
@@ -60,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
 
 def selection(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     """The run folders at or below ``path`` that nothing is at work on and all conditions fit; a run
-    without a condition's key does not fit."""
+    without a condition's key does not fit. ConfigError where none does, for an unknown key, and for
+    ``KEY!=VALUE`` with a value that no run has."""
     wanted = [settings.Condition.of(text) for text in conditions]
     every = [run for run in status.runs(path) if run.state != "running"]
     if not every:
@@ -73,6 +75,13 @@ def selection(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]
         key = condition.key
         if key not in keys:
             raise ConfigError(f"--filter {key}: no run has the key {key}{did_you_mean(key, keys)}")
+        there = sorted({run[key] for run in by_folder.values() if key in run})
+        for value in condition.values if condition.others else ():  # a slip would delete all
+            if not any(settings.same(text, value) for text in there):
+                raise ConfigError(
+                    f"--filter {key}!={value}: no run has {value or 'this'}; "
+                    f"{key} is {', '.join(there)}"
+                )
         fitting = [
             folder
             for folder in fitting
@@ -105,12 +114,14 @@ def _amount(runs: Collection[Files]) -> str:
     return f"{quantity(len(runs), 'run')}, {size / 1e6:.1f} MB"
 
 
-def _delete(folder: Path, listed: Files) -> str:
-    """Delete a run, and the folders above it that are empty then. Returns why not; empty if it
-    did."""
+def _delete(folder: Path, listed: Files, path: Path) -> str:
+    """Delete a run, and the folders between it and ``path`` that are empty then. Returns why not;
+    empty if it did."""
     if folder.is_symlink():
         return f"it is a link; name {folder.resolve()}"
-    place = folder.absolute()
+    place = folder.resolve()
+    if not re.fullmatch(NAME, place.name):
+        return "it is not called as a run is (s<seed>-<id>) and may hold more; delete it yourself"
     hidden = place.with_name(f"{status.DELETED}{place.name}-{os.getpid()}")
     try:
         with locks.hold(folder) as ours:
@@ -123,6 +134,5 @@ def _delete(folder: Path, listed: Files) -> str:
             shutil.rmtree(hidden)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
-    with contextlib.suppress(OSError):
-        os.removedirs(place.parent)
+    run_folder.remove_empty(place.parent, path.resolve())
     return ""

@@ -7,9 +7,7 @@ Imports torch only once the words are read.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,14 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder, activations_of, make_folder
+from nmrun.lab.runs.run_folder import (
+    FINAL,
+    OF_EARLIER,
+    RunFolder,
+    activations_of,
+    make_folder,
+    remove_empty,
+)
 from nmrun.lab.words.identity import identity, run_folder, title
 
 if TYPE_CHECKING:
@@ -70,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
                     raise RunError(f"{locks.holder(folder)} is at work on {folder}")
                 result = run(config, folder, shlex.join(["nmrun", "prune", *argv]))
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.removedirs(folder)  # the empty folders only
+            remove_empty(folder, Path(config.output_dir).parent)
             raise
     else:
         how = "" if run_dir.is_sealed else f"; {OF_EARLIER}"

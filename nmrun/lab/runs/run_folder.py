@@ -8,6 +8,7 @@ nothing of one is believed before that was looked at; :class:`RunFolder` does it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -60,6 +61,15 @@ def make_folder(folder: Path, output_dir: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
         raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
+
+
+def remove_empty(folder: Path, above: Path) -> None:
+    """Remove a folder and those between it and ``above``, which stays, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for place in (folder, *folder.parents):
+            if above not in place.parents:
+                return
+            place.rmdir()
 
 
 def walk(

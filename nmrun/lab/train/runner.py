@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import shutil
 import signal
 import time
@@ -20,7 +19,7 @@ from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder, make_folder
+from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder, make_folder, remove_empty
 from nmrun.lab.signals import Signals, of_interrupt
 from nmrun.lab.train import checkpoint, console, results, trials
 from nmrun.lab.train.console import Console
@@ -53,8 +52,7 @@ def run(
             )
             outcome = outcome or _Run(config, folder, sweep, command).result()
     except ConfigError:
-        with contextlib.suppress(OSError):
-            os.removedirs(folder)  # the empty folders only
+        remove_empty(folder, Path(config.output_dir).parent)
         raise
     except OSError as error:  # a disk that takes nothing any more, not even that the run failed
         outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}

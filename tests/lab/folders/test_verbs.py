@@ -198,6 +198,36 @@ def test_a_run_that_may_not_be_deleted(name, runs, tmp_path, capsys, monkeypatch
     assert not runs["good"].exists()
 
 
+@pytest.mark.parametrize("value", ["", "st", "sr_ste"])
+def test_all_but_what_is_not_there_is_not_all(value, runs, tmp_path, capsys):
+    """A shell's variable that is not set, a slip."""
+    assert verb("rm", str(tmp_path / "outputs"), "--filter", f"recipe!={value}", "--yes") == 2
+    assert "dense, ste, step" in capsys.readouterr().err
+    assert all(folder.exists() for folder in runs.values())
+
+
+def test_a_folder_that_holds_more_than_a_run_is_not_deleted(runs, tmp_path):
+    outputs = tmp_path / "outputs"
+    notes = outputs / "notes"
+    notes.mkdir()
+    (notes / "result.json").write_text('{"status": "failed"}')  # of another program
+    (outputs / "result.json").write_text((runs["failed"] / "result.json").read_text())
+    assert verb("rm", str(outputs), "--failed", "--yes") == 1
+    assert not runs["failed"].exists()
+    assert runs["good"].exists()
+    assert (notes / "result.json").exists()
+
+
+def test_folders_above_the_named_one_stay(write, tmp_path, monkeypatch):
+    """The current one, for instance, where it was the only run."""
+    project = tmp_path / "project"
+    folder = write("ste", "2:4", 0, status="failed", root="project/outputs")
+    monkeypatch.chdir(project)
+    assert verb("rm", "--failed", "--yes") == 0
+    assert [*project.rglob("*")] == [project / "outputs"]
+    assert not folder.exists()
+
+
 @pytest.mark.slow
 def test_the_command_of_a_run_once_more(tmp_path, nmrun_cli):
     first = nmrun_cli("recipe=ste", "debug=fast", "output_dir=out", "optimizer.lr=0.01")

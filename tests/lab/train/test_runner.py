@@ -378,6 +378,13 @@ def test_what_only_the_built_model_shows_is_still_a_configuration_error(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_that_is_refused_leaves_folders_that_were_there(tmp_path):
+    (theirs := tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError):
+        run(config(theirs / "out", "recipe=ste", "trainer.batch_size=5000"))
+    assert [*tmp_path.rglob("*")] == [theirs]
+
+
 def test_an_unwritable_folder(tmp_path):
     (tmp_path / "file").touch()
     cfg = config(tmp_path / "file2")
