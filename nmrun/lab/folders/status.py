@@ -30,7 +30,7 @@ PAUSE = 2.0  # seconds between two looks
 MOST = 20  # runs that are listed, without --all
 PROGRESS = ("epoch", "step", "validation", "left")  # columns
 DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
-FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
+FILES = {CONFIG, RESULT, "checkpoint.pt"}  # a run's folder has one of them
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,23 @@ def sweeps(path: Path) -> list[tuple[Path, bool]]:
 
 def _folders(path: Path) -> Iterator[Path]:
     for place, below, files in run_folder.walk(path, _tell_left_out):
+        folder = Path(place)
+        named = run_folder.NAME.fullmatch(folder.absolute().name) is not None
         # one that begins has no file yet
-        if FILES & set(files) or (not below and locks.is_locked(Path(place))):
-            below.clear()
-            yield Path(place)
-        else:
-            below[:] = [
-                name for name in below if name != ".sweeps" and not name.startswith(DELETED)
-            ]
+        if (FILES & set(files) and (named or _has_config(folder))) or (
+            not below and locks.is_locked(folder)
+        ):
+            yield folder
+        below[:] = [
+            name
+            for name in below
+            if not named and name != ".sweeps" and not name.startswith(DELETED)
+        ]
+
+
+def _has_config(folder: Path) -> bool:
+    """Whether a config in a folder is a run's; others call their files config.yaml too."""
+    return {"seed", "output_dir"} <= RunFolder(folder).config.keys()
 
 
 @functools.cache  # once, however often --watch looks

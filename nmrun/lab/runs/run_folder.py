@@ -75,13 +75,21 @@ def remove_empty(folder: Path, above: Path) -> None:
 def walk(
     path: Path | str, left_out: Callable[[str], object]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """``os.walk``, which gives ``left_out`` a line for each folder that cannot be read."""
+    """``os.walk``, which gives ``left_out`` a line for each folder that cannot be read, and for each
+    link to a folder elsewhere: it could lead anywhere, and is not followed."""
 
     def say(error: OSError) -> None:
         if os.path.isdir(error.filename):  # no file, and not deleted meanwhile
             left_out(f"{error.filename}: {error.strerror}")
 
-    return os.walk(path, onerror=say)
+    whole = os.path.realpath(path)
+    for place, below, names in os.walk(path, onerror=say):
+        yield place, below, names
+        links = [link for name in below if os.path.islink(link := os.path.join(place, name))]
+        for link in links:
+            target = os.path.realpath(link)
+            if not Path(target).is_relative_to(whole):
+                left_out(f"{link}: it is a link; name {target}")
 
 
 class RunFolder:

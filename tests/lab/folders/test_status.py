@@ -119,6 +119,30 @@ def test_every_state(place, capsys):
     assert f"killed, step 20: {killed}" in output(capsys, str(killed)).splitlines()
 
 
+def test_files_of_others_hide_no_run(place, capsys):
+    place("s0-a", "finished")
+    Path("outputs/config.yaml").write_text("seed: [0, 1]\n")
+    Path("outputs/digits/result.json").write_text('{"status": "ok"}')
+    Path("outputs/digits/checkpoint.pt").touch()
+    assert json.loads(output(capsys, "--json"))["runs"] == {"finished": 1}
+
+
+def test_a_link_to_a_folder_elsewhere_is_told(place, capsys, tmp_path):
+    run = place("s0-a", "finished")
+    elsewhere = tmp_path / "disk"
+    Path("outputs/digits/small_conv").rename(elsewhere)
+    Path("outputs/digits/small_conv").symlink_to(elsewhere)
+    place("s1-b", "finished", output_dir="outputs/more")
+    Path("outputs/latest").symlink_to(Path("more").absolute())
+    assert json.loads(output(capsys, "--json", "outputs/more"))["runs"] == {"finished": 1}
+    assert capsys.readouterr().err == ""
+    assert status.main(["outputs"]) == 0
+    told = capsys.readouterr().err
+    assert str(elsewhere) in told
+    assert "latest" not in told
+    assert output(capsys, "outputs/digits/small_conv").count(run.name) == 1
+
+
 def run_with(
     place: Place, name: str, state: str | None, rows: list[dict[str, Any]], **config: Any
 ) -> Path:
