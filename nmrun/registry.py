@@ -41,6 +41,11 @@ def imported(path: str, what: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{what} cannot be imported: {error}") from None
+    except SystemExit:  # a script of the user's, which would end a sweep with it
+        raise ValueError(
+            f"{what} cannot be imported: {module} ends the program; put what it does as a script "
+            'below if __name__ == "__main__"'
+        ) from None
 
 
 @functools.cache

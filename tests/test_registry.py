@@ -32,6 +32,14 @@ def test_mistakes_name_the_key():
         registry.find("what.name", "os.nothing", KNOWN)
 
 
+def test_a_script_that_ends_the_program_is_no_module(tmp_path, monkeypatch):
+    (tmp_path / "a_script.py").write_text("import sys\n\nclass Net: ...\n\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match=r"a_script\.Net cannot be imported"):
+        registry.find("model._target_", "a_script.Net", KNOWN)
+
+
 def test_a_fault_of_our_own_is_no_mistake_of_the_user():
     with pytest.raises(AttributeError):
         registry.find("what.name", "joined", KNOWN)

@@ -80,7 +80,7 @@ def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
     return {"status": "planned", "id": identity(config), "plan": row}
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure(error: Exception | SystemExit) -> dict[str, Any]:
     """The outcome of a run that this error ended."""
     line = (str(error).strip().splitlines() or [""])[0]
     message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
@@ -153,7 +153,10 @@ class _Run:
         except KeyboardInterrupt:
             self.signals.then = "wait"
             return self._interrupted(signal.SIGINT)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # a launcher's handler of the signal may exit; code of the user's may not
+            if isinstance(error, SystemExit) and self.signals.caught is not None:
+                raise
             self.signals.then = "wait"
             self.console.note(traceback.format_exc())
             self.alone |= not isinstance(error, RunError)

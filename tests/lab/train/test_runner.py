@@ -385,6 +385,18 @@ def test_a_run_that_is_refused_leaves_folders_that_were_there(tmp_path):
     assert [*tmp_path.rglob("*")] == [theirs]
 
 
+def test_code_that_ends_the_program_fails_the_run(tmp_path, monkeypatch):
+    """Of a model of one's own, whose status would be that of the command."""
+
+    def ended(*_):
+        raise SystemExit(0)
+
+    monkeypatch.setattr(SmallConvNetwork, "forward", ended)
+    cfg = config(tmp_path)
+    assert run(cfg)["status"] == "failed"
+    assert result_of(run_folder(cfg))["status"] == "failed"
+
+
 def test_an_unwritable_folder(tmp_path):
     (tmp_path / "file").touch()
     cfg = config(tmp_path / "file2")
