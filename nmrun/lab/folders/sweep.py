@@ -49,8 +49,9 @@ def new_folder(output_dir: str) -> Path:
     """The folder for the record of a sweep that begins now, which does not exist yet."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     place = Path(output_dir, ".sweeps").absolute()
+    # os.path: a name that is too long is none that exists, and make_folder says so
     names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
-    return next(folder for each in names if not (folder := place / each).exists())
+    return next(folder for each in names if not os.path.exists(folder := place / each))
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ def recorded(looks: list[Findings], command: str, sweeps: list[list[str]]) -> It
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         output_dir = looks[0].output_dir
         folder = new_folder(output_dir) if leads() else Path(nowhere)
-        parents = [place for place in folder.parents if not place.exists()]
+        parents = [place for place in folder.parents if not os.path.exists(place)]
         make_folder(folder, output_dir)
         try:
             with locks.hold(folder):  # shows that the sweep is alive

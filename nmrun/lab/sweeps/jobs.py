@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from nmrun.errors import ConfigError, first_line, leads, refuse, tell
+from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
 from nmrun.lab import verbs
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
@@ -146,7 +146,23 @@ def _launch_beside(folder: Path, launcher: str, flags: list[str], overrides: lis
             status = 1
             if sweeper.caught is None:
                 workers.note_killed(folder)
+        except _lost_job(launcher) as error:
+            place = shlex.quote(str(folder.parents[1]))
+            raise RunError(
+                "a job ended and reported nothing, as where it is killed or its time is up: "
+                f"{first_line(error)}. Others may go on: nmrun status --watch {place} shows them"
+            ) from None
     return status if sweeper.caught is None else 128 + sweeper.caught
+
+
+def _lost_job(launcher: str) -> type[Exception] | tuple[()]:
+    """What a launcher raises for one of its jobs, whatever the others do."""
+    if not launcher.startswith("submitit"):
+        return ()
+    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do without
+
+    error: type[Exception] = UncompletedJobError
+    return error
 
 
 def _hydra(flags: list[str], overrides: list[str]) -> None:
@@ -171,7 +187,7 @@ def _job(composed: DictConfig) -> None:
         if folder:
             number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
-            run_job = of_sweep if sweep.is_own(folder) else _beside
+            run_job = _here if sweep.is_own(folder) else _beside
             outcome = run_job(folder, number, composed, overrides, command)
         else:
             outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
@@ -179,6 +195,16 @@ def _job(composed: DictConfig) -> None:
     workers.end_with_sweep()
     if folder and leads() and outcome["status"] == "interrupted":
         raise SystemExit(_exit_status(outcome))
+
+
+def _here(
+    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+) -> dict[str, Any]:
+    """Run a job as :func:`of_sweep` does, in the sweep's own process."""
+    with workers.left_to_run():
+        if sweep.read(folder).signal is not None:  # between two jobs
+            raise KeyboardInterrupt
+        return of_sweep(folder, number, composed, overrides, command)
 
 
 def _beside(

@@ -91,6 +91,21 @@ def note_killed(folder: Path) -> None:
         sweep.add(folder, ended, line["overrides"], time.time() - line["begun"], number)
 
 
+@contextlib.contextmanager
+def left_to_run() -> Iterator[None]:
+    """Leave signals to a run in the sweep's own process, while entered: with ``n_jobs=1`` joblib has
+    no workers, which :class:`Sweeper` would pass them on to."""
+    former = {each: handler for each in ENDING if callable(handler := signal.getsignal(each))}
+    for number in former:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 # --- in a worker ----------------------------------------------------------------------------------
 
 

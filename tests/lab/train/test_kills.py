@@ -126,6 +126,54 @@ def test_workers_of_a_sweep_end_with_it(tmp_path, ends):
     importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
 )
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_sweep_without_workers(number, tmp_path):
+    """joblib runs the jobs of n_jobs=1, or of -1 on one core, in the sweep's own process."""
+    command = [
+        *(sys.executable, "-m", "nmrun", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"),
+        *("recipe=ste", "seed=0,1", "trainer.epochs=500", "track=local", "trainer.log_every=1"),
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as sweep:
+        try:
+            until(lambda: max([0, *rows_of(tmp_path).values()]) > 40)
+            sweep.send_signal(number)
+            assert sweep.wait(20) == 128 + number
+        finally:
+            sweep.kill()
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "interrupted"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
+)
+@pytest.mark.slow
+def test_a_job_of_submitit_that_is_killed(tmp_path):
+    words = ("-m", "hydra/launcher=submitit_local", "seed=0,1", "track=local", "trainer.epochs=500")
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "nmrun", *words, "trainer.log_every=1"],
+            cwd=tmp_path, stdout=log, stderr=log, start_new_session=True,
+        ) as sweep,
+    ):  # fmt: skip
+        try:
+            until(lambda: len(rows_of(tmp_path)) == 2)
+            first = min(tmp_path.rglob(".lock"), key=lambda lock: "s0-" not in str(lock))
+            os.kill(int(first.read_text().split()[1]), signal.SIGKILL)
+            assert sweep.wait(60) == 1
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(sweep.pid, signal.SIGKILL)
+    output = (tmp_path / "log").read_text()
+    assert "Traceback" not in output, output
+    assert "nmrun status --watch" in output
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
+)
+@pytest.mark.slow
 def test_control_c_while_workers_start(tmp_path):
     """They end without a traceback, and no run begins."""
     words = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "track=local")

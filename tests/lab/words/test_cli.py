@@ -289,8 +289,9 @@ def test_a_folder_that_is_gone(tmp_path):
     assert (process.returncode, process.stderr) == (2, line)
 
 
-def test_a_name_that_is_too_long(tmp_path):
-    process = shell(tmp_path, f"nmrun recipe=ste debug=fast output_dir={'x' * 300}")
+@pytest.mark.parametrize("words", ["recipe=ste", "-m recipe=ste,asp"])
+def test_a_name_that_is_too_long(words, tmp_path):
+    process = shell(tmp_path, f"nmrun {words} debug=fast output_dir={'x' * 300}")
     assert process.returncode == 2
     assert process.stderr.startswith("nmrun: output_dir=xxx")
     assert "File name too long" in process.stderr
