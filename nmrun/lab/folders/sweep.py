@@ -19,14 +19,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import leads, tell
 from nmrun.lab.runs import documents, locks
-from nmrun.lab.runs.run_folder import make_folder
+from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.verbs import aligned
 from nmrun.lab.words import command_line
 
@@ -291,9 +291,10 @@ def is_own(folder: Path) -> bool:
 
 def summary(folder: Path) -> tuple[str, int]:
     """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
-    another process is at work on is left to that.
+    another process is at work on is left to that; where it is done with it, its end counts.
     """
     record = read(folder)
+    record = replace(record, ends=[_since(line) for line in record.ends])
     good = {
         status: number
         for status, number in record.counts().items()
@@ -313,6 +314,18 @@ def summary(folder: Path) -> tuple[str, int]:
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
         lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
     return "\n".join(lines), 1 if bad or missing else 0
+
+
+def _since(line: dict[str, Any]) -> dict[str, Any]:
+    """The end of a job as it is by now, if it was left to another process."""
+    run = Path(line.get("folder") or "")
+    if line["status"] != "running" or locks.is_locked(run):
+        return line
+    result = RunFolder(run)
+    if result.finished() is not None:
+        return {**line, "status": "skipped"}
+    status = "killed" if result.is_finished else result.result.get("status", "killed")
+    return {**line, "status": status, "error": result.result.get("error")}
 
 
 def span(seconds: float) -> str:

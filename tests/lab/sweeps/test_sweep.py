@@ -353,6 +353,29 @@ def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path):
     assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
 
 
+@pytest.mark.parametrize(
+    ("status", "locked", "said"),
+    [
+        ("finished", False, ("1 skipped", 0)),
+        ("interrupted", True, ("1 running in another process", 0)),
+        ("interrupted", False, ("1 not done", 1)),
+        ("failed", False, ("1 not done", 1)),
+        (None, False, ("1 not done", 1)),
+    ],
+)
+def test_how_a_run_ended_that_was_left_to_another_process(status, locked, said, write, tmp_path):
+    run = write("ste", "2:4", 0, 0.5, status=status or "killed")
+    if status is None:
+        (run / "result.json").unlink()
+    (run / "model.safetensors").touch()
+    sweep.begin(place := tmp_path, 1, "nmrun -m", "outputs")
+    sweep.add(place, {"status": "running", "folder": str(run)}, ["seed=0"], 1.0)
+    with locks.hold(run) if locked else contextlib.nullcontext():
+        text, code = sweep.summary(place)
+    assert re.search(r"sweep of 1: ([^;]*);", text)[1] == said[0]
+    assert code == said[1]
+
+
 # --- locks and pipes ------------------------------------------------------------------------------
 
 
