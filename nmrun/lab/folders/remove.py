@@ -15,8 +15,8 @@ from nmrun.lab.runs import locks, run_folder
 from nmrun.lab.verbs import Parser, agreed, quantity
 from nmrun.registry import did_you_mean
 
-NAME = r"s-?\d+-[0-9a-f]+"  # of a run's folder, which holds nothing else
-REMNANT = re.compile(rf"{re.escape(status.DELETED)}{NAME}-\d+")  # see _delete
+# of a run, see _delete
+REMNANT = re.compile(rf"{re.escape(status.DELETED)}{run_folder.NAME.pattern}-\d+")
 Files = dict[Path, tuple[int, int]]  # size and time of change of each
 
 
@@ -120,7 +120,7 @@ def _delete(folder: Path, listed: Files, path: Path) -> str:
     if folder.is_symlink():
         return f"it is a link; name {folder.resolve()}"
     place = folder.resolve()
-    if not re.fullmatch(NAME, place.name):
+    if not run_folder.NAME.fullmatch(place.name):
         return "it is not called as a run is (s<seed>-<id>) and may hold more; delete it yourself"
     hidden = place.with_name(f"{status.DELETED}{place.name}-{os.getpid()}")
     try:
