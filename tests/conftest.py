@@ -150,15 +150,15 @@ def write(tmp_path: Path):
             / config["model"]["name"]
             / recipe
             / ratio.replace(":", "of")
-            / f"s{seed}-{len(other)}"
+            / f"s{seed}-{len(other):08x}"
         )
         for number in range(100):  # the id, made unique by counting
-            place = folder.with_name(f"{folder.name}{number}")
+            place = folder.with_name(f"{folder.name}{number:02}")
             if not place.exists():
                 break
         place.mkdir(parents=True)
         result = {
-            "status": status, "id": place.name, "config": config, "metrics": {"final": final, "best": best},
+            "status": status, "id": place.name.partition("-")[2], "config": config, "metrics": {"final": final, "best": best},
             "sparsity": {}, "environment": {"commit": "abc"}, "seconds": 2.5,
         }  # fmt: skip
         (place / "result.json").write_text(json.dumps(result))

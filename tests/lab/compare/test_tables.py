@@ -57,7 +57,7 @@ def test_a_run_is_a_row(write, tmp_path):
     expected = {
         "recipe": "step", "sparsity": "2:8", "model": "small_conv", "dataset": "digits", "optimizer": "adam", "seed": 3,
         "optimizer.lr": 0.01, "recipe.switch": "auto", "model.channels": "[32,64]", "trainer.clip": None, "trainer.epochs": 12,
-        "test/accuracy": 0.9, "best/test/accuracy": 0.905, "status": "finished", "id": folder.name, "folder": str(folder),
+        "test/accuracy": 0.9, "best/test/accuracy": 0.905, "status": "finished", "id": folder.name.partition("-")[2], "folder": str(folder),
         "seconds": 2.5, "commit": "abc",
     }  # fmt: skip
     assert {key: runs[key][0] for key in expected} == expected
