@@ -333,6 +333,7 @@ def cut_off(error: BaseException, after: int) -> Any:
     return CutOff()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "after"), [("sr_ste", 2), ("asp", 5)])
 def test_a_batch_size_that_was_too_large(recipe, after, tmp_path):
     """The second attempt starts with the dense weights that the first one left."""

@@ -510,6 +510,7 @@ def test_what_is_not_done_is_named_with_its_reason_and_folder(tmp_path):
     assert bad == ["  interrupted: seed=0  out/s0", "  refused: seed=1: no such file"]
 
 
+@pytest.mark.slow
 def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path, nmrun_cli):
     fixed = ("sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3", "track=local")
     swept = ("recipe=dense,step", "optimizer.lr=0.01,0.02", "output_dir=a/b")

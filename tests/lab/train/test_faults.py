@@ -244,6 +244,7 @@ def test_the_pass_before_training_is_halved_too(tmp_path, monkeypatch, capsys):
     assert set(tried[3:]) == {8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "said"),
     [(MemoryError("no memory"), "no memory"), (MemoryError(), "MemoryError")],  # Python's own
