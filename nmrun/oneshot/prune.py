@@ -132,7 +132,8 @@ def prune(
     width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
     with _evaluation(model), slow_path(), uncompiled():
         for root, stage, through in stages(model, layers, passes):
-            with watched(stage) as grams, called(root if permuter else None) as calls:
+            noted = called(root) if permuter else contextlib.nullcontext(set[int]())
+            with watched(stage) as grams, noted as calls:
                 through()
             if permuter:
                 permute(stage, grams, permuter, free_channels(root, model, calls))
@@ -252,15 +253,15 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def called(part: nn.Module | None) -> Iterator[set[int]]:
-    """Yields the ids of the modules in a part, if any, that are called while the context is entered."""
+def called(part: nn.Module) -> Iterator[set[int]]:
+    """Yields the ids of the modules in a part that are called while the context is entered."""
     ids: set[int] = set()
 
     def note(module: nn.Module, args: Any) -> None:
         ids.add(id(module))
 
     with contextlib.ExitStack() as hooks:
-        for module in () if part is None else part.modules():
+        for module in part.modules():
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 hooks.callback(module.register_forward_pre_hook(note).remove)
         yield ids

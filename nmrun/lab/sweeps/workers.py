@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -96,13 +96,23 @@ def left_to_run() -> Iterator[None]:
     """Leave signals to a run in the sweep's own process, while entered: with ``n_jobs=1`` joblib has
     no workers, which :class:`Sweeper` would pass them on to."""
     former = {each: handler for each in ENDING if callable(handler := signal.getsignal(each))}
-    for number in former:
+    with _interrupting(former):
+        yield
+
+
+@contextlib.contextmanager
+def _interrupting(
+    afterwards: Mapping[signal.Signals, Callable[[int, FrameType | None], Any]],
+) -> Iterator[None]:
+    """While entered, these signals raise KeyboardInterrupt, but in a run, which handles them. Then
+    they have the handlers that are given."""
+    for number in afterwards:
         signal.signal(number, signal.default_int_handler)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in afterwards.items():
             signal.signal(number, handler)
 
 
@@ -128,14 +138,8 @@ def ends_by_signal() -> Iterator[None]:
     if not launched_this():
         yield
         return
-    for number in ENDING:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
+    with _interrupting(dict.fromkeys(ENDING, _idle)):
         yield
-    finally:
-        for number in ENDING:
-            signal.signal(number, _idle)
 
 
 def _idle(number: int, frame: FrameType | None) -> None:

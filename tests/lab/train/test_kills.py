@@ -5,18 +5,19 @@ over a larger one.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import preloaded
 import pytest
+from lazily import needs
 from runs import result_of
 
 from nmrun.lab.train import checkpoint
@@ -70,10 +71,7 @@ def test_a_command_that_fails_is_told(tmp_path):
         kills.finish(["recipe=nothing", f"output_dir={tmp_path}"])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
-)
-@pytest.mark.slow
+@needs("launchers", "hydra_plugins")
 @pytest.mark.parametrize("ends", ["Ctrl-C", "SIGTERM", "SIGKILL", "a worker's SIGKILL"])
 def test_workers_of_a_sweep_end_with_it(tmp_path, ends):
     """Each saves its run, none takes another job, and the sweep's process ends after them."""
@@ -122,10 +120,7 @@ def test_workers_of_a_sweep_end_with_it(tmp_path, ends):
         assert state["loop"]["step"] - last in (0, 1), "what was trained is not all saved"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
-)
-@pytest.mark.slow
+@needs("launchers", "hydra_plugins")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_sweep_without_workers(number, tmp_path):
     """joblib runs the jobs of n_jobs=1, or of -1 on one core, in the sweep's own process."""
@@ -144,57 +139,45 @@ def test_a_signal_ends_a_sweep_without_workers(number, tmp_path):
     assert json.loads(result.read_text())["status"] == "interrupted"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
-)
-@pytest.mark.slow
-def test_a_job_of_submitit_that_is_killed(tmp_path):
-    words = ("-m", "hydra/launcher=submitit_local", "seed=0,1", "track=local", "trainer.epochs=500")
+@contextlib.contextmanager
+def sweep_in_session(folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``nmrun`` in a session of its own, which ends with the context; it writes ``log``."""
     with (
-        (tmp_path / "log").open("w") as log,
+        (folder / "log").open("w") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "nmrun", *words, "trainer.log_every=1"],
-            cwd=tmp_path, stdout=log, stderr=log, start_new_session=True,
+            [sys.executable, "-m", "nmrun", *words],
+            cwd=folder, stdout=log, stderr=log, start_new_session=True,
         ) as sweep,
     ):  # fmt: skip
         try:
-            until(lambda: len(rows_of(tmp_path)) == 2)
-            first = min(tmp_path.rglob(".lock"), key=lambda lock: "s0-" not in str(lock))
-            os.kill(int(first.read_text().split()[1]), signal.SIGKILL)
-            assert sweep.wait(60) == 1
+            yield sweep
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(sweep.pid, signal.SIGKILL)
+
+
+@needs("launchers", "hydra_plugins")
+def test_a_job_of_submitit_that_is_killed(tmp_path):
+    words = ("-m", "hydra/launcher=submitit_local", "seed=0,1", "track=local", "trainer.epochs=500")
+    with sweep_in_session(tmp_path, *words, "trainer.log_every=1") as sweep:
+        until(lambda: len(rows_of(tmp_path)) == 2)
+        first = min(tmp_path.rglob(".lock"), key=lambda lock: "s0-" not in str(lock))
+        os.kill(int(first.read_text().split()[1]), signal.SIGKILL)
+        assert sweep.wait(60) == 1
     output = (tmp_path / "log").read_text()
     assert "Traceback" not in output, output
     assert "nmrun status --watch" in output
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins") is None, reason="needs nmrun[launchers]"
-)
-@pytest.mark.slow
+@needs("launchers", "hydra_plugins")
 def test_control_c_while_workers_start(tmp_path):
     """They end without a traceback, and no run begins."""
     words = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "track=local")
-    with (
-        (tmp_path / "log").open("w") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "nmrun", *words],
-            cwd=tmp_path,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        ) as sweep,
-    ):
-        try:
-            until(lambda: sum(map(imports_torch, workers_of(sweep.pid))) == 2)
-            os.killpg(sweep.pid, signal.SIGINT)
-            assert sweep.wait(60) == 130
-            until(lambda: not group_is_alive(sweep.pid))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(sweep.pid, signal.SIGKILL)
+    with sweep_in_session(tmp_path, *words) as sweep:
+        until(lambda: sum(map(imports_torch, workers_of(sweep.pid))) == 2)
+        os.killpg(sweep.pid, signal.SIGINT)
+        assert sweep.wait(60) == 130
+        until(lambda: not group_is_alive(sweep.pid))
     output = (tmp_path / "log").read_text()
     assert "Traceback" not in output, output
     assert not list(tmp_path.rglob("config.yaml"))
