@@ -18,7 +18,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 18
 
 run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
-	$(BIN)/nmrun recipe=step sparsity=2:8 trainer.epochs=120
+	$(BIN)/nmrun recipe=step sparsity=2:8 trainer.epochs=120 trainer.eval_every=10
 
 test test-slow: export PYTHONDONTWRITEBYTECODE :=  # half of the time until all tests are collected is compiling them
 
