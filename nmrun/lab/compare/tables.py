@@ -62,10 +62,9 @@ class Table:
     ``differences`` are to the rows ``baseline`` in the same column, their p-values corrected for
     their number. ``across`` are the keys in which rows are compared with a baseline of another
     value, ``unpaired`` the places that share no seed with theirs. ``control`` says whether there
-    are dense runs of these settings. ``tuned`` says by how many trials rows were tuned, and over
-    what. ``paper`` has published figures as printed, by row and column. ``pruned`` says which rows
-    were pruned in one shot: some, ``all``, or nothing. ``failed`` counts the runs that ended with a
-    value and are taken for failed, see ``_set_apart``.
+    are dense runs of these settings. ``paper`` has published figures as printed, by row and column.
+    ``pruned`` says which rows were pruned in one shot: some, ``all``, or nothing. ``failed`` counts
+    the runs that ended with a value and are taken for failed, see ``_set_apart``.
     """
 
     metric: str
@@ -81,7 +80,6 @@ class Table:
     differing: list[str]
     commits: list[str]
     candidates: dict[str, list[Key]] = field(default_factory=dict)
-    tuned: list[str] = field(default_factory=list)
     baseline: list[Key] = field(default_factory=list)
     test: str = ""
     differences: dict[Place, Difference] = field(default_factory=dict)
@@ -247,7 +245,6 @@ def build(
         differing,
         commits,
         _candidates(members) if "best/" in metric else {},
-        _tuning(members, rows),
         pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
         digits=digits,
         runs=runs,
@@ -428,53 +425,6 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
         (0, metrics.index(text), 0, "") if key == "metric" else notation.order(text)
         for key, text in zip(keys, labels, strict=True)
     )
-
-
-# --- how its runs were tuned ----------------------------------------------------------------------
-
-
-def _tuning(members: Mapping[Place, Sequence[Run]], row_keys: Key) -> list[str]:
-    """By how many trials of ``nmrun tune`` each row was tuned, and over which settings. Rows that
-    differ in ``tuned.trials`` are named by that alone."""
-    by_trials: dict[str, list[str]] = {}  # names of rows
-    by_spaces: dict[str, list[str]] = {}
-    for (row, _), runs in members.items():
-        for run in runs:
-            name = " ".join(row)
-            number = f"tuned.trials {label(run.get('tuned.trials', math.nan))}"
-            trials, spaces = "none", ""
-            if isinstance(run.get("tuned.over"), str):
-                trials, spaces = _trials(run), _spaces(run["tuned.over"])
-            by_trials.setdefault(trials, []).append(number if "tuned.trials" in row_keys else name)
-            by_spaces.setdefault(spaces, []).append(name)
-    by_trials, by_spaces = (
-        {how: list(dict.fromkeys(rows)) for how, rows in names.items()}
-        for names in (by_trials, by_spaces)
-    )
-    if set(by_trials) <= {"none"}:
-        return []
-    several = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
-    each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(several)
-    searches = {text: text.split("; ") if text else [] for text in by_spaces}
-    common = [
-        s for s in next(iter(searches.values())) if all(s in other for other in searches.values())
-    ]
-    over = [f"all over {', '.join(common)}"] * bool(common) + [
-        f"{', '.join(by_spaces[text])} over {' and '.join(rest)}"
-        for text, searched in searches.items()
-        if (rest := [space for space in searched if space not in common])
-    ]
-    return [f"each cell tuned before by {each}", *(["; ".join(over)] * bool(over))]
-
-
-def _trials(run: Run) -> str:
-    by = notation.bare(run["tuned.by"])
-    return f"{run['tuned.trials']} trials by {by}, the best two with three seeds"
-
-
-def _spaces(over: str) -> str:
-    spaces = (each.partition(" ") for each in over.split("; "))
-    return "; ".join(f"{notation.setting(key)} {search}" for key, _, search in spaces)
 
 
 # --- against a baseline ---------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def method(table: Table) -> str:
         others = [notation.setting(key) for key in table.column_keys if key != "sparsity"]
         its = f" of its {' and '.join(others)}" if others else ""
         sentences.append(f"Dense training has no ratio and stands in every column{its}")
-    sentences += table.tuned[1:]
+    sentences += cautions.tuned(table)[1:]
     if len(table.commits) > 1:
         sentences.append(f"The versions of the code are {', '.join(table.commits)}")
     if table.baseline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from nmrun import ranges
@@ -40,13 +41,55 @@ def unlike(table: Table) -> list[str]:
 def selection(table: Table) -> list[str]:
     """By what the runs were chosen: the best weights of each, and its settings."""
     split, _, _ = table.metric.removeprefix("best/").partition("/")
-    best, tuned = table.metric.startswith("best/"), bool(table.tuned)
+    best, by_trials = table.metric.startswith("best/"), tuned(table)
     several = table.several_metrics
-    choices = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
+    choices = [*["weights"] * best, *["settings"] * bool(by_trials)]
+    choices *= split == "eval" and not several
     notes = [f"these {' and '.join(choices)} were chosen by this very split"] * bool(choices)
     if table.candidates:
         notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
-    return notes + table.tuned[:1]
+    return notes + by_trials[:1]
+
+
+def tuned(table: Table) -> list[str]:
+    """By how many trials of ``nmrun tune`` each row was tuned, and then, where that is known, over
+    which settings. Rows that differ in ``tuned.trials`` are named by that alone; empty for none."""
+    keys = [key for key in table.row_keys if key != "metric"]
+    by_trials: dict[str, list[str]] = {}  # names of rows
+    by_spaces: dict[str, list[str]] = {}
+    for run in table.runs.to_dict("records"):
+        name = " ".join(label(run[key]) for key in keys)
+        number = f"tuned.trials {label(run.get('tuned.trials', math.nan))}"
+        trials, spaces = "none", ""
+        if isinstance(run.get("tuned.over"), str):
+            count, by = run["tuned.trials"], notation.bare(run["tuned.by"])
+            trials = f"{count} trials by {by}, the best two with three seeds"
+            spaces = _spaces(run["tuned.over"])
+        by_trials.setdefault(trials, []).append(number if "tuned.trials" in keys else name)
+        by_spaces.setdefault(spaces, []).append(name)
+    by_trials, by_spaces = (
+        {how: list(dict.fromkeys(rows)) for how, rows in names.items()}
+        for names in (by_trials, by_spaces)
+    )
+    if set(by_trials) <= {"none"}:
+        return []
+    several = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
+    each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(several)
+    searches = {text: text.split("; ") if text else [] for text in by_spaces}
+    common = [
+        s for s in next(iter(searches.values())) if all(s in other for other in searches.values())
+    ]
+    over = [f"all over {', '.join(common)}"] * bool(common) + [
+        f"{', '.join(by_spaces[text])} over {' and '.join(rest)}"
+        for text, searched in searches.items()
+        if (rest := [space for space in searched if space not in common])
+    ]
+    return [f"each cell tuned before by {each}", *(["; ".join(over)] * bool(over))]
+
+
+def _spaces(over: str) -> str:
+    spaces = (each.partition(" ") for each in over.split("; "))
+    return "; ".join(f"{notation.setting(key)} {search}" for key, _, search in spaces)
 
 
 def _chosen_from(table: Table) -> str:

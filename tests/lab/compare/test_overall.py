@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -458,17 +459,18 @@ def test_the_caption_says_what_differs(write, table):
 
 
 def test_the_caption_says_how_each_data_set_was_tuned():
-    budget = "each cell tuned before by 6 trials (ste), none (sr_ste)"
+    ste = words().runs["recipe"] == "ste"
+    searched = {"tuned.trials": "6", "tuned.over": "optimizer.lr log 1e-4..1e-2", "tuned.by": "lr"}
+    runs = words().runs.assign(**{key: ste.map({True: of}) for key, of in searched.items()})
+    of_images = {"3": [("ste",)], "-": [("asp",)]}
     tables = [
-        against(replace(each, tuned=tuned, candidates=candidates), "sr_ste")
-        for each, tuned, candidates in (
-            (words(), [budget, "all over optimizer.lr"], {}),
-            (images(), [], {"3": [("ste",)], "-": [("asp",)]}),
-        )
+        against(replace(words(), runs=runs), "sr_ste"),
+        against(replace(images(), candidates=of_images), "sr_ste"),
     ]
     text = formats.render(Comparison(tables, overall.against(tables, "sr_ste")), "markdown")
     assert "in test/perplexity, test/accuracy over all" in text
-    assert f"{budget} (shakespeare)" in text
+    each = "each cell tuned before by 6 trials by lr"
+    assert re.search(rf"{each}[^;(]* \(ste\), none \(sr_ste, asp\) \(shakespeare\);", text)
     assert "3 (ste), not known how many (asp) (digits)" in text
 
 
