@@ -115,7 +115,7 @@ def _launch_here(
     """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
     try:
         for outcome in in_order(folder, jobs, config_dir):
-            if leads() and outcome["status"] == "interrupted":  # it ends the sweep
+            if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
                 return _exit_status(outcome)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -193,7 +193,7 @@ def _job(composed: DictConfig) -> None:
             outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
     _outcomes.append(outcome)
     workers.end_with_sweep()
-    if folder and leads() and outcome["status"] == "interrupted":
+    if folder and outcome["status"] == "interrupted":
         raise SystemExit(_exit_status(outcome))
 
 

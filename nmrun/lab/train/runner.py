@@ -47,9 +47,7 @@ def run(
     ranks.begin(config.trainer.device)
     try:
         with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
-            outcome = ranks.from_leader(
-                _without_training(config, folder, ours) if ranks.leads() else None
-            )
+            outcome = _left(_without_training(config, folder, ours) if ranks.leads() else None)
             outcome = outcome or _Run(config, folder, sweep, command).result()
     except ConfigError:
         remove_empty(folder, Path(config.output_dir).parent)
@@ -58,6 +56,16 @@ def run(
         outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}
         tell([outcome["error"]])
     return {**outcome, "folder": str(folder)}
+
+
+def _left(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The leader's outcome without training, on every rank; a rank whose leader has ended ends too."""
+    try:
+        return ranks.from_leader(outcome)
+    except RuntimeError:  # of the connection
+        if ranks.leads():
+            raise
+        raise SystemExit(1) from None  # the leader said why, if anything is wrong
 
 
 def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
@@ -137,8 +145,10 @@ class _Run:
                 self.loop.task.close()
         if self.alone and ranks.world() > 1:
             raise SystemExit(1)  # torchrun ends them
-        # too late for this run, but a sweep has to stop
-        if ended["status"] == "finished" and self.signals.caught is not None:
+        # too late for this run, but a sweep has to stop; the leader says when, as the others may have
+        # the signal earlier or later
+        caught = ranks.leads() and self.signals.caught is not None
+        if ended["status"] == "finished" and caught:
             return {**ended, "status": "interrupted", "signal": self.signals.caught}
         return ended
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +129,36 @@ def test_a_sweep_in_two_processes(tmp_path):
     assert process.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
     assert len(list(tmp_path.rglob("model.safetensors"))) == 3
     assert len(list((tmp_path / ".sweeps").iterdir())) == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_signal_ends_the_sweep_of_both(late, tmp_path):
+    """It reaches both in a step, or the first one alone and too late for its run."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from nmrun.lab import cli, ranks\n"
+        "from nmrun.lab.train import results\n"
+        "from nmrun.lab.train.steps import TrainingSteps\n"
+        "def signalled(function):\n"
+        "    def call(*args, **kwargs):\n"
+        "        value = function(*args, **kwargs)\n"
+        "        if getattr(args[0], 'step', 5) == 5:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return value\n"
+        "    return call\n"
+        f"if not {late}:\n"
+        "    TrainingSteps.train_step = signalled(TrainingSteps.train_step)\n"
+        "elif ranks.leads():\n"
+        "    results.finish = signalled(results.finish)\n"
+        "sys.exit(cli.main())\n"
+    )
+    words = ["-m", *TINY, "recipe=ste", "seed=0,1", f"output_dir={tmp_path}"]
+    process = preloaded.torchrun(script, *words)
+    assert process.returncode == 1  # torchrun's
+    assert process.stdout.count("1 not done, 1 not reached") == 1
+    assert not re.search("^Traceback", process.stderr, re.MULTILINE)
+    assert len(list(tmp_path.rglob("result.json"))) == 1
 
 
 @pytest.mark.parametrize(
