@@ -147,7 +147,7 @@ def _local_command(command: str, output_dir: str, place: Path) -> Command:
 
 def sweep_lines(folder: Path, running: bool) -> list[str]:
     """A sweep in a line, and the command again if not all of it is done."""
-    record = sweep.read(folder)
+    record = sweep.by_now(folder)
     counts, ended = record.counts(), len(record.ends) == record.jobs
     state = "running" if running else "ended" if ended else "cut off"
     ends = ", ".join(f"{number} {status}" for status, number in counts.items())
@@ -254,7 +254,7 @@ def main(argv: list[str]) -> int:
 
 
 def _plain(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
-    records = [(folder, running, sweep.read(folder)) for folder, running in last]
+    records = [(folder, running, sweep.by_now(folder)) for folder, running in last]
     entries = [
         {
             "folder": str(f),

@@ -37,6 +37,7 @@ HEAD, JOBS = "sweep.json", "jobs.jsonl"
 SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
 OWN_AXES = ("seed", "sparsity", "output_dir")  # what a table averages over or has anyway
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
+LARGEST = 1e12  # of jobs, and of seconds since 1970
 UNTRAINED = (
     "skipped",
     "planned",
@@ -95,6 +96,12 @@ def begin(
         "sweeps": [list(words) for words in sweeps],
     }
     atomic.write(folder / HEAD, json.dumps(content) + "\n")
+
+
+def recount(folder: Path, jobs: int) -> None:
+    """Say that so many jobs come, where more is swept than the overrides of the record."""
+    head = documents.read_json(folder / HEAD)
+    atomic.write(folder / HEAD, json.dumps({**head, "jobs": jobs}) + "\n")
 
 
 def begins(
@@ -217,11 +224,10 @@ def read(folder: Path) -> Record:
         lines, _ = documents.read_lines(folder / JOBS, _parse)
     try:
         head = documents.read_json(folder / HEAD)
-        begun, jobs, words = (
-            float(head["begun"]),
-            None if head["jobs"] is None else int(head["jobs"]),
-            (str(head["command"]), str(head["output_dir"])),
-        )
+        begun, jobs = head["begun"], head["jobs"]
+        if not _is_number(begun) or not (jobs is None or _is_number(jobs)):
+            raise ValueError
+        words = (str(head["command"]), str(head["output_dir"]))
         sweeps = [[str(word) for word in each] for each in head.get("sweeps", [])]
     except (OSError, ValueError, KeyError, TypeError):
         begun, jobs, words, sweeps = None, None, ("", ""), []
@@ -236,10 +242,19 @@ def read(folder: Path) -> Record:
 _parse = functools.lru_cache(maxsize=8192)(documents.parsed)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether one can count with it: JSON has NaN and Infinity too."""
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
 def _is_beginning(line: dict[str, Any]) -> bool:
     numbers, words = (line.get("job"), line.get("process")), line.get("overrides")
     texts = [line.get("folder"), *words] if isinstance(words, list) else [None]
-    return all(type(n) is int for n in numbers) and all(isinstance(text, str) for text in texts)
+    return (
+        all(type(n) is int for n in numbers)
+        and _is_number(line.get("begun", 0.0))
+        and all(isinstance(text, str) for text in texts)
+    )
 
 
 def _is_end(line: dict[str, Any]) -> bool:
@@ -248,7 +263,7 @@ def _is_end(line: dict[str, Any]) -> bool:
     return (
         isinstance(line.get("status"), str)
         and all(isinstance(line.get(key), str | None) for key in texts)
-        and all(isinstance(line.get(key, 0.0), int | float) for key in times)
+        and all(_is_number(line.get(key, 0.0)) for key in times)
         and isinstance(words, list)
         and all(isinstance(word, str) for word in words)
     )
@@ -289,12 +304,17 @@ def is_own(folder: Path) -> bool:
     return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
 
 
+def by_now(folder: Path) -> Record:
+    """The record, where a job that was left to another process has the end that it has by now."""
+    record = read(folder)
+    return replace(record, ends=[_since(line) for line in record.ends])
+
+
 def summary(folder: Path) -> tuple[str, int]:
     """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
     another process is at work on is left to that; where it is done with it, its end counts.
     """
-    record = read(folder)
-    record = replace(record, ends=[_since(line) for line in record.ends])
+    record = by_now(folder)
     good = {
         status: number
         for status, number in record.counts().items()

@@ -32,11 +32,14 @@ class NMSweeper(BasicSweeper):
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         params, jobs = overrides[: len(self.params)], []
-        for words in sweep.read(Path(os.environ[sweep.SWEEP])).sweeps:
+        folder = Path(os.environ[sweep.SWEEP])
+        for words in sweep.read(folder).sweeps:
             parsed = parser.parse_overrides(
                 [word for word in words if not command_line.is_hydras(word)]
             )
             jobs += BasicSweeper.split_arguments([*params, *parsed], None)[0]
+        if params:  # which the command line has not counted
+            sweep.recount(folder, len(jobs))
         return list(self.split_overrides_to_chunks(jobs, max_batch_size))
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:

@@ -320,6 +320,8 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
             )
         if override.key_or_group == "hydra.job.chdir" and override.value() is True:
             problems.append(f"{override.input_line}: runs go to output_dir=...; leave it out")
+        if override.key_or_group == "hydra.mode":
+            problems.append(f"{override.input_line}: nmrun -m is what makes a sweep; leave it out")
         if override.key_or_group == "hydra.launcher.n_jobs" and override.value() == 0:
             problems.append(f"{override.input_line}: it takes 1 or more, or -1 for all cores")
         if override.key_or_group != LAUNCHER:

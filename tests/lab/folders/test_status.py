@@ -291,6 +291,24 @@ def test_sweeps(place, capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "counted"), [("failed", "1 failed"), (None, "1 killed"), ("running", "1 running")]
+)
+def test_a_run_that_a_sweep_left_to_another_process(state, counted, place, capsys):
+    """It runs as long as the other does, whether the sweep has ended or not."""
+    run = place("s0-a", None if state == "running" else state)
+    folder = Path("outputs/.sweeps/1-shared")
+    folder.mkdir(parents=True)
+    sweep.begin(folder, 1, "nmrun -m recipe=ste", "outputs")
+    sweep.add(folder, {"status": "running", "folder": str(run)}, ["recipe=ste"], 1.0, 1)
+    with at_work(*[run] * (state == "running")):
+        (line,) = output(capsys).splitlines()[:1]
+        (record,) = json.loads(output(capsys, "--json"))["sweeps"]
+    assert line.startswith(f"sweep 1-shared, ended: 1 of 1 jobs done ({counted}); ")
+    number, status = counted.split()
+    assert record["done"] == {status: int(number)}
+
+
 def test_watching_ends_with_what_runs(place, capsys, monkeypatch):
     looks: list[float] = []
 

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -110,10 +111,11 @@ def test_a_record_that_was_cut_off(tmp_path, monkeypatch):
 ODD: list[dict[str, Any]] = [
     *({key: value} for key in ("status", "folder", "error", "seconds", "ended", "overrides")
       for value in ([1], {"a": []}, "\x1b[2J", 7, True, None)),
+    *({key: value} for key in ("seconds", "ended") for value in (math.nan, math.inf, 10**400)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:20])
 def test_a_record_of_anybodys(odd, tmp_path):
     record(tmp_path, NOW, 4, [("finished", 10)])
     (line,) = (tmp_path / "jobs.jsonl").read_text().splitlines()
@@ -133,7 +135,14 @@ def test_a_record_of_anybodys(odd, tmp_path):
     assert isinstance(read.seconds_left(), float)
 
 
-@pytest.mark.parametrize("odd", [{"jobs": "x"}, {"begun": []}, {"sweeps": 3}, {"sweeps": [4]}])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"jobs": "x"}, {"begun": []}, {"sweeps": 3}, {"sweeps": [4]}),
+        *({key: value} for key in ("begun", "jobs") for value in (math.nan, math.inf, 10**400)),
+    ],
+    ids=lambda odd: str(odd)[:20],
+)
 def test_a_head_of_anybodys(odd, tmp_path):
     head = {"begun": 1.0, "jobs": 2, "command": "nmrun -m", "output_dir": "out", **odd}
     (tmp_path / "sweep.json").write_text(json.dumps(head))
@@ -468,6 +477,14 @@ def test_the_sweeper_takes_zip_and_experiments(tmp_path, monkeypatch):
     (all_at_once,) = jobs("experiment=own.yaml", "scale=smoke")
     assert len(all_at_once) == 6
     assert all_at_once[-1] == ["seed=1", "recipe=dense", "debug=fast"]
+
+
+def test_the_jobs_of_hydra_s_params_are_counted(launches, tmp_path):
+    """They may stand in a file of one's own too, which the command line's words do not show."""
+    (every,) = launches("hydra.sweeper.params={trainer.epochs: '1,2'}", "seed=0,1,2")
+    assert len(every) == 6
+    (folder,) = (path.parent for path in tmp_path.rglob(sweep.HEAD))
+    assert sweep.read(folder).jobs == 6
 
 
 def test_hydra_s_own_classes_are_left_alone():

@@ -304,6 +304,7 @@ SWEEPS = {
     "-m hydra.nosuch=2 seed=0,1": "hydra.nosuch",
     "-m hydra/launcher=joblib hydra.launcher.n_jobs=0 seed=0,1": "1 or more",
     "-m hydra.job.chdir=true seed=0,1": "output_dir",
+    "hydra.mode=MULTIRUN seed=0": "nmrun -m",
     "--config-dir conf help recipe.decay": "a verb comes first: nmrun help --config-dir conf recipe.decay",
     "recipe=step table outputs": "a verb comes first: nmrun table recipe=step outputs",
     "-m recipe": "cannot be read as key=value",
