@@ -85,9 +85,9 @@ class Query:
 
 
 def keys(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Names with commas between, or a sequence of such texts."""
+    """Names with commas between, or a sequence of such texts; one that is given twice counts once."""
     text = names if isinstance(names, str) else ",".join(names or ())
-    return tuple(text.split(",")) if text else ()
+    return tuple(dict.fromkeys(text.split(","))) if text else ()
 
 
 @dataclass(frozen=True)

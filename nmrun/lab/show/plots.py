@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.comparison import Comparison, Query, check_labels, compare, one_metric
+from nmrun.lab.compare.comparison import Comparison, Query, check_labels, compare, keys, one_metric
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.runs import check_name, usual_metric
 from nmrun.lab.compare.tables import Table
@@ -90,7 +90,7 @@ def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
     if x and kind not in TRAINING:
         if kind != "ratio" or query.cols:
             raise ConfigError("--x KEY is for --kind ratio without --cols")
-        query = replace(query, cols=tuple(x.split(",")))
+        query = replace(query, cols=keys(x))
     if kind == "overall":
         query = replace(query, overall=True)
     elif query.baseline:

@@ -144,8 +144,8 @@ def names() -> list[str]:
 
 
 def selection(text: str) -> list[Experiment]:
-    """The experiments of a command line: names with commas between, or ``all``."""
-    return [load(name) for name in (names() if text == "all" else text.split(","))]
+    """The experiments of a command line, each once: names with commas between, or ``all``."""
+    return [load(name) for name in (names() if text == "all" else dict.fromkeys(text.split(",")))]
 
 
 def load(name: str) -> Experiment:

@@ -705,3 +705,14 @@ def test_a_file_on_a_full_disk(verb_, name, write, tmp_path, small_disk, capsys)
 def test_the_command_line_of_tables_imports_no_pandas():
     code = "import sys; from nmrun.lab.show import cli; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_name_that_is_given_twice_is_there_once(write, table):
+    for seed in (0, 1):
+        write("ste", "2:4", seed, 0.5 + seed / 10, loss=0.1)
+    accuracy, loss = "test/accuracy", "test/loss"
+    assert table("--metric", f"{accuracy},{accuracy}") == table("--metric", accuracy)
+    assert table("--rows", "recipe,recipe") == table("--rows", "recipe")
+    both = table("--cols", "metric", "--metric", f"{accuracy},{loss}")
+    assert both[0] == 0
+    assert table("--cols", "metric,metric", "--metric", f"{accuracy},{loss},{accuracy}") == both
