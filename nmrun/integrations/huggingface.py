@@ -68,7 +68,7 @@ class NMTrainerCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Make the weights sparse; a checkpoint was loaded before. Raises ConfigError as
-        :func:`nmrun.sparsify`, and for a checkpoint that has no state of the optimizer."""
+        :func:`nmrun.sparsify`, and for a checkpoint of shards or without the optimizer's state."""
         assert model is not None
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
@@ -76,12 +76,18 @@ class NMTrainerCallback(TrainerCallback):
         self.handle = self._training.begin(
             model, optimizer, state.max_steps, state.global_step > 0, [schedule]
         )
-        if state.global_step and not loaded and not self.handle.recipe.step:
+        # of shards, accelerate has loaded what the optimizer had keys for then: none of nmrun's
+        sharded = any(weight.is_sharded for weight in self.handle.sparse)
+        if state.global_step and (sharded or not loaded) and not self.handle.recipe.step:
             self.handle.abandon()
+            why = (
+                "is in shards (FSDP), of which the Trainer loads what every optimizer has"
+                if loaded
+                else "has no state of the optimizer (save_only_model)"
+            )
             raise ConfigError(
-                f"the checkpoint of step {state.global_step} has no state of the optimizer "
-                "(save_only_model), so no dense weights and no clock of the recipe: begin a new "
-                "training with its model"
+                f"the checkpoint of step {state.global_step} {why}, so no dense weights and no "
+                "clock of the recipe: begin a new training with its model"
             )
         self._training.evaluating(args.eval_on_start)
         warn_if_late(self.handle, state.global_step)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nmrun.errors import ConfigError
 from nmrun.integrations.training import Training, end, warn_if_late
@@ -88,6 +90,7 @@ class NMCallback(Callback):
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         followers = [each for each in schedules if getattr(each, "optimizer", None) is optimizer]
         self.handle = self._training.begin(pl_module, optimizer, steps, schedules=followers)
+        load_with_room(trainer.strategy, self.handle)
         for each in _callbacks(trainer):
             if isinstance(each, callbacks.StochasticWeightAveraging):
                 average_dense(each, self.handle)
@@ -141,6 +144,19 @@ def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
         if isinstance(each, callbacks.StochasticWeightAveraging) and 0 < averaged < epochs:
             steps = steps * averaged / epochs
     return int(steps) if 0 < steps < float("inf") else None  # -1 where the data have no length
+
+
+def load_with_room(strategy: Any, handle: Handle) -> None:
+    """Let a strategy whose checkpoints are folders of shards (FSDP2) load what a sparse phase has
+    saved, into a training that begins with a dense one."""
+    kind = type(strategy)
+
+    def load(path: Any, *arguments: Any, **options: Any) -> Any:
+        if (Path(path) / ".metadata").is_file():
+            handle.make_room(FileSystemReader(path).read_metadata())
+        return kind.load_checkpoint(strategy, path, *arguments, **options)
+
+    strategy.load_checkpoint = load
 
 
 def average_dense(swa: callbacks.StochasticWeightAveraging, handle: Handle) -> None:

@@ -102,8 +102,8 @@ class Training:
 
 def warn_if_late(handle: Handle, steps: int) -> None:
     """Warn of a recipe that begins when the training has made steps already, as after the
-    checkpoint of a dense training."""
-    if steps and not handle.recipe.step:
+    checkpoint of a dense training. ``dense`` has no steps to begin."""
+    if steps and handle.sparse and not handle.recipe.step:
         total = handle.recipe.total_steps
         handle.stepper.warn(
             f"the training is at its step {steps}, and the recipe begins here, with the first of "

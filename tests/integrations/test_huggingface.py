@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors import one_line
 from lazily import Lazily, needs
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from training import bits
 
 import nmrun
@@ -310,6 +312,24 @@ def test_a_checkpoint_without_the_optimizer_is_refused(recipe, optim, tmp_path):
     trained(tmp_path, recipe, **saving)
     with one_line(ConfigError, r"the checkpoint of step 3 has no state of"):
         trained(tmp_path, recipe, str(tmp_path / "checkpoint-3"), **saving)
+
+
+def test_a_checkpoint_of_shards_is_refused():
+    """The Trainer loads an optimizer's shards, into the names that it has, before any callback."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(16, 8)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        before = model.weight.full_tensor()
+        state = transformers.TrainerState(global_step=3, max_steps=hf.STEPS)
+        with one_line(ConfigError, r"the checkpoint of step 3 is in shards \(FSDP\)"):
+            callback("sr_ste").on_train_begin(None, state, None, model=model, optimizer=optimizer)
+        assert torch.equal(model.weight.full_tensor(), before)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])

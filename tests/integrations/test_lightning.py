@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors import one_line
 from lazily import Lazily, needs
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 from training import bits
 
@@ -25,8 +30,9 @@ from nmrun.errors import ConfigError
 # few workers, no validation loop, SWA's loop
 pytestmark = [needs("lightning", "lightning"), pytest.mark.filterwarnings("ignore")]
 pl, fabrics, lit = Lazily("lightning.pytorch"), Lazily("lightning.fabric"), Lazily("lit")
-callbacks, integration = (
+callbacks, strategies, integration = (
     Lazily("lightning.pytorch.callbacks"),
+    Lazily("lightning.pytorch.strategies"),
     Lazily("nmrun.integrations.lightning"),
 )
 
@@ -116,6 +122,42 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
         assert weights(again) == weights(module), epoch
 
 
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Lightning leaves its process group, and how to find it."""
+    with mock.patch.dict(os.environ):
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("recipe", ["asp", "step"])
+def test_shards_resume_from_both_phases(recipe, tmp_path):
+    """FSDP2 saves a folder, and loads what the training that begins has names for."""
+
+    class Sharded(lit.Module):
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def trained(start: Path | None) -> Any:
+        module, watch = Sharded(), callback(recipe)
+        saves = callbacks.ModelCheckpoint(
+            tmp_path / str(start is None), "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
+        )
+        strategy = strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+        options = {"gradient_clip_val": None, "enable_checkpointing": True, "devices": 1}
+        trainer = lit.trainer(tmp_path, [watch, saves], strategy=strategy, **options)
+        trainer.fit(module, lit.loader(), ckpt_path=start)
+        assert watch.handle.recipe.step == lit.STEPS
+        assert all(weight.is_sharded for weight in watch.handle.finished)
+        return bits({name: p.full_tensor() for name, p in module.named_parameters()})
+
+    whole = trained(None)
+    for epoch in (0, 2):
+        assert trained(tmp_path / "True" / f"epoch={epoch}.ckpt") == whole, epoch
+
+
 def cut_off() -> Any:
     """Ends a training once, in its third epoch."""
 
@@ -174,6 +216,22 @@ def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
     module, trainer = lit.Module(), lit.trainer(tmp_path, [callback("sr_ste")])
     with pytest.warns(match="at its step 3, and the recipe begins here, with the first of 12"):
         trainer.fit(module, lit.loader(), ckpt_path=tmp_path / "dense.ckpt")
+
+
+def test_a_dense_recipe_resumes_without_a_warning(tmp_path):
+    def dense(epochs: int) -> Any:
+        watch = integration.NMCallback("dense", "2:4")
+        return lit.trainer(tmp_path, [watch], max_epochs=epochs)
+
+    first, again, whole = lit.Module(), lit.Module(), lit.Module()
+    trainer = dense(2)
+    trainer.fit(first, lit.loader())
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="nmrun")
+        dense(lit.EPOCHS).fit(again, lit.loader(), ckpt_path=tmp_path / "middle.ckpt")
+    dense(lit.EPOCHS).fit(whole, lit.loader())
+    assert weights(again) == weights(whole)
 
 
 def test_step_names_the_optimizer_it_needs(tmp_path):
