@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from nmrun.lab.show.formats import aligned
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
-from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
+from nmrun.lab.tune.study import AGAIN, ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import identity, run_folder
@@ -46,6 +47,7 @@ from nmrun.ranges import Search
 DEFINITION = "study.json"
 COMPOSED: Cache = {}  # shared by the runs of all cells
 Say = Callable[[str], None]
+Seeds = Sequence[float | None]  # the metric by seed; None where the run failed
 
 
 def check(cell: TuningCell) -> None:
@@ -253,7 +255,7 @@ class Outcome:
             tuned, and the seconds of that.
         tuning: for each cell its name, the number of trials, the winner's mean and settings, seconds.
         edges: a line for each end of a range at which best settings lie.
-        unsteady: a line for each cell whose best settings fail with a seed.
+        unsteady: a line for each cell whose best settings fail, or nearly, with a seed.
         failed: the names of cells without a good trial, and the folders of failed runs.
     """
 
@@ -309,7 +311,10 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
             elif result.get("status") == "failed":
                 failed.append(str(folder))
                 of_seeds.append(None)
-        unsteady += _unsteady(cell.name, best, of_seeds)
+        if best is not None:
+            again = [study.run(best.params, seed) for seed in (SEED, *AGAIN)]
+            tuning_seeds = [run.value for run in again if run is not None]
+            unsteady += _unsteady(cell.name, best, tuning_seeds, of_seeds)
     run_frame, trial_frame = (
         pd.DataFrame(runs, dtype=object),
         pd.DataFrame(trial_rows, dtype=object),
@@ -317,18 +322,20 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
     return Outcome(run_frame, trial_frame, tuning, _edges(edges), unsteady, failed, cells)
 
 
-def _unsteady(name: str, best: Trial | None, values: Sequence[float | None]) -> list[str]:
-    """Say in how many seeds the best settings fail, though no tuning seed did: they ended with an
-    error (None), or at half the mean of the tuning seeds, or worse.
+def _unsteady(name: str, best: Trial, tuning: Seeds, seeds: Seeds) -> list[str]:
+    """Say in how many runs the best settings fail, by the seeds of the tuning and by the final ones:
+    they ended with an error (None), or are worse than the tuning seeds' median by over a tenth of it.
     """
-    if best is None or best.value is None:
-        return []
-    mean, metric = best.value, best.metric
-    lost = [v for v in values if v is None or notation.half_as_good(v, mean, metric)]
+    middle = statistics.median(value for value in tuning if value is not None)
+    sign = 1 if notation.higher_is_better(best.metric) else -1
+    notes = []
+    for values, which in ((tuning, "tuning seeds"), (seeds, "seeds")):
+        lost = [v for v in values if v is None or sign * (middle - v) > abs(middle) / 10]
+        notes += [f"{len(lost)} of {len(values)} {which}"] * bool(lost)
     return [
-        f"{name}: {len(lost)} of {len(values)} seeds failed with the best settings, or are half as good as the "
-        f"tuning seeds ({in_words(best)}); under another name, search smaller learning rates"
-    ] * bool(lost)
+        f"{name}: {' and '.join(notes)} failed with the best settings, or are worse than the tuning seeds' "
+        f"median by more than a tenth ({in_words(best)}); under another name, search smaller learning rates"
+    ] * bool(notes)
 
 
 def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
