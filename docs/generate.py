@@ -30,8 +30,9 @@ from pathlib import Path
 import pandas as pd
 
 from nmrun.lab import cli
-from nmrun.lab.compare.notation import named
+from nmrun.lab.compare.notation import interval, named
 from nmrun.lab.compare.notation import written as in_papers
+from nmrun.lab.compare.statistics import paired, summarise
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
 from nmrun.lab.words.advice import ADVICE
@@ -51,6 +52,8 @@ CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "sdgf_stepwise": ("masks that grow sparser in steps train better (SdGf)", "ahead"),
     "asp": ("pruning once and training on is enough (ASP)", "ahead"),
 }
+VERDICTS = "**holds**", "does not hold", "not decided"
+PLACES = "ahead", "behind", "not told apart"  # of an exploratory test, which decides no claim
 HEAD = """# {title}
 
 <!-- Written by docs/generate.py from nmrun/lab/keys/, nmrun/papers/ and nmrun/recipes/. -->
@@ -254,7 +257,7 @@ def _findings(command: str) -> list[str]:
     """The best recipes, and which differ from the baseline."""
     found, said = _cells(command), []
     if "best" in found:
-        said += [f"**Best mean of the sparse recipes:** {_spoken(found, found.best == 1)}."]
+        said += [f"**Best sparse mean of the first table:** {_spoken(found, found.best == 1)}."]
     if "p" in found:
         found = found[found.difference.notna()]  # without the baseline
         sides = {"Better": _spoken(found, found.ahead), "Worse": _spoken(found, found.behind)}
@@ -316,13 +319,66 @@ def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
     verdicts = {}
     for recipe, (_, side) in CLAIMS.items():
         if recipe in found.index:
-            row = found.loc[recipe]
-            words = "**holds**", "does not hold", "not decided"
+            row, words = found.loc[recipe], VERDICTS
             if recipe in exploratory:
-                side, words = "ahead", ("ahead", "behind", "not told apart")
+                side, words = "ahead", PLACES
             word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
-            verdicts[recipe] = f"{word}: {figures[recipe]}"
+            late = " (t_max)" if recipe == "step" and _never_decided(command) else ""
+            verdicts[recipe] = f"{word}: {figures[recipe]}{late}"
     return verdicts
+
+
+def _never_decided(command: str) -> bool:
+    """Whether STEP switched at its latest step in all runs of a table."""
+    caption = " ".join(_printed(command))
+    return "decided its switch in 0 of" in caption and "not known whether" not in caption
+
+
+def _freezing(commands: str) -> list[str]:
+    """What tables against a live second moment say of STEP's frozen one, a line a column of theirs."""
+    lines = [["where", "frozen against live"], ["---"] * 2]
+    for part in commands.split("; "):
+        column = COLUMN.fullmatch(part)
+        assert column, part
+        name, marked, _, command = column.groups()
+        caption, *_, table = _printed(command)
+        head, _, row = (line.strip("| ").split("|")[1:] for line in table.splitlines())
+        sign = -1 if "perplexity" in caption else 1
+        for where, figure in zip(map(str.strip, head), map(str.strip, row), strict=True):
+            better = sign if "*" in figure else 0
+            better *= -1 if figure.startswith("\N{MINUS SIGN}") else 1
+            word = (PLACES if marked else VERDICTS)[0 if better > 0 else 1 if better else 2]
+            lines.append([f"{name}, {where}", f"{word}: {figure.partition(' p')[0]}"])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _contrast(files: str) -> list[str]:
+    """By how much more SR-STE loses to dense training under Adam than under SGD, for each of Adam's
+    settings: by seed, the mean over the ratios.
+    """
+    metric = "test/accuracy"
+    lines = [["Adam against SGD", "loss under Adam - loss under SGD, in points"], ["---"] * 2]
+    for name, file in (part.split(" = ") for part in files.split("; ")):
+        runs = pd.read_csv(DOCS.parent / file, low_memory=False)
+        # a tuned recipe has a rate of its own in each cell
+        keys = ["optimizer"] if "tuned.trials" in runs else ["optimizer", "optimizer.lr"]
+        lost = {}
+        for at, some in runs.groupby(keys):
+            dense, sparse = (
+                some[some.recipe == recipe].groupby("seed")[metric].mean()
+                for recipe in ("dense", "sr_ste")
+            )
+            lost[at] = summarise((dense - sparse).to_dict(), [])
+        (sgd,) = (lost.pop(at) for at in [*lost] if at[0] == "sgd")
+        for at, cell in lost.items():
+            gap = paired(cell, sgd, 0.0)
+            assert gap, file
+            assert gap.spread, file
+            error = gap.spread / gap.n**0.5
+            rate = "".join(f" at {rate:g}" for rate in at[1:])
+            figure = interval(gap.mean, gap.low, gap.high, metric, error)
+            lines.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
@@ -411,6 +467,8 @@ BLOCKS = {
     "leads": _leads,
     "settings": _settings,
     "verdicts": _verdicts,
+    "freezing": _freezing,
+    "contrast": _contrast,
     "commands": _commands,
 }
 

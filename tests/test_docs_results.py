@@ -15,6 +15,7 @@ import matplotlib
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 from verbs import verb
 
 import nmrun
@@ -179,6 +180,85 @@ def test_verdicts_and_leads_over_all_cells(generate, tmp_path):
         "s_ste": ["ahead", "ahead"],
     }
     assert re.fullmatch(r"\*\*holds\*\*: \+[\d.]+ \[\+[\d.]+, \+[\d.]+\]", verdicts["s_ste"][1])
+
+
+def lines_of(generate: ModuleType, page: Path, block: str) -> list[list[str]]:
+    """The cells of a block's table, line by line."""
+    page.write_text(f"<!-- {block} -->\n<!-- end -->\n")
+    table = [line for line in generate.result(page).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_what_freezing_gains_has_its_side(generate, tmp_path):
+    """More accuracy is better and less perplexity; a difference without a star decides nothing."""
+    rows, at = "--rows recipe.second_moment --filter recipe=step", "recipe.lr_factor=1.0"
+    tables = {
+        "short": f"step_mechanism.csv {rows} optimizer.lr=0.002 {at} --cols recipe.switch",
+        "later (exploratory)": f"step_mechanism.csv {rows} optimizer.lr=0.00841 --cols recipe.switch",
+        "text": f"step_long_language.csv {rows} recipe.decay=0.0 recipe.switch=auto",
+    }
+    parts = (f"{name} = nmrun table {RESULTS}/{of} --baseline live" for name, of in tables.items())
+    _, _, *lines = lines_of(generate, tmp_path / "page.md", f"freezing: {'; '.join(parts)}")
+    found = {where: verdict.partition(":")[0] for where, verdict in lines}
+    runs = pd.read_csv(RESULTS / "step_mechanism.csv", low_memory=False)
+    runs = runs[(runs.recipe == "step") & (runs["recipe.lr_factor"] == 1)]
+    for name, rate, words in (
+        ("short", 0.002, ("**holds**", "does not hold", "not decided")),
+        ("later", 0.00841, ("ahead", "behind", "not told apart")),
+    ):
+        some = runs[runs["optimizer.lr"] == rate].set_index(["recipe.switch", "seed"])
+        tests = {}
+        for switch, cell in some.groupby(level=0):
+            frozen, live = (
+                cell[cell["recipe.second_moment"] == moment]["test/accuracy"].sort_index()
+                for moment in ("frozen", "live")
+            )
+            tests[switch] = stats.ttest_rel(frozen, live)
+        for switch, test in tests.items():
+            least = sum(other.pvalue >= test.pvalue for other in tests.values()) * test.pvalue
+            assert found[f"{name}, switch={switch}"] == (
+                words[2] if least >= 0.05 else words[0 if test.statistic > 0 else 1]
+            )
+    runs = pd.read_csv(RESULTS / "step_long_language.csv", low_memory=False)
+    runs = runs[
+        (runs.recipe == "step") & (runs["recipe.decay"] == 0) & (runs["recipe.switch"] == "auto")
+    ]
+    means = runs.groupby("recipe.second_moment")["test/perplexity"].mean()
+    assert means["frozen"] > means["live"]
+    assert found["text, 1:8"] == "does not hold"
+
+
+def test_a_verdict_says_where_no_rule_decided(generate, tmp_path):
+    rows = "--rows recipe,recipe.second_moment,recipe.decay --baseline sr_ste"
+    tables = (
+        f"{rate} = nmrun table {RESULTS}/step_long.csv {rows} --filter optimizer.lr={rate} sparsity=dense,1:8 "
+        "recipe=dense,sr_ste,step recipe.switch=auto recipe.lr_factor=1.0 recipe.threshold=null "
+        "recipe.decay=0.0,0.0002 trainer.budget=null"
+        for rate in ("0.002", "0.008")
+    )
+    _, _, line = lines_of(generate, tmp_path / "page.md", f"verdicts: {'; '.join(tables)}")
+    runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
+    runs = runs[(runs["recipe.switch"] == "auto") & runs["recipe.threshold"].isna()]
+    for verdict, rate in zip(line[2:], (0.002, 0.008), strict=True):
+        decided = runs[runs["optimizer.lr"] == rate].events.str.contains("has settled")
+        assert ("(t_max)" in verdict) == (not decided.any())
+
+
+def test_adam_and_sgd_are_compared_by_seed(generate, tmp_path):
+    file = RESULTS / "images_as_they_come.csv"
+    lines = lines_of(generate, tmp_path / "page.md", f"contrast: all = {file}")
+    runs = pd.read_csv(file, low_memory=False)
+    # 0.1 is SGD's rate
+    means = runs.groupby(["recipe", "optimizer.lr", "seed"])["test/accuracy"].mean()
+    loss = 100 * (means["dense"] - means["sr_ste"])
+    for name, figure in lines[2:]:
+        rate = float(name.rpartition(" ")[2])
+        low, high = stats.ttest_rel(loss[rate], loss[0.1]).confidence_interval()
+        shown = [
+            float(x) for x in re.findall(r"[-+]?[\d.]+", figure.replace("\N{MINUS SIGN}", "-"))
+        ]
+        assert shown == pytest.approx([(loss[rate] - loss[0.1]).mean(), low, high, 5], abs=0.051)
+    assert len(lines) == 4
 
 
 def test_the_picture_of_which_recipe_is_of_the_runs():

@@ -24,8 +24,8 @@ class SRSTE(Recipe):
     """STE with a decay of the pruned weights.
 
     When to use: images from scratch under SGD at 2:4 and 1:4, and fine-tuning from 1:4 on.
-    Under Adam tune ``decay``. Its default is made for SGD: it does next to nothing in a thousand
-    steps of Adam, and helps in some longer runs.
+    Under Adam tune ``decay``. Its default is the paper's, made for SGD: it does next to nothing in a
+    thousand steps of Adam, and helps in longer runs on text. The best value differs by task.
 
     Args:
         decay: the decay of pruned weights; the paper's lambda_w, 2e-4 there too. Ordinary weight decay acts

@@ -16,7 +16,7 @@ ADVICE = (
     (
         "the same, untuned",
         "[STEP](recipes/step.md) with `recipe.switch=0.5`, if half of the run may be "
-        "[dense](#step-without-tuning); else SR-STE at 2:4 and 1:4, S-STE at 1:8 and 1:16",
+        "[dense](#step-without-tuning); else SR-STE or S-STE at 2:4, SR-STE at 1:4, S-STE at 1:8 and 1:16",
     ),
     (
         "images from scratch, SGD",

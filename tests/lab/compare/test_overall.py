@@ -337,15 +337,18 @@ def test_intervals_cover_and_tests_err_as_they_say(rows, n, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "better", "in_true_units"),
+    ("rows", "n", "cells", "better", "in_true_units"),
     [
-        (4, 5, 1.0, 0.89),
-        pytest.param(7, 3, 3.0, 0.67, marks=pytest.mark.slow),
-        pytest.param(4, 5, 9.0, 0.27, marks=pytest.mark.slow),
+        (4, 5, (3, 2), 1.0, 0.89),
+        pytest.param(7, 3, (3, 2), 3.0, 0.67, marks=pytest.mark.slow),
+        pytest.param(4, 5, (3, 2), 9.0, 0.27, marks=pytest.mark.slow),
+        # as in the tuned comparisons
+        pytest.param(7, 5, (4, 4, 8, 4, 4), 1.0, 0.85, marks=pytest.mark.slow),
+        pytest.param(7, 5, (4, 4, 8, 4, 4), 3.0, 0.49, marks=pytest.mark.slow),
     ],
 )
 def test_intervals_cover_what_there_is_in_the_units_found(
-    rows, n, better, in_true_units, monkeypatch
+    rows, n, cells, better, in_true_units, monkeypatch
 ):
     """The true difference of each cell, over the unit that its other rows gave. The mean over many
     tables is the true one in true deviations. These are covered less often: how well a unit is
@@ -356,9 +359,9 @@ def test_intervals_cover_what_there_is_in_the_units_found(
     covered_true = 0
     for _ in range(tries):
         tables, truths = [], []
-        for data, columns in (("a", 3), ("b", 2)):
+        for data, columns in enumerate(cells):
             spreads = np.exp(rng.standard_normal(columns))
-            table = drawn(rng, data, spreads, rows, n, better)
+            table = drawn(rng, f"d{data}", spreads, rows, n, better)
             for column, spread in zip(table.columns, spreads, strict=True):
                 others = [table.cells[(f"r{k}",), column].values for k in range(2, rows)]
                 unit = np.median([statistics.stdev(cell.values()) for cell in others])
