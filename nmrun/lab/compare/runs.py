@@ -59,7 +59,8 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
             raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
         if not Path(path).is_dir():
             what = "file" if path.endswith(".csv") else "folder"
-            raise ConfigError(f"{path}: no such {what}")
+            hint = f"; --filter {path} chooses among the runs of one" if "=" in path else ""
+            raise ConfigError(f"{path}: no such {what}{hint}")
     collected = collect(paths, strict)
     if collected.empty:
         raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
@@ -267,7 +268,9 @@ def _complete(run: dict[str, Any]) -> dict[str, Any]:
 def _value(name: str, text: str) -> Any:
     if text in ("", "null", "true", "false"):
         return {"": math.nan, "null": None, "true": True, "false": False}[text]
-    for kind in () if name in TEXTS else (int, float):
+    # Python takes 2024_01 for 202401, and digits of other scripts too
+    may_be_number = name not in TEXTS and "_" not in text and text.isascii()
+    for kind in (int, float) if may_be_number else ():
         try:
             return kind(text)
         except ValueError:

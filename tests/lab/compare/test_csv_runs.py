@@ -59,6 +59,14 @@ def test_a_key_that_one_file_has_not_is_no_difference(tmp_path, table):
     )
 
 
+@pytest.mark.parametrize("text", ["2024_01", "1_0.5", "\u0663"])
+def test_what_python_alone_takes_for_a_number_is_a_text(tmp_path, text):
+    file = tmp_path / "runs.csv"
+    lines = [HEAD.decode()[:-1] + ",dataset.revision", GOOD.decode()[:-1] + f",{text}"]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    assert from_csv(file)[0]["dataset.revision"] == text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
