@@ -58,7 +58,8 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
             os.replace(partial, path)
         except Exception as error:
             # a full disk: what could be written is of no use and takes the place of what is
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk to read only
+                partial.unlink(missing_ok=True)
             if isinstance(error, OSError) and str(error.filename) == str(partial):
                 error.filename = str(path)  # nobody asked for the other
             raise

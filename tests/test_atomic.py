@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     with pytest.raises(FileNotFoundError) as raised:
         atomic.write(tmp_path / "nowhere" / "file.json", "new", shared=True)
     assert raised.value.filename == str(tmp_path / "nowhere" / "file.json")
+
+
+def test_an_error_of_a_disk_to_read_only_names_it_too(tmp_path, monkeypatch):
+    """Such a disk refuses to delete even what is not there."""
+
+    def refused(path, missing_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OSError, match="Read-only") as raised:
+        atomic.write(tmp_path / "file.json", "new")
+    assert raised.value.filename == str(tmp_path / "file.json")
 
 
 def test_the_content_is_on_disk_before_it_has_the_name(tmp_path, monkeypatch):
