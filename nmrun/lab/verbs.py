@@ -29,8 +29,13 @@ class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that raises ConfigError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        hint = did_you_mean(unknown[1], self._option_string_actions) if unknown else ""
+        message = re.sub(
+            r"^argument (.*): ignored explicit argument .*", r"\1 takes no value", message
+        )
+        hint = ""
+        if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+            hint = did_you_mean(unknown[1], self._option_string_actions)
+            hint = hint or f"; {' '.join(self.format_usage().split())}"
         raise ConfigError(f"{message}{hint}")
 
 

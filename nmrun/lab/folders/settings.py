@@ -25,8 +25,8 @@ def read(folder: Path) -> dict[str, str]:
     ``dense``, all else by its dotted key. ConfigError where the folder is no run's."""
     config = RunFolder(folder).config
     if not config or "sparsity" not in config:
-        why = "there is no such folder" if not folder.is_dir() else "no run is in it"
-        raise ConfigError(f"{folder}: {why}")
+        there = "it is a file; name a run folder" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"{folder}: {'no run is in it' if folder.is_dir() else there}")
     named = {key: value.get("name") for key, value in config.items() if isinstance(value, dict)}
     flat = {
         **{key: name for key, name in named.items() if name is not None},

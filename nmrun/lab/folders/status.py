@@ -219,7 +219,8 @@ def path_option(parser: Parser) -> None:
 def folder_of(path: Path) -> Path:
     """The folder, which is there and can be read. Raises ConfigError where it is not."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder")
+        why = "it is a file; name a folder" if path.exists() else "no such folder"
+        raise ConfigError(f"{path}: {why}")
     if not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"{path}: {os.strerror(errno.EACCES)}")
     return path

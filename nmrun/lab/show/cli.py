@@ -110,7 +110,15 @@ def _content(options: argparse.Namespace) -> str:
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read, summary, verify
 
     style = _format(options)
+    if options.test != "t" and not options.baseline:
+        raise ConfigError(
+            f"--test {options.test}: of differences to a row: name it with --baseline"
+        )
     if options.runs:
+        of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method")
+        if asked := [f"--{name}" for name in of_cells if vars(options)[name] not in (None, False)]:
+            allowed = "beside --runs stand --filter, --format, --out and --verify"
+            raise ConfigError(f"--runs {asked[0]}: it is for a table's cells; {allowed}")
         selection = filtered(read(_paths(options), options.verify), options.filter)
         if options.verify:
             verify(selection)
@@ -259,6 +267,8 @@ def report(argv: Sequence[str]) -> int:
         from nmrun.lab.show import report
 
         target = options.to or _beside(paths, "report.html")
+        if target.suffix not in ("", ".html", ".htm"):
+            raise ConfigError(f"--to {target}: a report is HTML; the suffix must be .html")
         query = _query(options)
         parts = divide(read(paths), replace(query, baseline=""))
         report.write(paths, parts, target, query.baseline, query.test)
