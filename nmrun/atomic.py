@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, the user, and one file (ulimit -f)
 
 
 @contextlib.contextmanager

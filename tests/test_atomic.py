@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -104,6 +105,23 @@ def test_who_may_read_a_new_file_may_read_weights(tmp_path, umask):
 
 
 @pytest.mark.parametrize("writer", ["bytes", "safetensors"])
+def test_a_limit_of_files_is_told_likewise(tmp_path, writer):
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large, .* free there") as error:
+            if writer == "bytes":
+                atomic.write(path, bytes(200_000))
+            else:
+                with atomic.replaced(path) as partial:
+                    save_file({"weight": torch.zeros(500_000)}, partial)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("writer", ["bytes", "safetensors"])
 def test_a_full_disk_says_where_and_how_much_is_free(small_disk, writer):
     path = small_disk / "file"
     atomic.write(path, b"old" * 1000)  # one page of 4 kB
@@ -121,6 +139,6 @@ def test_a_full_disk_says_where_and_how_much_is_free(small_disk, writer):
 
 
 def test_other_errors_stay_as_they_are(tmp_path):
-    with pytest.raises(OSError, match="too large") as error, atomic.disk_errors(tmp_path / "file"):
-        raise OSError(errno.EFBIG, "too large")
+    with pytest.raises(OSError, match="broken") as error, atomic.disk_errors(tmp_path / "file"):
+        raise OSError(errno.EIO, "broken")
     assert error.value.filename is None
