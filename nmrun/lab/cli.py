@@ -162,7 +162,7 @@ def explain(argv: list[str]) -> int:
     for topic in options.topic:
         from nmrun.lab.words import reference
 
-        print(reference.about(topic, options.config_dir))
+        print(reference.about(topic, options.config_dir, all_verbs()))
     return 0
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,20 @@ EXTRAS = {
     **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
     **dict.fromkeys(("ray", "ray_aws"), "ray"),
 }
+# of Hydra's own keys those that it takes with any value, and then fails
+HYDRAS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("hydra.launcher.n_jobs", "1 or more, or -1 for all cores", lambda value: value != 0),
+    (
+        "hydra.sweeper.max_batch_size",
+        "1 or more, or null for all jobs at once",
+        lambda value: value is None or (type(value) is int and value > 0),
+    ),
+    (
+        "hydra.sweeper.params",
+        "values by key, such as {seed: '0,1'}",
+        lambda value: isinstance(value, dict | None),
+    ),
+)
 HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 
 
@@ -322,8 +336,9 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
             problems.append(f"{override.input_line}: runs go to output_dir=...; leave it out")
         if override.key_or_group == "hydra.mode":
             problems.append(f"{override.input_line}: nmrun -m is what makes a sweep; leave it out")
-        if override.key_or_group == "hydra.launcher.n_jobs" and override.value() == 0:
-            problems.append(f"{override.input_line}: it takes 1 or more, or -1 for all cores")
+        for key, takes, fits in HYDRAS:
+            if override.key_or_group == key and not fits(override.value()):
+                problems.append(f"{override.input_line}: it takes {takes}")
         if override.key_or_group != LAUNCHER:
             continue
         name, installed = str(override.value()), loader.get_group_options(LAUNCHER)

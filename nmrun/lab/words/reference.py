@@ -9,7 +9,7 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,12 @@ def key_meanings(name: str, among: list[Option]) -> dict[Key, dict[str, list[str
     return dict(meanings.values())
 
 
-def about(topic: str, config_dir: str | None = None) -> str:
+def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ()) -> str:
     """What a key (``trainer.epochs``), a group (``recipe``), an option (``recipe=step``, ``step``)
     or another word of a command (``experiment``) means, which values it takes and what it is by
     default.
 
-    Raises ConfigError for any other word, with the nearest that there is.
+    Raises ConfigError for any other word, with the nearest that there is, ``others`` included.
     """
     group, equals, name = topic.partition("=")
     if group == "experiment" and name:
@@ -184,7 +184,7 @@ def about(topic: str, config_dir: str | None = None) -> str:
 
     if topic in experiment.names():
         return "\n".join(_experiment(topic))
-    raise ConfigError(f"{topic}: no such key, group or option{_hint(topic)}")
+    raise ConfigError(f"{topic}: no such key, group, option or verb{_hint(topic, others)}")
 
 
 def _experiments() -> Iterator[str]:
@@ -214,12 +214,12 @@ def _find(among: list[Option], group: str, name: str) -> Option:
     raise ConfigError(f"{group}={name}: {no_such(group, name, names)}")
 
 
-def _hint(topic: str) -> str:
+def _hint(topic: str, others: Iterable[str]) -> str:
     keys = [key.name for group in ("", *GROUPS) for option in options(group) for key in option.keys]
     ending = dict.fromkeys(key for key in keys if key.endswith(f".{topic}"))
     if ending:
         return f"; did you mean {' or '.join(ending)}?"
-    return did_you_mean(topic, [*keys, *GROUPS])
+    return did_you_mean(topic, [*keys, *GROUPS, *others])
 
 
 def _list(among: list[Option]) -> Iterator[str]:

@@ -135,7 +135,7 @@ def test_every_word_of_the_groups_has_help():
         ("decay", "did you mean recipe.decay or optimizer.decay?"),
         ("recipe=stpe", "did you mean step?"),
         ("trainer=fast", "no such trainer"),
-        ("nothing.like=it", "no such key, group or option"),
+        ("nothing.like=it", "no such key, group, option or verb"),
     ],
 )
 def test_other_words_get_one_line(topic, hint, capsys):
