@@ -112,10 +112,11 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
         for run in part.table.runs.to_dict("records"):
             folder, seconds = os.path.relpath(run["folder"], target.parent), run["seconds"]
             value = run.get(part.table.metric, math.nan)
+            known = not pd.isna(value) and math.isfinite(value)
             rows.append(
                 {
                     "labels": [*(short(label(run[key])) for key in keys), run["status"]],
-                    "value": "-" if pd.isna(value) else notation.printed(value, part.table.metric),
+                    "value": notation.printed(value, part.table.metric) if known else "-",
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
                     "name": label(run["id"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_a_single_run_has_no_picture_of_a_dot(write, report, tmp_path):
     curve(folder, 0.5, 0.9)  # two points are a curve
     assert report()[0] == 0
     assert page(tmp_path).tags.count("svg") == 1
+
+
+def test_a_value_that_is_not_finite_is_none(write, report, tmp_path):
+    """As a hand or another program writes it; nmrun writes null."""
+    for seed, value in enumerate([0.5, math.inf]):
+        write("ste", "2:4", seed, value)
+    assert report()[0] == 0
+    cells = [cell for rows in page(tmp_path).tables for row in rows for cell in row]
+    assert "-" in cells
+    assert "inf" not in " ".join(cells)
 
 
 def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path):
