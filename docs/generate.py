@@ -19,6 +19,7 @@ which-recipe.md, and when to use it on every page about recipes. On the pages of
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import re
 import shlex
@@ -306,6 +307,13 @@ def _verdicts(commands: str) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
+def _csv(file: str) -> list[str]:
+    """A file of few lines as it is."""
+    with (DOCS.parent / file).open(encoding="utf-8", newline="") as text:
+        head, *lines = csv.reader(text)
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+
+
 def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
     """By recipe, whether its claim holds in a table of one column of differences, and the figure
     there. Of exploratory ones only whether they are ahead or behind: they decide no claim. Of a
@@ -469,6 +477,7 @@ BLOCKS = {
     "verdicts": _verdicts,
     "freezing": _freezing,
     "contrast": _contrast,
+    "csv": _csv,
     "commands": _commands,
 }
 

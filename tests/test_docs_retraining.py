@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import csv
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
-TEXT = (FOLDER / "retraining.md").read_text()
 PLACE = ("recipe", "init", "sparsity", "trainer.distill", "recipe.masks")
-LEARN_MASKS = {"maskllm": "MaskLLM", "proxsparse": "ProxSparse"}
 
 Run = dict[str, str]
 
@@ -49,17 +46,6 @@ def test_its_runs_have_the_settings_that_were_best_in_the_trials():
         assert best["optimizer.lr"] == run["optimizer.lr"]
         rates = [float(trial["optimizer.lr"]) for trial in every if options(trial) == options(run)]
         assert min(rates) < float(run["optimizer.lr"]) < max(rates)
-
-
-def test_its_seconds_are_those_of_the_file():
-    cost = {row["recipe"]: float(row["cpu_seconds"]) for row in read("retraining_cost.csv")}
-    recipes = {run["recipe"] for run in trained()}
-    retrained = [cost[name] for name in recipes - set(LEARN_MASKS)]
-    assert f"| SparseGPT | 128 texts, forward | {cost['sparsegpt']:.1f} |" in TEXT
-    assert f"| {min(retrained):.1f} to {max(retrained):.1f} |" in TEXT
-    for recipe, name in LEARN_MASKS.items():
-        assert re.search(rf"^\| {name} \|.*\| {cost[recipe]:.1f} \|$", TEXT, re.M)
-    assert f"| {cost['asp_taught'] - cost['asp']:.1f} more |" in TEXT
 
 
 def test_a_teacher_brings_more_than_the_choice_of_recipe():
