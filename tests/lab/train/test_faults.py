@@ -76,7 +76,7 @@ def test_a_file_that_does_not_fit(tmp_path, nmrun_cli):
     limited = ["bash", "-c", 'ulimit -f 100; trap "" XFSZ; exec "$@"', "bash", *command]
     process = subprocess.run(limited, capture_output=True, text=True)
     assert process.returncode == 1
-    assert "failed: OSError: [Errno 27] File too large" in process.stderr
+    assert "checkpoint.pt: File too large, " in process.stderr
     assert "Traceback" not in process.stderr + process.stdout
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["status"] == "failed"
