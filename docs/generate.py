@@ -25,6 +25,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -291,27 +292,35 @@ def _leads(command: str) -> list[str]:
 
 def _verdicts(commands: str) -> list[str]:
     """What tables against SR-STE say of each paper's claim, a column a table."""
-    verdicts = {}
-    for part in commands.split("; "):
-        column = COLUMN.fullmatch(part)
-        assert column, part
-        name, marked, recipes, command = column.groups()
-        exploratory = (recipes.split(", ") if recipes else [*CLAIMS]) if marked else []
-        verdicts[name] = _verdicts_of(command, exploratory)
+    verdicts = {
+        name: _verdicts_of(command, exploratory) for name, exploratory, command in _parts(commands)
+    }
     rows = [
         [f"{claim} | `{recipe}`", *(column.get(recipe, "-") for column in verdicts.values())]
         for recipe, (claim, _) in CLAIMS.items()
         if any(recipe in column for column in verdicts.values())
     ]
-    head = ["claim", "row", *verdicts]
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+    return _markdown(["claim", "row", *verdicts], rows)
+
+
+def _parts(commands: str) -> Iterator[tuple[str, list[str], str]]:
+    """Of each command its name, and the recipes that are exploratory in it."""
+    for part in commands.split("; "):
+        column = COLUMN.fullmatch(part)
+        assert column, part
+        name, marked, recipes, command = column.groups()
+        yield name, (recipes.split(", ") if recipes else [*CLAIMS]) if marked else [], command
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
 
 
 def _csv(file: str) -> list[str]:
     """A file of few lines as it is."""
     with (DOCS.parent / file).open(encoding="utf-8", newline="") as text:
         head, *lines = csv.reader(text)
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+    return _markdown(head, lines)
 
 
 def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
@@ -344,20 +353,17 @@ def _never_decided(command: str) -> bool:
 
 def _freezing(commands: str) -> list[str]:
     """What tables against a live second moment say of STEP's frozen one, a line a column of theirs."""
-    lines = [["where", "frozen against live"], ["---"] * 2]
-    for part in commands.split("; "):
-        column = COLUMN.fullmatch(part)
-        assert column, part
-        name, marked, _, command = column.groups()
+    lines = []
+    for name, exploratory, command in _parts(commands):
         caption, *_, table = _printed(command)
-        head, _, row = (line.strip("| ").split("|")[1:] for line in table.splitlines())
+        places, _, row = (line.strip("| ").split("|")[1:] for line in table.splitlines())
         sign = -1 if "perplexity" in caption else 1
-        for where, figure in zip(map(str.strip, head), map(str.strip, row), strict=True):
+        for where, figure in zip(map(str.strip, places), map(str.strip, row), strict=True):
             better = sign if "*" in figure else 0
             better *= -1 if figure.startswith("\N{MINUS SIGN}") else 1
-            word = (PLACES if marked else VERDICTS)[0 if better > 0 else 1 if better else 2]
+            word = (PLACES if exploratory else VERDICTS)[0 if better > 0 else 1 if better else 2]
             lines.append([f"{name}, {where}", f"{word}: {figure.partition(' p')[0]}"])
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return _markdown(["where", "frozen against live"], lines)
 
 
 def _contrast(files: str) -> list[str]:
@@ -365,7 +371,7 @@ def _contrast(files: str) -> list[str]:
     settings: by seed, the mean over the ratios.
     """
     metric = "test/accuracy"
-    lines = [["Adam against SGD", "loss under Adam - loss under SGD, in points"], ["---"] * 2]
+    lines = []
     for name, file in (part.split(" = ") for part in files.split("; ")):
         runs = pd.read_csv(DOCS.parent / file, low_memory=False)
         # a tuned recipe has a rate of its own in each cell
@@ -386,7 +392,7 @@ def _contrast(files: str) -> list[str]:
             rate = "".join(f" at {rate:g}" for rate in at[1:])
             figure = interval(gap.mean, gap.low, gap.high, metric, error)
             lines.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return _markdown(["Adam against SGD", "loss under Adam - loss under SGD, in points"], lines)
 
 
 def _spoken(found: pd.DataFrame, where: pd.Series) -> str:

@@ -38,7 +38,7 @@ from nmrun.lab.show.formats import aligned
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
-from nmrun.lab.tune.study import AGAIN, ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
+from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import identity, run_folder
@@ -312,9 +312,7 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
                 failed.append(str(folder))
                 of_seeds.append(None)
         if best is not None:
-            again = [study.run(best.params, seed) for seed in (SEED, *AGAIN)]
-            tuning_seeds = [run.value for run in again if run is not None]
-            unsteady += _unsteady(cell.name, best, tuning_seeds, of_seeds)
+            unsteady += _unsteady(cell.name, best, study.values(best.params), of_seeds)
     run_frame, trial_frame = (
         pd.DataFrame(runs, dtype=object),
         pd.DataFrame(trial_rows, dtype=object),

@@ -141,15 +141,20 @@ class Study:
         """
         means = []
         for trial in self.ranked(count)[:FINALISTS]:
-            runs = [trial, *(again for again in self.repeats() if again.params == trial.params)]
-            values = [run.value for run in runs if run.value is not None]
-            if len(values) == len(runs):
+            every = self.values(trial.params)
+            values = [value for value in every if value is not None]
+            if len(values) == len(every):
                 means.append(replace(trial, value=sum(values) / len(values)))
         choose = max if means and higher_is_better(means[0].metric) else min
         return choose(means, key=_value) if means else None
 
     def seconds(self, count: int) -> float:
         return sum(run.seconds for run in [*self._distinct(count), *self.repeats()])
+
+    def values(self, params: dict[str, Any]) -> list[float | None]:
+        """By tuning seed, of those that have ended."""
+        runs = [self.run(params, seed) for seed in (SEED, *AGAIN)]
+        return [run.value for run in runs if run is not None]
 
     def repeats(self) -> list[Trial]:
         return [run for run in self.runs if run.seed in AGAIN]
