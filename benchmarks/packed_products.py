@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
     precision = options.precision
-    if why := (int8 if precision == "int8" else bf16).obstacle():
+    if why := (int8 if precision == "int8" else bf16).KERNELS.obstacle():
         parser.error(f"--precision {precision}: {why}")
     torch.set_num_threads(1)
     with torch.no_grad():

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, first_line
 from nmrun.fast import measurement
-from nmrun.fast.cpu import dense_int8
+from nmrun.fast.cpu import dense_int8, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, int8, products
-from nmrun.fast.cpu.onednn import OneDNNLinear, available
+from nmrun.fast.cpu.onednn import OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.fast.fused import fuse
@@ -68,8 +68,9 @@ def deploy(
       is timed against the faster of torch's two memory layouts.
     - On CUDA, linear layers that fit into 2:4 become
       :class:`~nmrun.fast.gpu.linear.SemiStructuredLinear`, in bfloat16 or float16.
-    - On the CPU, dense linear layers in float32 become :class:`~nmrun.fast.cpu.onednn.OneDNNLinear`.
-      Attention between packed projections, and GELU, become layers of :mod:`nmrun.fast.fused`.
+    - On the CPU, dense linear layers become :class:`~nmrun.fast.cpu.onednn.OneDNNLinear`, which in
+      bfloat16 holds the weight twice. Attention between packed projections, and GELU, become layers
+      of :mod:`nmrun.fast.fused`.
 
     Args:
         model: a trained model with plain parameters (after ``handle.finalize()``). It is set to
@@ -244,7 +245,7 @@ def _dense(site: Site) -> dict[str, Path]:
     if isinstance(site, ConvolutionSite) or site.weight.device.type != "cpu":
         return {}
     worth = site.weight.numel() * max(tokens for tokens, _ in site.shapes) >= on_cpu.SMALLEST
-    if site.dtype != torch.float32 or not available() or not worth:
+    if site.dtype not in onednn.dtypes() or not worth:
         return {}
     return {ONEDNN: lambda _, bias: OneDNNLinear(site.weight, bias)}
 

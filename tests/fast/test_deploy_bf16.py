@@ -14,6 +14,7 @@ from perceptrons import pruned
 from torch import nn
 
 import nmrun
+from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_linear import Bf16Linear
 
@@ -105,6 +106,60 @@ def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
     choices = nmrun.deploy(mlp(), x)
     assert [c.path for c in choices] == ["packed"] * 2
     assert torch.equal(model[0].dense(), mlp()[0].weight)  # what was packed can be had dense
+
+
+needs_onednn = pytest.mark.skipif(
+    torch.bfloat16 not in onednn.dtypes(), reason="torch has no oneDNN in bfloat16 here"
+)
+
+
+@pytest.fixture
+def by_onednn(deploy_times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    deploy_times.update({"onednn": 0.2})
+    monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
+
+
+@needs_onednn
+@pytest.mark.usefixtures("emulated_bf16", "by_onednn")
+def test_what_is_dense_is_computed_by_onednn_where_it_is_the_fastest() -> None:
+    model, x = mlp(), normal_bf16(3, 5, 80)
+    model[2].weight.data = normal_bf16(30, 50)
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    keys = set(model.state_dict())
+    choices = nmrun.deploy(model, x)
+    assert [(c.path, c.is_sparse) for c in choices] == [("onednn", False)] * 2
+    with torch.no_grad():
+        z = model(x)
+        assert model(x[:0]).shape == (0, 5, 30)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(x.float()), z)
+    assert z.dtype == torch.bfloat16
+    assert float((z.double() - exact).norm() / exact.norm()) < 0.005
+    assert set(model.state_dict()) == keys
+    with pytest.raises(RuntimeError, match=r"^x has 79 features where the layer has 80$"):
+        model(normal_bf16(3, 79))
+    expected = z.float()
+    torch.testing.assert_close(model.float()(x.float()), expected, rtol=0.05, atol=0.05)
+    assert torch.equal(model.bfloat16()(x), z)
+
+
+@needs_onednn
+@pytest.mark.usefixtures("by_onednn")
+def test_onednn_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> None:
+    model, other, x = mlp(), mlp("1:16"), normal_bf16(3, 5, 80)
+    for one in (model, other):
+        nmrun.deploy(one, x)
+    with torch.no_grad():
+        expected = other(x)
+    reloaded = stays_itself(model, other, x)
+    with torch.no_grad():
+        assert torch.equal(other(x), expected)  # its copy has a layout of its own
+        assert not torch.equal(reloaded(x), expected)
+    layer, a, upstream = model[0], normal_bf16(7, 80).requires_grad_(), normal_bf16(7, 50)
+    layer(a).backward(upstream)
+    torch.testing.assert_close(a.grad, upstream @ layer.weight)
+    operands = normal_bf16(3, 80).requires_grad_(), layer.weight, layer.bias, layer.number
+    torch.library.opcheck(torch.ops.nmrun.onednn_linear.default, operands)
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -7,23 +7,19 @@ the others of its call.
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.laid_out import COPIES, LaidOut
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.operators import keep_dtypes, over_tokens
 
 ENGINE = "onednn"
-# oneDNN's own copies of weights, which a compiled graph names by their number
-_LAID_OUT: dict[int, Any] = {}
-_numbers = itertools.count()
 
 
 def available() -> bool:
@@ -31,7 +27,7 @@ def available() -> bool:
     return ENGINE in torch.backends.quantized.supported_engines
 
 
-class DenseInt8Linear(nn.Module):
+class DenseInt8Linear(LaidOut):
     """``x W^T + bias`` with a weight of int8, on the CPU.
 
     Args:
@@ -50,8 +46,7 @@ class DenseInt8Linear(nn.Module):
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach())
-        self.number = _new_number(self)
-        self._lay_out()
+        self.lay_out()
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseInt8Linear:
@@ -62,34 +57,27 @@ class DenseInt8Linear(nn.Module):
         """
         return cls(*int8.rounded(weight.detach()), bias)
 
-    def _lay_out(self) -> None:
+    def source(self) -> Tensor:
+        """The rounded weight."""
+        return self.values
+
+    def copy(self, source: Tensor) -> Any:
+        """The weight and the bias as torch's operator takes them."""
         bias, rows = self.bias, self.out_features
         zeros = torch.zeros(rows, dtype=torch.long)
-        quantised = torch._make_per_channel_quantized_tensor(
-            self.values, self.scales.double(), zeros, 0
-        )
+        quantised = torch._make_per_channel_quantized_tensor(source, self.scales.double(), zeros, 0)
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = ENGINE
         try:
-            laid_out = torch.ops.quantized.linear_prepack(
+            return torch.ops.quantized.linear_prepack(
                 quantised, None if bias is None else bias.float()
             )
         finally:
             torch.backends.quantized.engine = before
-        _LAID_OUT[self.number] = laid_out
 
     def _apply(self, *args: Any, **kwargs: Any) -> DenseInt8Linear:
         keep_dtypes(self, ("scales",), partial(super()._apply, *args, **kwargs))
         return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of pickles and copies
-        super().__setstate__(state)
-        self.number = _new_number(self)
-        self._lay_out()
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._lay_out()
 
     def forward(self, input: Tensor) -> Tensor:
         """From (..., in_features) to (..., out_features), in the dtype of the input.
@@ -107,20 +95,13 @@ class DenseInt8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _new_number(layer: DenseInt8Linear) -> int:
-    """A number for what a layer lays out, which goes when the layer does."""
-    number = next(_numbers)
-    weakref.finalize(layer, _LAID_OUT.pop, number, None)
-    return number
-
-
 def _product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
     check_operands(x, weight, weight.shape[1])
     if not x.numel():
         return x.new_empty(len(x), len(weight))
     if not all(math.isfinite(end) for end in torch.aminmax(x)):
         raise RuntimeError("int8 products: the activations have NaN or infinity")
-    result: Tensor = torch.ops.quantized.linear_dynamic(x.float().contiguous(), _LAID_OUT[number])
+    result: Tensor = torch.ops.quantized.linear_dynamic(x.float().contiguous(), COPIES[number])
     return result.to(x.dtype)
 
 

@@ -5,6 +5,9 @@ operator ``mkldnn._linear_pointwise``, which code of ``torch.compile`` for CPUs 
 matrices by rows and by columns alike, so all three products of a training step are calls of it:
 
     Z = X W^T,    dX = dZ (W^T)^T,    dW = dZ^T (X^T)^T
+
+In bfloat16 ``F.linear`` is oneDNN's, but reorders the weight in each call. In inference a copy in
+oneDNN's own layout spares that.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.fast.cpu.laid_out import COPIES, LaidOut
+from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
+from nmrun.fast.operators import over_tokens
+from nmrun.kernels.layout import has_memory
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear, of_one_input
 
@@ -24,6 +31,14 @@ from nmrun.sparsity.layers import is_plain_linear, of_one_input
 def available() -> bool:
     """Whether torch has oneDNN's products here."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def dtypes() -> set[torch.dtype]:
+    """Of inputs and weights that oneDNN may multiply faster than torch's default here."""
+    if not available():
+        return set()
+    low = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return {torch.float32, *([torch.bfloat16] if low else [])}
 
 
 def best_gradient(times: Mapping[str, Times]) -> str:
@@ -69,9 +84,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z.view(*x.shape[:-1], len(weight))
 
 
-class OneDNNLinear(nn.Linear):
-    """A dense linear layer for inference that oneDNN computes, in float32; the weight (outputs, inputs)
-    stays where it is."""
+class OneDNNLinear(LaidOut, nn.Linear):
+    """A dense linear layer for inference that oneDNN computes, in float32 or bfloat16. The weight
+    (outputs, inputs) stays where it is; in bfloat16 there is a copy in oneDNN's layout beside it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -79,12 +94,56 @@ class OneDNNLinear(nn.Linear):
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", parameter)
+        self.lay_out()
+
+    def source(self) -> Tensor | None:
+        """The weight in bfloat16 on the CPU."""
+        weight = self.weight.detach()
+        low = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        return weight if low and has_memory(weight) else None
+
+    def copy(self, source: Tensor) -> Tensor:
+        """The weight in oneDNN's layout."""
+        copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(source.contiguous())
+        return copy
+
+    def _apply(self, *args: Any, **kwargs: Any) -> OneDNNLinear:
+        super()._apply(*args, **kwargs)
+        self.renew()
+        return self
 
     def forward(self, input: Tensor) -> Tensor:
         """From (..., inputs) to (..., outputs)."""
-        if input.numel() and compute_dtype(input) == torch.float32:
+        dtype = compute_dtype(input)
+        if input.numel() and dtype == torch.float32:
             return linear(input, self.weight, self.bias)
+        if input.numel() and dtype == torch.bfloat16 and COPIES[self.number] is not None:
+            operands = self.weight, self.bias, self.number
+            return over_tokens(input, onednn_linear, _product_of_copy, *operands)
         return super().forward(input)
+
+
+def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    check_operands(x, weight, weight.shape[1])
+    product = torch.ops.mkldnn._linear_pointwise
+    result: Tensor = product(x.contiguous(), COPIES[number], bias, "none", [], "")
+    return result
+
+
+@torch.library.custom_op("nmrun::onednn_linear", mutates_args=())
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    return _product_of_copy(x.detach(), weight, bias, number)
+
+
+@onednn_linear.register_fake
+def _(x, weight, bias, number):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+onednn_linear.register_autograd(
+    lambda ctx, dz: (dz @ ctx.saved_tensors[0], None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 class _Product(torch.autograd.Function):

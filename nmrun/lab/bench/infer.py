@@ -30,6 +30,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.laid_out import LaidOut
 from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
 from nmrun.lab.bench import harness, peers
@@ -71,7 +72,7 @@ class OneDNN(nn.Module):
     """A dense linear layer by oneDNN.
 
     Args:
-        weight: (outputs, inputs), float32.
+        weight: (outputs, inputs), float32 or bfloat16.
         bias: (outputs,), or None.
         tokens: the number of rows that the weight is reordered for.
     """
@@ -220,7 +221,7 @@ def by_onednn(model: nn.Module, x: Tensor, precision: str) -> nn.Module:
     Args:
         model: the model.
         x: an input of the size that is measured.
-        precision: float32, or int8 for the linear layers, quantised in the call.
+        precision: the model's, or int8 for the linear layers, quantised in the call.
     """
     twin = copy.deepcopy(model)
     by_module, _ = sites(twin)
@@ -265,6 +266,7 @@ def measure(
     counters.clear()
     with device:
         model, x = network(name, size), example(name, size)
+    low = copy.deepcopy(model).bfloat16() if peers.BF16 in precisions else model
     runtime_calls, missing = peers.arms(
         [n for n in names if n in peers.RUNTIMES], model, x, precisions
     )
@@ -275,10 +277,11 @@ def measure(
         if peers.FLOAT32 in precisions or device.type == "cpu":
             calls[peers.FLOAT32, "torch", ""] = partial(model, x)
         if peers.BF16 in precisions:
-            low = copy.deepcopy(model).bfloat16()
             calls[peers.BF16, "torch", ""] = partial(low, peers.cast(x, peers.BF16))
-    for precision in {peers.FLOAT32, peers.INT8} & {*precisions} if "onednn" in names else ():
-        calls[precision, "onednn", ""] = partial(by_onednn(model, x, precision), x)
+    for precision in precisions if "onednn" in names and device.type == "cpu" else ():
+        own = low if precision == peers.BF16 else model
+        inputs = peers.cast(x, precision)
+        calls[precision, "onednn", ""] = partial(by_onednn(own, inputs, precision), inputs)
     expected = {"": model(x)}
     about: dict[Arm, Row] = {}
     packed = [name for name in names if name.startswith("packed")]
@@ -289,22 +292,22 @@ def measure(
         for precision in precisions:
             inputs = peers.cast(x, precision)
             for kind in packed:
-                low = copy.deepcopy(pruned)
-                low = low.bfloat16() if precision == peers.BF16 else low
+                own = copy.deepcopy(pruned)
+                own = own.bfloat16() if precision == peers.BF16 else own
                 arm = precision, kind, str(pattern)
                 compiled = kind == "packed_compiled"
                 with harness.spared(missing, " ".join(arm), RuntimeError):  # a graph may raise it
                     choices = deploy(
-                        *(low, inputs, "int8" if precision == peers.INT8 else None),
+                        *(own, inputs, "int8" if precision == peers.INT8 else None),
                         compile=compiled,
                     )
                     weights = [choice for choice in choices if not choice.always_dense]
                     calls[arm] = (
-                        partial(peers.by_layers, low, inputs) if compiled else partial(low, inputs)
+                        partial(peers.by_layers, own, inputs) if compiled else partial(own, inputs)
                     )
                     about[arm] = {
                         "layers": f"{sum(c.is_sparse for c in weights)} of {len(weights)}",
-                        "bytes": model_bytes(low) / model_bytes(model),
+                        "bytes": model_bytes(own) / model_bytes(model),
                     }
     told = {word for name in missing for word in name.split()}
     for kind in names:
@@ -388,11 +391,11 @@ def size_in_words(row: Row) -> str:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """What a model's weights and buffers take, without what a decoder has seen. oneDNN has its own
-    copy of a dense int8 weight, beside the buffer."""
+    """What a model's weights and buffers take, with oneDNN's copies, without what a decoder has seen."""
     seen = [b for module in model.modules() if isinstance(module, Past) for b in module.buffers()]
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    held += sum(m.values.nbytes for m in model.modules() if isinstance(m, DenseInt8Linear))
+    sources = [m.source() for m in model.modules() if isinstance(m, LaidOut)]
+    held += sum(t.nbytes for t in sources if t is not None)
     return held - sum(t.nbytes for t in seen)
 
 

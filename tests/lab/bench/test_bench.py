@@ -20,6 +20,7 @@ from verbs import verb
 
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.onednn import OneDNNLinear, dtypes
 from nmrun.fast.gpu import semi_structured
 from nmrun.lab import bench, models
 from nmrun.lab.bench import (
@@ -498,16 +499,15 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_arms_without_a_precision_are_a_line_and_a_mistake_where_they_are_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(peers, "has_bf16", lambda: True)
     words = ["--device", "cpu", "--models", "tiny", "--tokens", "1", "--rounds", "1"]
-    words += ["--precisions", "bf16", "--arms", "onednn"]
+    words += ["--precisions", "int8", "--arms", "compiled"]
     assert verb("bench", "infer", *words, "--out", str(tmp_path)) == 2
-    assert "tiny, onednn: it has no products of bf16" in capsys.readouterr().err.splitlines()[-1]
+    assert "tiny, compiled: it has no products of int8" in capsys.readouterr().err.splitlines()[-1]
     assert not [*tmp_path.iterdir()]
     assert bench.main(["infer", *words, "torch"]) == 0
-    assert "onednn: it has no products of bf16" in capsys.readouterr().out.splitlines()
+    assert "compiled: it has no products of int8" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", list(peers.RUNTIMES))
@@ -794,7 +794,21 @@ def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) 
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-def test_a_dense_int8_layer_has_onednns_copy_too() -> None:
-    layer = DenseInt8Linear.of(torch.randn(256, 512))
-    share = infer.model_bytes(nn.Sequential(layer)) / (4 * 256 * 512)
-    assert share == pytest.approx(0.5, abs=0.01)
+def test_onednns_copies_of_dense_layers_count_too() -> None:
+    weight = torch.randn(256, 512)
+    for one, expected in (
+        (DenseInt8Linear.of(weight), 0.5),
+        (OneDNNLinear(weight, None), 1.0),  # which has no copy
+        *([(OneDNNLinear(weight.bfloat16(), None), 1.0)] if torch.bfloat16 in dtypes() else []),
+    ):
+        share = infer.model_bytes(nn.Sequential(one)) / weight.nbytes
+        assert share == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.skipif(torch.bfloat16 not in dtypes(), reason="torch has no oneDNN in bfloat16 here")
+def test_onednn_in_bfloat16_computes_what_the_model_does() -> None:
+    torch.manual_seed(0)
+    model, x = infer.network("tiny", (2, 9)).bfloat16(), infer.example("tiny", (2, 9)).bfloat16()
+    with torch.no_grad():
+        expected, actual = model(x).double(), infer.by_onednn(model, x, "bf16")(x).double()
+    assert float((actual - expected).norm() / expected.norm()) < 0.01
