@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ def lines(zeros: float, count: int, clock: Any) -> list[str]:
         "pruning forward": lambda: hard_threshold(layer.a, PATTERN),
     }
     for name, pruned in (("pruned", True), ("packed", False)):
-        arms[f"{name} forward"] = lambda pruned=pruned: layer.forward(pruned)
-        arms[f"{name} step"] = lambda pruned=pruned: layer.step(pruned)
+        arms[f"{name} forward"] = partial(layer.forward, pruned)
+        arms[f"{name} step"] = partial(layer.step, pruned)
     with torch.no_grad():
         times = rounds(arms, count, clock)
     found, measured = [], float((layer.a == 0).float().mean())

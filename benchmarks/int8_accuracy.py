@@ -43,7 +43,7 @@ def row(folder: Path) -> dict[str, object]:
         folder.name,
         config["model"]["name"],
         config["recipe"]["name"],
-        str(run.pattern),
+        run.result["sparsity"]["pattern"],
         config["seed"],
     )
     return dict(zip(COLUMNS, (*of, metric, before, after, layers, low), strict=True))

@@ -121,7 +121,7 @@ def passes(copy: Path, tests: list[str], timeout: float) -> bool:
     child = os.fork()
     if child == 0:
         os.setsid()
-        for stream, place in enumerate((os.devnull, _said(copy), _said(copy))):
+        for stream, place in enumerate([Path(os.devnull), _said(copy), _said(copy)]):
             os.dup2(os.open(place, os.O_RDWR | os.O_CREAT | os.O_APPEND), stream)
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -207,7 +207,7 @@ def main() -> int:
     options = parser.parse_args()
     for name in SHARED:
         importlib.import_module(name)
-    rows, left, tried = [], list[Mutant](), 0
+    rows, left, tried = list[str](), list[Mutant](), 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         files = subprocess.run(

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
@@ -43,7 +44,9 @@ from nmrun.lab.words import composition, schema
 from nmrun.papers.translation.fairseq import fairseq
 
 SHORTEST = 2.0  # seconds of a stretch
-COMMON = ("recipe=dense", "track=local", "trainer.device=cpu", "trainer.epochs=1000")
+COMMON = (
+    "recipe=dense", "track=local", "trainer.device=cpu", "trainer.epochs=1000", "trainer.precision=fp32",
+)  # fmt: skip
 Case = tuple[tuple[str, ...], Callable[[Loop], Iterator[None]]]
 
 
@@ -53,7 +56,7 @@ def images(fused: bool | None = None) -> Case:
     """
 
     def plain(loop: Loop) -> Iterator[None]:
-        task = loop.task
+        task: Any = loop.task  # the case's own
         model = models.build(
             {"name": "resnet18", "form": "cifar", "include": None, "exclude": []}, task.inputs
         )
@@ -139,8 +142,9 @@ def translation(size: str) -> Case:
         config.lr_scheduler = schedules.InverseSquareRootLRScheduleConfig(
             "inverse_sqrt", warmup_updates=400, warmup_init_lr=1e-7
         )
+        given: Any = loop.task  # the case's own
         tasks, pairs = fairseq("tasks.translation"), fairseq("data").LanguagePairDataset
-        task = tasks.TranslationTask(tasks.TranslationConfig(), loop.task.source, loop.task.target)
+        task = tasks.TranslationTask(tasks.TranslationConfig(), given.source, given.target)
         sizes = {
             "embed_dim": width,
             "ffn_embed_dim": ffn,
@@ -167,7 +171,7 @@ def translation(size: str) -> Case:
                 torch.from_numpy(side.tokens[begin:end].astype("int64"))
                 for begin, end in zip(side.starts, side.starts[1:], strict=False)
             ]
-            for side in loop.task.splits["train"]
+            for side in given.splits["train"]
         ]
         lengths = [[len(sentence) for sentence in side] for side in sides]
         data = pairs(
@@ -180,10 +184,10 @@ def translation(size: str) -> Case:
             shuffle=False,
         )
         # which draws the first epoch's batches; a measurement is shorter than that
-        loop.task.micro_batches(0, 0, 1)
-        _, rows, order = loop.task._order
+        given.micro_batches(0, 0, 1)
+        _, rows, order = given._order
         for index in itertools.cycle(order):
-            chosen = rows[loop.task._cuts[index] : loop.task._cuts[index + 1]]
+            chosen = rows[given._cuts[index] : given._cuts[index + 1]]
             trainer.train_step([data.collater([data[row] for row in chosen])])
             yield
 
@@ -237,7 +241,7 @@ def batches(loop: Loop) -> Iterator[None]:
         yield
 
 
-CASES = {
+CASES: dict[str, tuple[str, Callable[[], Case]]] = {
     "images": ("ResNet-18, CIFAR-10, batches of 32; torch's default AdamW", images),
     "images_fused": (
         "the same, fused AdamW in the plain loop too",
@@ -285,7 +289,7 @@ def measure(case: Callable[[], Case], rounds: int) -> str:
         initialize_config_module("nmrun.conf", version_base="1.3"),
     ):
         config = schema.check(compose("nmrun", [*COMMON, *overrides, f"output_dir={folder}"]))
-        loop = Loop(config, build(config), Console(None))
+        loop = Loop(config, build(config), Console(None), "benchmark")
     arms = [(batches if case is stream else ours)(loop), plain(loop), plain(loop)]
     for steps in arms:
         next(steps), next(steps)

@@ -13,6 +13,7 @@ import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -25,7 +26,7 @@ from nmrun.oneshot import METHODS
 OUT = Path(__file__).parents[1] / "docs" / "results" / "retraining_cost.csv"
 RATIO, STEPS = "2:4", 98
 VOCABULARY, CONTEXT, BATCH, CALIBRATION = 65, 64, 16, 8  # 8 batches of 16: 128 texts
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "asp": {"prune_at": 0.0},
     "proxsparse": {"dense": 0.0},
     "maskllm": {"dense": 0.0},

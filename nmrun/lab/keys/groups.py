@@ -278,8 +278,8 @@ class Trainer(Group):
     precision: Annotated[
         str,
         one_of("auto", "fp32", "bf16", "fp16"),
-        "auto (bf16 on GPUs that have it, and for a million weights or more on CPUs that do; else fp32), "
-        "fp32, bf16, fp16 (with loss scaling)",
+        "auto (bf16 on GPUs that have it, and on CPUs that do for a million weights in matrices of mostly "
+        "100,000 or more; else fp32), fp32, bf16, fp16 (with loss scaling)",
     ] = "auto"
     device: Annotated[
         str,

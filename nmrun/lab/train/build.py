@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +34,9 @@ from nmrun.step.sparsify import sparsify
 
 # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
 LARGE = 1_000_000
-# from where on trainer.precision=auto is bf16 on CPUs that multiply such numbers
-WORTH_BF16 = 1_000_000
+# from where on trainer.precision=auto is bf16 on CPUs that multiply such numbers: all weights, and the
+# median of the matrices, since a small matrix takes longer to cast than it gains
+WORTH_BF16 = 1_000_000, 100_000
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,7 +104,9 @@ def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parame
     if device.type == "cuda":
         faster = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu" and BF16_FLAGS & compiler.processor_flags():
-        faster = sum(p.numel() for p in parameters) >= WORTH_BF16
+        sizes = [p.numel() for p in parameters if p.dim() > 1]
+        weights, matrix = WORTH_BF16
+        faster = sum(sizes) >= weights and statistics.median(sizes) >= matrix
     else:
         faster = False
     return "bf16" if faster else "fp32"

@@ -23,20 +23,25 @@ def played(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "weights", "precision"),
+    ("flags", "sizes", "precision"),
     [
-        (("avx512f", "avx512_bf16"), 1_000_000, "bf16"),
-        (("amx_bf16",), 2_000_000, "bf16"),
-        (("avx512f", "avx512_bf16"), 999_999, "fp32"),
-        (("avx512f", "avx2"), 2_000_000, "fp32"),
-        ((), 2_000_000, "fp32"),
+        (("avx512f", "avx512_bf16"), (1_000_000,), "bf16"),
+        (("amx_bf16",), (100_000,) * 20, "bf16"),
+        (("amx_bf16",), (1_000_000, 10, 100_000), "bf16"),
+        (("amx_bf16",), (1_000_000, 10, 99_999), "fp32"),
+        (("amx_bf16",), (50_000,) * 40, "fp32"),
+        (("avx512f", "avx512_bf16"), (999_999,), "fp32"),
+        (("avx512f", "avx512_bf16"), (), "fp32"),
+        (("avx512f", "avx2"), (2_000_000,), "fp32"),
+        ((), (2_000_000,), "fp32"),
     ],
 )
 def test_auto_is_bf16_for_large_networks_on_processors_that_multiply_it(
-    flags, weights, precision, monkeypatch
+    flags, sizes, precision, monkeypatch
 ):
     played(monkeypatch, *flags)
-    parameters = [nn.Parameter(torch.empty(weights, device="meta"))]
+    parameters = [nn.Parameter(torch.empty(1, size, device="meta")) for size in sizes]
+    parameters.append(nn.Parameter(torch.empty(2_000_000, device="meta")))  # a bias
     assert build.precision_of("auto", CPU, parameters) == precision
     for name in ("fp32", "bf16"):
         assert build.precision_of(name, CPU, parameters) == name
@@ -54,7 +59,7 @@ def test_a_small_network_has_the_same_bits(tmp_path, monkeypatch):
     played(monkeypatch, "avx512_bf16")
     asked = losses(config(tmp_path, "recipe=sr_ste", "trainer.precision=fp32"))
     assert losses(config(tmp_path, "recipe=sr_ste")) == asked
-    monkeypatch.setattr(build, "WORTH_BF16", 1)
+    monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
     precision, low = losses(config(tmp_path, "recipe=sr_ste"))
     assert precision == "bf16"
     assert low != asked[1]
@@ -64,7 +69,7 @@ def test_a_small_network_has_the_same_bits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_that_goes_on_keeps_its_precision(precision, tmp_path, monkeypatch):
     """Also on another processor; the result says which it was."""
-    monkeypatch.setattr(build, "WORTH_BF16", 1)
+    monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
     flags = {"fp32": (), "bf16": ("avx512_bf16",)}
     results = []
     for interrupted in (False, True):
@@ -82,7 +87,7 @@ def test_a_run_that_goes_on_keeps_its_precision(precision, tmp_path, monkeypatch
 
 def test_a_run_of_an_earlier_version_goes_on_in_float32(tmp_path, monkeypatch):
     """Their ``auto`` was float32 on every CPU, and their checkpoints do not say so."""
-    monkeypatch.setattr(build, "WORTH_BF16", 1)
+    monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
     played(monkeypatch)
     run = config(tmp_path, "recipe=sr_ste")
     cut_off(run, 8)
