@@ -155,6 +155,11 @@ def test_onednn_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> N
     with torch.no_grad():
         assert torch.equal(other(x), expected)  # its copy has a layout of its own
         assert not torch.equal(reloaded(x), expected)
+    with pytest.MonkeyPatch.context() as patch:  # a processor without such products
+        patch.setattr(onednn, "dtypes", lambda: {torch.float32})
+        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+        elsewhere = pickle.loads(pickle.dumps(reloaded))
+    torch.testing.assert_close(elsewhere(x), reloaded(x))
     layer, a, upstream = model[0], normal_bf16(7, 80).requires_grad_(), normal_bf16(7, 50)
     layer(a).backward(upstream)
     torch.testing.assert_close(a.grad, upstream @ layer.weight)

@@ -97,10 +97,10 @@ class OneDNNLinear(LaidOut, nn.Linear):
         self.lay_out()
 
     def source(self) -> Tensor | None:
-        """The weight in bfloat16 on the CPU."""
+        """The weight in bfloat16, on a CPU whose oneDNN multiplies that."""
         weight = self.weight.detach()
         low = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        return weight if low and has_memory(weight) else None
+        return weight if low and has_memory(weight) and weight.dtype in dtypes() else None
 
     def copy(self, source: Tensor) -> Tensor:
         """The weight in oneDNN's layout."""
