@@ -1,6 +1,6 @@
 """A dense training step in bfloat16 over one in float32, on a CPU, by the size of the network's matrices.
 
-    NMRUN_DATA=... python benchmarks/precision.py [--rounds 5] [--only gpt_128 ...] [--out FILE.md]
+    NMRUN_DATA=... python benchmarks/precision.py [--rounds 5] [--only gpt_128_64 ...] [--out FILE.md]
 
 CPU time of one thread, both loops in turn in one process. ``trainer.precision=auto`` follows from it.
 """
@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
-import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_module
-from reference_loops import COMMON, ours
+from reference_loops import loop_of, ours
 
-from nmrun.lab.bench.harness import hardware, machine_line, quartiles
-from nmrun.lab.train.build import build
-from nmrun.lab.train.console import Console
-from nmrun.lab.train.loop import Loop
-from nmrun.lab.words import composition, schema
+from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
 
 SHORTEST = 1.2  # seconds of CPU that both loops take in a round
 GPT = ("dataset=stdlib_text", "trainer.batch_size=16", "optimizer=adamw", "model=gpt_tiny")
@@ -52,37 +47,31 @@ for width, tokens in ((128, 1024), (128, 4096), (256, 1024), (256, 4096)):
     )
 
 
-def row(title: str, overrides: tuple[str, ...], rounds: int) -> tuple[float, str]:
+def several(steps: Iterator[None], count: int) -> None:
+    """So many training steps."""
+    for _ in range(count):
+        next(steps)
+
+
+def row(title: str, overrides: tuple[str, ...], number: int) -> tuple[float, str]:
     """The median matrix of a network, and a line of the table."""
-    loops = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        initialize_config_module("nmrun.conf", version_base="1.3"),
-    ):
-        for precision in ("fp32", "bf16"):
-            words = [*COMMON, *overrides, f"trainer.precision={precision}"]
-            config = schema.check(compose("nmrun", [*words, f"output_dir={folder}"]))
-            loops.append(Loop(config, build(config), Console(None), "benchmark"))
-    parameters = [*loops[0].model.parameters()]
+    loops = {p: loop_of([*overrides, f"trainer.precision={p}"]) for p in ("fp32", "bf16")}
+    parameters = [*loops["fp32"].model.parameters()]
     matrix = statistics.median(p.numel() for p in parameters if p.dim() > 1)
-    arms = [ours(loop) for loop in loops]
-    for steps in arms:
-        next(steps), next(steps)
+    arms = {precision: ours(loop) for precision, loop in loops.items()}
+    for steps in arms.values():
+        several(steps, 2)
     began = time.process_time()
-    for steps in arms:
+    for steps in arms.values():
         next(steps)
     count = math.ceil(SHORTEST / (time.process_time() - began))
-    times = [[0.0] * rounds for _ in arms]
-    for number in range(rounds):
-        for which in random.sample(range(2), 2):
-            began = time.process_time()
-            for _ in range(count):
-                next(arms[which])
-            times[which][number] = (time.process_time() - began) / count
-    found = quartiles("x", [low / full for full, low in zip(*times, strict=True)])
+    times = rounds({p: partial(several, arms[p], count) for p in arms}, number, cpu_clock())
+    pairs = zip(times["fp32"], times["bf16"], strict=True)
+    found = quartiles("x", [low / full for full, low in pairs])
+    milliseconds = statistics.median(times["fp32"]) / count
     weights = sum(p.numel() for p in parameters) / 1e6
     return matrix, (
-        f"| {title} | {weights:.2f} million | {matrix:,.0f} | {1e3 * statistics.median(times[0]):.0f} | "
+        f"| {title} | {weights:.2f} million | {matrix:,.0f} | {milliseconds:.0f} | "
         f"{found['x']:.2f} [{found['x_q1']:.2f}, {found['x_q3']:.2f}] |"
     )
 
@@ -95,7 +84,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    composition.register()
     rows = [row(*CASES[name], options.rounds) for name in options.only]
     text = "\n".join(
         [

@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,18 +278,23 @@ def ours(loop: Loop) -> Iterator[None]:
         yield
 
 
-def measure(case: Callable[[], Case], rounds: int) -> str:
-    """Median ratios with quartiles, of wall time and of CPU time, that of CPU time between two
-    copies of the other loop, which shows how far equal loops stray from 1 here, and the
-    milliseconds of a step of it."""
-    overrides, plain = case()
+def loop_of(overrides: Iterable[str]) -> Loop:
+    """nmrun's loop of a dense run."""
     composition.register()
     with (
         tempfile.TemporaryDirectory() as folder,
         initialize_config_module("nmrun.conf", version_base="1.3"),
     ):
         config = schema.check(compose("nmrun", [*COMMON, *overrides, f"output_dir={folder}"]))
-        loop = Loop(config, build(config), Console(None), "benchmark")
+        return Loop(config, build(config), Console(None), "benchmark")
+
+
+def measure(case: Callable[[], Case], rounds: int) -> str:
+    """Median ratios with quartiles, of wall time and of CPU time, that of CPU time between two
+    copies of the other loop, which shows how far equal loops stray from 1 here, and the
+    milliseconds of a step of it."""
+    overrides, plain = case()
+    loop = loop_of(overrides)
     arms = [(batches if case is stream else ours)(loop), plain(loop), plain(loop)]
     for steps in arms:
         next(steps), next(steps)

@@ -98,9 +98,9 @@ class OneDNNLinear(LaidOut, nn.Linear):
 
     def source(self) -> Tensor | None:
         """The weight in bfloat16, on a CPU whose oneDNN multiplies that."""
-        weight = self.weight.detach()
-        low = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        return weight if low and has_memory(weight) and weight.dtype in dtypes() else None
+        weight, low = self.weight.detach(), torch.bfloat16
+        taken = weight.dtype == low and low in dtypes() and weight.device.type == "cpu"
+        return weight if taken and has_memory(weight) else None
 
     def copy(self, source: Tensor) -> Tensor:
         """The weight in oneDNN's layout."""
