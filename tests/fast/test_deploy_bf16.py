@@ -141,6 +141,7 @@ def test_what_is_dense_is_computed_by_onednn_where_it_is_the_fastest() -> None:
     expected = z.float()
     torch.testing.assert_close(model.float()(x.float()), expected, rtol=0.05, atol=0.05)
     assert torch.equal(model.bfloat16()(x), z)
+    assert model.to("meta")(x.to("meta")).shape == z.shape  # as on any device but the CPU
 
 
 @needs_onednn
