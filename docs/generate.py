@@ -43,8 +43,9 @@ from nmrun.lab.words.reference import Key, Option
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
-COLUMN = re.compile(r"(.*?)(?: \((exploratory)(?:: (.*?))?\))? = (.*)")
+COLUMN = re.compile(r"(?:(.*?)(?: \((exploratory)(?:: (.*?))?\))? = )?(nmrun .*)")
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
+KEY = re.compile(r"recipe|[a-z]+\.\w+")  # what heads a column of row labels
 RECIPE_OF_PAGE = re.compile(r"^`recipe=(\w+)`", re.M)
 CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "ste": ("a decay of the pruned weights helps (SR-STE; STE has none)", "behind"),
@@ -83,11 +84,11 @@ def pages() -> dict[Path, str]:
         written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
     path = DOCS / "which-recipe.md"
     advice = [
-        "| you train | take |",
+        "| what you train | take |",
         "|---|---|",
         *(f"| {task} | {text} |" for task, text in ADVICE),
     ]
-    head, _, rest = path.read_text(encoding="utf-8").partition("| you train")
+    head, _, rest = path.read_text(encoding="utf-8").partition("| what you train")
     written[path] = head + "\n".join(advice) + "\n\n" + rest.partition("\n\n")[2]
     return written
 
@@ -255,24 +256,37 @@ def _labels(found: pd.DataFrame) -> list[str]:
     return [key for key in [*found][:first] if key not in others]
 
 
-def _findings(command: str) -> list[str]:
-    """The best recipes, and which differ from the baseline."""
+def _findings(part: str) -> list[str]:
+    """The best recipes, and which differ from the baseline, in registered and exploratory tests."""
+    ((_, exploratory, command),) = _parts(part)
     found, said = _cells(command), []
     if "best" in found:
         said += [f"**Best sparse mean of the first table:** {_spoken(found, found.best == 1)}."]
     if "p" in found:
         found = found[found.difference.notna()]  # without the baseline
-        sides = {"Better": _spoken(found, found.ahead), "Worse": _spoken(found, found.behind)}
-        shown = [f"{side}: {text}." for side, text in sides.items() if text]
+        labels = found.name.str.split(r" \(|, |\)", regex=True)
+        marked = found.recipe.isin(exploratory) | labels.map({*exploratory}.intersection).map(bool)
+        sides = {
+            "Better": found.ahead & ~marked,
+            "Worse": found.behind & ~marked,
+            "Better, exploratory": found.ahead & marked,
+            "Worse, exploratory": found.behind & marked,
+        }
+        texts = {side: _spoken(found, where) for side, where in sides.items()}
+        shown = [f"{side}: {text}." for side, text in texts.items() if text]
         word = "[Significant](../statistics.md#significant)"
-        said += [f"**{word} differences to {_baseline(command)}.** {' '.join(shown) or 'None.'}"]
+        said += [f"**{word} differences to {_reference(command)}.** {' '.join(shown) or 'None.'}"]
     return [f"- {line}" for line in said]
 
 
 def _baseline(command: str) -> str:
+    """The recipe, or the first label, of what a table compares with."""
     words = shlex.split(command)
-    recipe = words[words.index("--baseline") + 1].split()[0]
-    return in_papers(recipe).replace("dense", "dense training")
+    return words[words.index("--baseline") + 1].split()[0]
+
+
+def _reference(command: str) -> str:
+    return in_papers(_baseline(command)).replace("dense", "dense training")
 
 
 def _losses(command: str) -> list[str]:
@@ -287,7 +301,7 @@ def _leads(command: str) -> list[str]:
     """Which rows are better than the baseline in most cells; of a table over all cells."""
     found = _cells(command)
     names = _listed([*found.name[found.better > found.cells / 2]]) or "no recipe"
-    return [f"- **Ahead of {_baseline(command)} in most cells:** {names}."]
+    return [f"- **Ahead of {_reference(command)} in most cells:** {names}."]
 
 
 def _verdicts(commands: str) -> list[str]:
@@ -304,7 +318,7 @@ def _verdicts(commands: str) -> list[str]:
 
 
 def _parts(commands: str) -> Iterator[tuple[str, list[str], str]]:
-    """Of each command its name, and the recipes that are exploratory in it."""
+    """Of each command its name, and which of its recipes and settings are exploratory."""
     for part in commands.split("; "):
         column = COLUMN.fullmatch(part)
         assert column, part
@@ -351,19 +365,31 @@ def _never_decided(command: str) -> bool:
     return "decided its switch in 0 of" in caption and "not known whether" not in caption
 
 
-def _freezing(commands: str) -> list[str]:
-    """What tables against a live second moment say of STEP's frozen one, a line a column of theirs."""
+def _lines(text: str) -> list[str]:
+    """What tables of differences say of a claim, a line a cell, but for the rows of the baseline's
+    recipe.
+    """
+    head, _, commands = text.partition(": ")
     lines = []
     for name, exploratory, command in _parts(commands):
         caption, *_, table = _printed(command)
-        places, _, row = (line.strip("| ").split("|")[1:] for line in table.splitlines())
+        places, _, *rows = ([*map(str.strip, line[1:-1].split("|"))] for line in table.splitlines())
+        labels = sum(bool(KEY.fullmatch(place)) for place in places)
         sign = -1 if "perplexity" in caption else 1
-        for where, figure in zip(map(str.strip, places), map(str.strip, row), strict=True):
-            better = sign if "*" in figure else 0
-            better *= -1 if figure.startswith("\N{MINUS SIGN}") else 1
-            word = (PLACES if exploratory else VERDICTS)[0 if better > 0 else 1 if better else 2]
-            lines.append([f"{name}, {where}", f"{word}: {figure.partition(' p')[0]}"])
-    return _markdown(["where", "frozen against live"], lines)
+        late = " (t_max)" if _never_decided(command) else ""
+        for row in rows:
+            own = zip(places[1:labels], row[1:labels], strict=True)
+            own = [named(key, value) for key, value in own if value != "null"]
+            for place, figure in zip(places[labels:], row[labels:], strict=True):
+                better = sign if "*" in figure else 0
+                better *= -1 if figure.startswith("\N{MINUS SIGN}") else 1
+                word = (PLACES if exploratory else VERDICTS)[
+                    0 if better > 0 else 1 if better else 2
+                ]
+                found = f"{word}: {figure.partition(' p')[0]}{late}"
+                if row[0] != _baseline(command):
+                    lines.append([", ".join([name, *own, place]), found])
+    return _markdown(["where", head], lines)
 
 
 def _contrast(files: str) -> list[str]:
@@ -481,7 +507,7 @@ BLOCKS = {
     "leads": _leads,
     "settings": _settings,
     "verdicts": _verdicts,
-    "freezing": _freezing,
+    "lines": _lines,
     "contrast": _contrast,
     "csv": _csv,
     "commands": _commands,

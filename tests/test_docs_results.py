@@ -199,7 +199,7 @@ def test_what_freezing_gains_has_its_side(generate, tmp_path):
         "text": f"step_long_language.csv {rows} recipe.decay=0.0 recipe.switch=auto",
     }
     parts = (f"{name} = nmrun table {RESULTS}/{of} --baseline live" for name, of in tables.items())
-    _, _, *lines = lines_of(generate, tmp_path / "page.md", f"freezing: {'; '.join(parts)}")
+    _, _, *lines = lines_of(generate, tmp_path / "page.md", f"lines: gain: {'; '.join(parts)}")
     found = {where: verdict.partition(":")[0] for where, verdict in lines}
     runs = pd.read_csv(RESULTS / "step_mechanism.csv", low_memory=False)
     runs = runs[(runs.recipe == "step") & (runs["recipe.lr_factor"] == 1)]
@@ -284,12 +284,11 @@ ALL = "2:4 1:4 1:8 1:16"
 # what one trains, whose runs show it, at which ratios, and what is to be taken first there
 FIRST_CHOICES = [
     ("images from scratch, Adam", "images", "adam", ALL, "SdGf"),
-    ("the same, untuned", "images_as_they_come", "adam", ALL, "STEP"),
     ("images from scratch, SGD", "images", "sgd", "2:4 1:4", "SR-STE"),
-    ("images from scratch, SGD", "images", "sgd", "1:8 1:16", "SdGf"),
-    ("a language model from scratch", "language", "adam", ALL, "S-STE"),
-    ("a language model from scratch", "wikitext", "adam", ALL, "S-STE"),
-    ("a translation model from scratch", "translation", "adam", ALL, "MdGf"),
+    ("images from scratch, SGD", "images", "sgd", "1:4 1:8 1:16", "SdGf"),
+    ("text from scratch", "language", "adam", ALL, "S-STE"),
+    ("text from scratch", "wikitext", "adam", ALL, "S-STE"),
+    ("text from scratch", "translation", "adam", ALL, "MdGf"),
     ("a pretrained encoder, fine-tuned", "finetuning", "adamw", "2:4", "ASP"),
     ("a pretrained encoder, fine-tuned", "finetuning", "adamw", "1:4 1:8 1:16", "SR-STE"),
     ("a pretrained encoder, fine-tuned", "finetuning", "adamw", "1:4 1:8 1:16", "STE"),
@@ -298,6 +297,12 @@ FIRST_CHOICES = [
     ("at 1:16", "language", "adam", "1:16", "S-STE"),
     ("at 1:16", "wikitext", "adam", "1:16", "S-STE"),
     ("at 1:16", "translation", "adam", "1:16", "MdGf"),
+    ("with nothing tuned", "images_as_they_come", "adam", ALL, "STEP"),
+    ("with nothing tuned", "language_as_they_come", "adam", "2:4 1:4", "STEP"),
+    ("with nothing tuned", "wikitext_as_they_come", "adam", "2:4 1:4", "STEP"),
+    ("with nothing tuned", "language_as_they_come", "adam", "1:16", "S-STE"),
+    ("with nothing tuned", "wikitext_as_they_come", "adam", "1:16", "S-STE"),
+    ("for thousands of steps", "step_long_language", "adam", "1:8", "S-STE"),
 ]
 FROM_SCRATCH = (
     ("images", "adam"),

@@ -25,8 +25,8 @@ from nmrun.sparsity.weight import SparseWeight
 class STE(Recipe):
     """The N largest weights of every M, anew at every step; all weights get the gradient.
 
-    When to use: as the reference for what a decay or a dense start adds. It has nothing to tune
-    but the learning rate.
+    When to use: fine-tuning a trained network from 1:4 on, like SR-STE, and as the reference for
+    what a decay or a dense start adds. It has nothing to tune but the learning rate.
     """
 
     name: ClassVar[str] = "ste"

@@ -14,32 +14,22 @@ ADVICE = (
         "take fewer FLOPs and lose a point of accuracy at 2:4",
     ),
     (
-        "the same, untuned",
-        "[STEP](recipes/step.md) with `recipe.switch=0.5`, if half of the run may be "
-        "[dense](#step-without-tuning); else SR-STE or S-STE at 2:4, SR-STE at 1:4, S-STE at 1:8 and 1:16",
-    ),
-    (
         "images from scratch, SGD",
-        "SR-STE at 2:4 and 1:4, SdGf at 1:8 and 1:16. At 1:8 [S-STE](recipes/s_ste.md) is not told "
-        "apart from SdGf, for fewer FLOPs",
+        "SR-STE at 2:4, SR-STE or SdGf at 1:4, SdGf at 1:8 and 1:16. At 1:8 [S-STE](recipes/s_ste.md) "
+        "is not told apart from SdGf, for fewer FLOPs",
     ),
     (
-        "a language model from scratch",
-        "S-STE. [Tune its learning rate](results/language_as_they_come.md#what-tuning-is-worth); "
-        "there is nothing else to tune. [Untuned](results/language_as_they_come.md) it leads SR-STE at sparse ratios, not at "
-        "2:4, and in a [long run](results/step_long.md#a-language-model) (exploratory)",
-    ),
-    (
-        "a translation model from scratch",
-        "[MdGf](recipes/mdgf.md) (`mdgf_exponential`), which takes nearly the FLOPs of dense "
-        "training; S-STE for fewer",
+        "text from scratch",
+        "a language model: S-STE. [Tune its learning rate](results/language_as_they_come.md#what-tuning-is-worth); "
+        "there is nothing else to tune. Translation: [MdGf](recipes/mdgf.md) (`mdgf_exponential`), which takes "
+        "nearly the FLOPs of dense training; S-STE for fewer",
     ),
     (
         "a pretrained encoder, fine-tuned",
         "[ASP](recipes/asp.md) at 2:4, the simplest; SR-STE or STE from 1:4 on",
     ),
     (
-        "nothing, the language model is trained",
+        "a trained language model, to be pruned",
         "[SparseGPT](pruning.md), then ASP for [a tenth of the original "
         "steps](results/retraining.md) with a [dense teacher](training.md#a-dense-teacher); "
         "[AST](recipes/ast.md) at 1:4. To start from the dense weights: [CAST](recipes/cast.md)",
@@ -49,7 +39,19 @@ ADVICE = (
         "SdGf on images, S-STE on text, MdGf in translation; not ASP in fine-tuning",
     ),
     (
-        "for a few hundred steps, or for speed",
+        "with nothing tuned",
+        "images, Adam: [STEP](recipes/step.md) with `recipe.switch=0.5`, if half of the run may be "
+        "[dense](#step-without-tuning); for fewer FLOPs SR-STE at 2:4 and 1:4, S-STE at 1:8 and 1:16. "
+        "[Language models](results/language_as_they_come.md): that STEP at 2:4 and 1:4, S-STE at 1:16, either at 1:8",
+    ),
+    (
+        "for thousands of steps",
+        "[images](results/step_long.md): STEP with `recipe.switch=0.5`, or SR-STE for as many FLOPs. "
+        "[Text](results/step_long.md#a-language-model): S-STE (exploratory), SR-STE. "
+        "The other lines come from 98 to 1,215 steps",
+    ),
+    (
+        "with fast steps",
         "S-STE or SR-STE. Their weights are N:M from the first step, so [N:M "
         "products](acceleration.md) work in every step",
     ),
