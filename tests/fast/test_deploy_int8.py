@@ -210,6 +210,19 @@ def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() 
 
 
 @needs_int8
+@pytest.mark.parametrize("power", [-8, -12, -20, -60, -100])
+def test_dense_int8_is_as_near_for_small_inputs(power: int) -> None:
+    """A power of two changes no rounding, so neither the error."""
+    weight, bias, x, by = torch.randn(24, 40), torch.randn(24), torch.randn(9, 40), 2.0**power
+    layer = DenseInt8Linear.of(weight)
+    assert 0 < share(layer(x), x @ weight.t()) < 0.03
+    assert torch.equal(layer(x * by) / by, layer(x))
+    biased = DenseInt8Linear.of(weight, bias)
+    torch.testing.assert_close(biased(x * by), layer(x) * by + bias)
+    assert torch.equal(biased(x * 0.0), bias.expand(9, -1))
+
+
+@needs_int8
 def test_a_dense_candidate_has_to_beat_torch_by_more_than_noise(
     deploy_times: dict[str, float],
 ) -> None:

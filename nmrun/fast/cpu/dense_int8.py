@@ -20,6 +20,7 @@ from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.operators import keep_dtypes, over_tokens
 
 ENGINE = "onednn"
+NARROW = 2.0**-6  # of a smaller range torch's steps are too wide: they are 6.1e-5 at least
 
 
 def available() -> bool:
@@ -99,9 +100,19 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
     check_operands(x, weight, weight.shape[1])
     if not x.numel():
         return x.new_empty(len(x), len(weight))
-    if not all(math.isfinite(end) for end in torch.aminmax(x)):
+    low, high = map(float, torch.aminmax(x))
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise RuntimeError("int8 products: the activations have NaN or infinity")
-    result: Tensor = torch.ops.quantized.linear_dynamic(x.float().contiguous(), COPIES[number])
+    product, copy = torch.ops.quantized.linear_dynamic, COPIES[number]
+    tokens = x.float().contiguous()
+    size = max(high, 0.0) - min(low, 0.0)
+    if not 0 < size < NARROW:
+        result: Tensor = product(tokens, copy)
+    else:  # a power of two makes the range wide enough, and changes no rounding
+        up = 2.0 ** min(126, math.ceil(math.log2(NARROW / size)))
+        _, bias = torch.ops.quantized.linear_unpack(copy)
+        bias = 0.0 if bias is None else bias
+        result = (product(tokens * up, copy) - bias) / up + bias
     return result.to(x.dtype)
 
 
