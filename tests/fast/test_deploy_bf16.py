@@ -88,6 +88,17 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
 
 
+@pytest.mark.usefixtures("emulated_bf16")
+def test_integers_are_refused() -> None:
+    """The result has the dtype of the input, and would be cut off."""
+    model = mlp()
+    nmrun.deploy(model, normal_bf16(3, 80))
+    with pytest.raises(
+        RuntimeError, match=r"^x of torch\.uint8: packed layers take floating-point"
+    ):
+        model(torch.ones(3, 80, dtype=torch.uint8))
+
+
 def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
     """A model that was deployed where there is one, unpickled here."""
     x = normal_bf16(3, 80)

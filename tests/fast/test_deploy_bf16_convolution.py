@@ -52,6 +52,8 @@ def test_against_float64(pattern: str) -> None:
         assert torch.equal(model[0](x[0]), model[0](input=x)[0])
         assert model(x[:0]).shape == (0, *z.shape[1:])
         assert model[0](x.float()).dtype == torch.float32
+        with pytest.raises(RuntimeError, match=r"^x of torch\.uint8: packed layers take floating"):
+            model[0](x.to(torch.uint8))
     assert z.dtype == torch.bfloat16
     assert float((z.double() - exact).norm() / exact.norm()) < 0.01
 

@@ -46,6 +46,17 @@ def test_layers_are_int8(dtype: torch.dtype) -> None:
 
 
 @needs_int8
+@pytest.mark.parametrize("layer", [Int8Linear, DenseInt8Linear])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_integers_are_refused(
+    layer: type[Int8Linear | DenseInt8Linear], dtype: torch.dtype
+) -> None:
+    """The result has the dtype of the input, and would be cut off."""
+    with pytest.raises(RuntimeError, match=f"^x of {dtype}: packed layers take floating-point"):
+        layer.of(torch.randn(24, 40))(torch.ones(3, 40, dtype=dtype))
+
+
+@needs_int8
 @pytest.mark.usefixtures("faster")
 def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     model, other, x = pruned(), pruned("1:16"), torch.randn(3, 5, 80)

@@ -20,7 +20,7 @@ from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.packed_layer import PackedLayer, check_on_cpu
+from nmrun.fast.cpu.packed_layer import PackedLayer, check_input
 from nmrun.fast.cpu.weight import matrix_of
 from nmrun.fast.operators import followed
 
@@ -108,7 +108,7 @@ def _convolved(
     window, values = Window.of(taps, stride, padding, dilation), parts[0]
     matrix = matrix_of(parts, shape[0], shape[1], window.positions)
     low = isinstance(matrix, Bf16Matrix)
-    check_on_cpu(x, values)
+    check_input(x, values)
     for tensor, name in () if low else ((x, "x"), (values, "weights")):
         if tensor.dtype != torch.float32:
             raise RuntimeError(f"{name} of {tensor.dtype}: packed convolutions take float32")

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from nmrun.fast.operators import keep_dtypes
 
 
-def check_on_cpu(x: Tensor, values: Tensor) -> None:
-    """Raise RuntimeError for an input or weights that are elsewhere."""
+def check_input(x: Tensor, values: Tensor) -> None:
+    """Raise RuntimeError for an input or weights that are not on the CPU, and for an input of integers,
+    whose dtype the result would have."""
+    if not x.is_floating_point():
+        raise RuntimeError(f"x of {x.dtype}: packed layers take floating-point numbers")
     if not (x.is_cpu and values.is_cpu):
         raise RuntimeError(
             f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"

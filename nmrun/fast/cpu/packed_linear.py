@@ -15,7 +15,7 @@ from nmrun.fast.cpu.kernels import bf16, int8, products, tiles
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
-from nmrun.fast.cpu.packed_layer import PackedLayer, check_on_cpu
+from nmrun.fast.cpu.packed_layer import PackedLayer, check_input
 from nmrun.fast.operators import over_tokens
 
 
@@ -117,8 +117,8 @@ LAYERS = {layer.__name__: layer for layer in (PackedLinear, Bf16Linear, Int8Line
 
 
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
-    """Raise RuntimeError for an input of another width, and for tensors that are not on the CPU."""
-    check_on_cpu(x, values)
+    """Raise RuntimeError for an input of another width, and as :func:`check_input`."""
+    check_input(x, values)
     if x.shape[-1] != columns:
         raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
 
