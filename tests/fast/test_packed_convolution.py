@@ -209,5 +209,7 @@ def test_an_image_has_the_same_bits_in_any_batch_and_under_autocast_it_stays_flo
         assert torch.equal(model[0](x[3:5]), whole[3:5])
         with torch.autocast("cpu", torch.bfloat16):
             z = model[0](x)
-    assert z.dtype == torch.float32
+            low = model[0](x.bfloat16())  # as a dense layer leaves it
+    assert z.dtype == low.dtype == torch.float32
     torch.testing.assert_close(z, F.conv2d(x, weight, bias, padding=1))
+    torch.testing.assert_close(low, F.conv2d(x.bfloat16().float(), weight, bias, padding=1))

@@ -49,7 +49,9 @@ class PackedConvolution(PackedLayer):
     def forward(self, input: Tensor) -> Tensor:
         """From (images, in_channels, height, width) to (images, out_channels, height, width), channels
         last; or one image, without the first dimension. In the dtype of the input: float32, and in
-        bfloat16 any, which is rounded."""
+        bfloat16 any, which is rounded. Under autocast in that of the weight."""
+        if torch.is_autocast_enabled("cpu"):  # dense layers before this one have cast theirs
+            input = input.to(self.values.dtype)
         batch = input if input.dim() == 4 else input.unsqueeze(0)
         call = followed(input, packed_convolution, _convolved)
         z = call(batch, self.parts(), self.bias, self.shape[:2], *_moves(self.window))
