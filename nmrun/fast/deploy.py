@@ -92,9 +92,9 @@ def deploy(
         the times in milliseconds. Then those of attention and GELU, which are ``always_dense``.
 
     Raises:
-        ConfigError: where a weight is still in training, for a model or sample of another kind, and
-            for ``precision="int8"`` on a processor or device without such products. No layer is
-            changed then.
+        ConfigError: where a weight is still in training or on meta, for a model or sample of another
+            kind, and for ``precision="int8"`` on a processor or device without such products. No
+            layer is changed then.
     """
     _check(model, precision, tolerance)
     for name, parameter in model.named_parameters():
@@ -139,6 +139,8 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
     """Raise ConfigError, in one line, for what is no module and a precision that cannot be had."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{type(model).__name__} is no module: give deploy the finished model")
+    if "meta" in devices(model):
+        raise ConfigError("the model is on meta: load its weights first")
     if precision not in (None, INT8):
         raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
     if not number(0, 1).holds(plain(tolerance)):

@@ -199,7 +199,9 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 1:
                     reasons[f"{path}.{attribute}".lstrip(".")] = (
-                        f"no packed layer stands for this {type(module).__name__}"
+                        "it has hooks or a forward of its own"
+                        if is_touched(module)
+                        else f"no packed layer stands for this {type(module).__name__}"
                     )
     return by_module, reasons
 

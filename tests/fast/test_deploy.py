@@ -93,6 +93,16 @@ def test_an_mlp_of_two_patterns(tokens: int, dtype: torch.dtype) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("faster")
+def test_a_single_number_is_an_output_like_others() -> None:
+    """A head with one output, of one token."""
+    model, x = prune(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 1)), "1:4"), torch.randn(1, 40)
+    expected = model(x).detach()
+    assert [c.path for c in nmrun.deploy(model, x)] == ["packed"] * 2
+    torch.testing.assert_close(model(x), expected)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
 def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     model, other, x = mlp(), mlp(), torch.randn(3, 5, 40)
     prune(other, "1:8", "1:16")
@@ -376,9 +386,11 @@ def test_what_is_left_dense_has_a_reason() -> None:
             self.tied = nn.Linear(16, 16)
             self.tied.weight = self.dense.weight
             self.conv, self.out = nn.Conv1d(16, 16, 1), nn.Linear(16, 16).double()
+            self.hooked = nn.Linear(16, 16)
+            self.hooked.register_forward_hook(lambda *call: None)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.twice(self.shared(self.conv(self.dense(x).t()).t()))
+            x = self.hooked(self.twice(self.shared(self.conv(self.dense(x).t()).t())))
             return self.out(self.tied(x).double())
 
     model = Mixed()
@@ -391,6 +403,7 @@ def test_what_is_left_dense_has_a_reason() -> None:
         "unused.weight": "the sample does not call it as a layer",
         "twice.weight": "its weight is not N:M",
         "conv.weight": "no packed layer stands for this Conv1d",
+        "hooked.weight": "it has hooks or a forward of its own",
         "out.weight": "float64: packed weights on the CPU are float32 or bfloat16",
     }
 
@@ -405,6 +418,8 @@ def test_training_and_odd_samples_are_refused_in_one_line() -> None:
         nmrun.deploy(mlp(), 1.0)
     with pytest.raises(ConfigError, match=r"^dict is no module: give deploy the finished model$"):
         nmrun.deploy({**model.state_dict()}, torch.randn(2, 16))
+    with pytest.raises(ConfigError, match=r"^the model is on meta: load its weights first$"):
+        nmrun.deploy(mlp().to("meta"), torch.randn(2, 40, device="meta"))
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7", "4:8", "1:32", "3:4"])
