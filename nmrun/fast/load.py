@@ -45,6 +45,10 @@ def load_packed(path: Path | str, model: Model) -> Model:
         ConfigError: for a file that is damaged or of another model, without a C compiler, and for
             an int8 file on a processor without int8 products. The model is unchanged then.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{type(model).__name__} is no module: give load_packed the run's network"
+        )
     try:
         tensors, lines = packed.read(path)
         dense = {name: list(t.shape) for name, t in tensors.items()}
