@@ -12,7 +12,18 @@ import pydoc
 import pytest
 import torch
 from torch import nn
-from training import TOTAL, attach, batch, bits, everything, net, recipe_tensors, start, train
+from training import (
+    KINDS,
+    TOTAL,
+    attach,
+    batch,
+    bits,
+    everything,
+    net,
+    recipe_tensors,
+    start,
+    train,
+)
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -348,7 +359,7 @@ def test_copies_of_model_and_optimizer_train_on_with_the_same_bits(recipe, saved
     assert everything(twin, other, second) == everything(model, optimizer, handle)
 
 
-@pytest.mark.parametrize("kind", ["torch.optim.Adam", "torch.optim.AdamW", "nmrun.optim.AdamW"])
+@pytest.mark.parametrize("kind", [*(f"torch.optim.{kind}" for kind in KINDS), "nmrun.optim.AdamW"])
 def test_copies_where_a_layer_had_no_gradient_yet(kind):
     def steps(model, optimizer, numbers):
         for number in numbers:

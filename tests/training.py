@@ -13,6 +13,9 @@ import nmrun
 from nmrun.recipes import RECIPES
 from nmrun.step.handle import Handle
 
+# torch's optimizers, but for Adagrad, whose states are never empty
+KINDS = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"]
+KINDS += ["RMSprop", "Rprop", "ASGD", "Adadelta", "Adafactor"]
 TOTAL = 10
 OPTIONS: dict[str, dict[str, Any]] = {
     "sdgf_geometric": {"frames": 2},

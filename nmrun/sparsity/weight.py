@@ -25,6 +25,7 @@ from nmrun.sparsity.reference import grouped, holds
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id, of all handles
 LIVE: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+COUNTS = {"step", "eta", "mu", "mu_product"}  # numbers in the states of torch's optimizers
 FIRST_MASK = "first_mask"  # packed bits, see nmrun.sparsity.metrics
 
 
@@ -269,7 +270,6 @@ class SparseWeight:
 
 def never_stepped(state: Mapping[Any, Any]) -> bool:
     """Whether an optimizer's state of a weight has nothing but the weight's own tensors, and a count
-    of no steps."""
-    return all(
-        str(key).startswith(PREFIX) or (key == "step" and not value) for key, value in state.items()
-    )
+    of no steps with what may stand beside it."""
+    others = {key for key in state if not str(key).startswith(PREFIX)}
+    return not others or (others <= COUNTS and "step" in others and not state["step"])

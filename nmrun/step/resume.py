@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import optim
 
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
@@ -24,7 +25,13 @@ from nmrun.sparsity.weight import PREFIX, SparseWeight, never_stepped
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
-ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# what torch's optimizers look for in every state that is not empty, when they are copied or loaded
+LOOKED_FOR: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((optim.Adam, optim.AdamW, optim.Adamax, optim.RAdam, optim.RMSprop), ("step",)),
+    **dict.fromkeys((optim.Rprop, optim.Adadelta, optim.Adafactor), ("step",)),
+    optim.NAdam: ("step", "mu_product"),
+    optim.ASGD: ("step", "eta", "mu"),
+}
 
 
 class SettingsEntry:
@@ -67,6 +74,7 @@ class Resume:
         self._room: dict[str, dict[str, Any]] = {}
         self.loaded = False
         self._entry = SettingsEntry(recipe, weights)
+        self._looked_for = next((k for o, k in LOOKED_FOR.items() if isinstance(optimizer, o)), ())
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says."""
@@ -134,10 +142,9 @@ class Resume:
         self.put_clock()
         for weight in self.weights:
             weight.put_state(self.optimizer)
-            state = self.optimizer.state.get(weight.parameter)
-            # a copy and a loaded Adam look for its count in every state that is not empty
-            if state and isinstance(self.optimizer, ADAM):
-                state.setdefault("step", torch.zeros(()))
+            state = self.optimizer.state.get(weight.parameter) or {}
+            for key in self._looked_for if state else ():
+                state.setdefault(key, torch.zeros(()))
 
     def _before_saving(self) -> None:
         state = self.optimizer.state
