@@ -297,6 +297,30 @@ def test_by_sgd_a_cast_model_has_the_dense_weights_cast(dtype):
     assert torch.equal(model[0].weight, hard_threshold(weight.dense, "2:4"))
 
 
+@pytest.mark.parametrize("kind", ["torch.optim.AdamW", "torch.optim.SGD", "nmrun.optim.AdamW"])
+def test_a_memory_format_that_is_chosen_after_sparsify(kind):
+    """torch's fused kernels on the CPU take a weight and its gradient for stored alike."""
+    ends = []
+    for moment in "before", "after", "never":
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
+        if moment == "before":
+            model.to(memory_format=torch.channels_last)
+        optimizer = pydoc.locate(kind)(model.parameters(), lr=0.02, fused=True)
+        handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", decay=0.1)
+        if moment == "after":
+            model.to(memory_format=torch.channels_last)
+        for number in range(3):
+            model(batch(number).reshape(1, 8, 4, 4).tile(1, 1, 2, 2)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.finalize()
+        ends.append([p.detach() for p in model.parameters()])
+    for before, after, never in zip(*ends, strict=True):
+        assert torch.equal(before, after)
+        torch.testing.assert_close(after, never, atol=1e-5, rtol=0)
+
+
 def test_a_cast_between_steps_is_the_dense_weight_cast():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))

@@ -207,6 +207,12 @@ class SparseWeight:
         """Whether the parameter got other memory since :meth:`note`, as by ``p.data = ...``."""
         return self._data_ptr() != self._place
 
+    def is_stored_otherwise(self, dense: Tensor) -> bool:
+        """Whether the parameter has another memory format than a dense weight that it is to point at in
+        a step. Its gradient has that of the parameter, and torch's fused kernels on the CPU take
+        them for alike."""
+        return not self.copies and self.parameter.stride() != dense.stride()
+
     def is_replaced(self) -> bool:
         """Whether the module has another parameter in the place of this one."""
         now = getattr(self.module, self.attribute, None)
@@ -247,7 +253,10 @@ class SparseWeight:
         if key == "dense":
             dtype = self.parameter.dtype
         # torch.distributed.checkpoint may have loaded it whole
-        self._tensors[key] = part_like(value, self.parameter).to(self.parameter.device, dtype)
+        part = part_like(value, self.parameter).to(self.parameter.device, dtype)
+        if key == "dense" and self.is_stored_otherwise(part):
+            part = torch.empty_like(self.parameter).copy_(part)
+        self._tensors[key] = part
 
     def put_state(self, optimizer: torch.optim.Optimizer) -> None:
         if self._tensors:

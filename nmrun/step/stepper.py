@@ -281,7 +281,8 @@ class Stepper:
         )
         changed: list[SparseWeight] = []
         for weight in self.sparse:
-            if weight.is_cast() or weight.dense.device != weight.weight.device:
+            elsewhere = weight.dense.device != weight.weight.device
+            if weight.is_cast() or elsewhere or weight.is_stored_otherwise(weight.dense):
                 weight.restore("dense", weight.dense)
                 if not weight.moved():  # rounded weights may be equal, and the mask another
                     self.recipe.project(weight, weight.weight)
