@@ -96,6 +96,20 @@ def test_the_reason_is_told_and_nothing_changed(recipe, happens, message):
     assert training[2].sparse
 
 
+@pytest.mark.parametrize("recipe", ["sr_ste", "sqft"])
+def test_a_handle_that_has_ended_leaves_the_next_training_alone(recipe):
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(TOTAL))
+    handle.finalize()
+    again = attach(model, optimizer, recipe)
+    train(model, optimizer, range(3))
+    handle.finalize()
+    handle.abandon()
+    twin, other = copy.deepcopy((model, optimizer))
+    second = attach(twin, other, recipe)
+    assert everything(twin, other, second) == everything(model, optimizer, again)
+
+
 def test_a_training_that_was_abandoned_is_not_finished():
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))

@@ -324,13 +324,15 @@ class Stepper:
         )
 
     def leave(self) -> None:
-        """Take hooks and tensors out of the optimizer; the parameters stay as they are."""
+        """Take hooks and tensors out of the optimizer; the parameters stay as they are. Where that was
+        done before, the optimizer may have another training's by now."""
+        if not self.sparse:
+            return
         for weight in self.sparse:
             weight.pop_state(self.optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
-        if self.sparse:
-            self.recipe.detach(self.optimizer)
+        self.recipe.detach(self.optimizer)
         for hook in self._hooks:
             hook.remove()
         self.optimizer.param_groups[0].pop(KEY, None)
