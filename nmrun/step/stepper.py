@@ -76,6 +76,7 @@ class Stepper:
         self.measured: dict[str, float] = {}
         self._open = 0  # steps that have begun and not ended: two where one calls another
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
+        self._popped = False  # whether it found tensors in the optimizer's state
         self._written = 0  # steps in a row before which others wrote the weights
         self._last_written = -2  # the last of them
         self._has_warned = False  # of weights that others wrote
@@ -111,10 +112,11 @@ class Stepper:
         self.recover()
         answer = closure_first(args, kwargs)
         self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
+        self._popped = any(optimizer.state.get(weight.parameter) for weight in self.sparse)
+        for weight in self.sparse:  # also where it is skipped: torch's fused Adam reads its state
+            weight.pop_state(optimizer)
         if self._skipped:
             return answer
-        for weight in self.sparse:
-            weight.pop_state(optimizer)
         if not self._compared:
             if replaced := next((w.name for w in self.sparse if w.is_replaced()), ""):
                 raise RunError(f"{replaced} {REPLACED}")
@@ -165,6 +167,8 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._open -= 1
+        if self._skipped and self._popped and not self._open:
+            self.resume.put()
         if self._skipped or self._open:
             return
         for weight in self.sparse:
