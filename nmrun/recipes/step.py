@@ -86,7 +86,8 @@ class STEP(Recipe):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         adam = freezable(optimizer)
         groups = adam.groups_of([w.parameter for w in weights])
-        if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
+        differ = len({(g["betas"][1], g["eps"]) for g in groups}) > 1
+        if differ and self.switching.automatic:
             raise ConfigError(
                 "step: the parameter groups with sparse weights must share beta2 and eps, the switch pools them"
             )

@@ -326,3 +326,27 @@ def test_step_wants_one_beta2_and_eps_for_what_it_pools():
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "eps": 1e-6}]
     with pytest.raises(ValueError, match="must share beta2 and eps"):
         nmrun.sparsify(model, nmrun.optim.Adam(groups), "step", "2:4", 10)
+
+
+def test_at_a_fixed_switch_step_freezes_every_group_by_its_own_beta2_and_eps():
+    """torch's Adam has the same dense steps, and v; the frozen tensor is sqrt(v / (1 - beta2^t) +
+    eps)."""
+    ends = []
+    for kind in nmrun.optim.Adam, torch.optim.Adam:
+        model = Net()
+        groups = [
+            {"params": model[0].parameters()},
+            {"params": model[2].parameters(), "eps": 1e-3, "betas": (0.9, 0.9)},
+        ]
+        optimizer = kind(groups)
+        if kind is nmrun.optim.Adam:
+            nmrun.sparsify(model, optimizer, "step", "2:4", 10, switch=0.4)
+        for step in range(4):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).double()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([optimizer.state[model[i].weight] for i in (0, 2)])
+    for ours, adams, beta2, eps in zip(*ends, (0.999, 0.9), (1e-8, 1e-3), strict=True):
+        expected = (adams["exp_avg_sq"] / (1 - beta2**4) + eps).sqrt()
+        torch.testing.assert_close(ours["frozen_denominator"], expected)
