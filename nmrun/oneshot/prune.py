@@ -116,6 +116,8 @@ def prune(
         raise ConfigError(f"{type(model).__name__} is no module: give prune the trained model")
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
+    if isinstance(batches, str):  # the pattern, as in nmrun.sparsify
+        raise ConfigError(f"prune takes calibration batches first, and {batches!r} is none")
     if isinstance(batches, Tensor | Mapping):
         raise ConfigError("prune takes several batches: give one by itself as [batch]")
     calibration = list(batches)

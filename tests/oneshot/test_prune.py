@@ -499,6 +499,7 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
         ({"pattern": "7:2:8"}, "no weight of this model can be pruned to 7:2:8 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "4:2:8", "method": "ria", "permute": True}, "ria: permute=true is for N:M patterns, not for 4:2:8"),
         ({"include": "nothing"}, "include: 'nothing' matches no layer's whole name"),
+        ({"batches": "2:4"}, "prune takes calibration batches first, and '2:4' is none"),
         ({"batches": [(x, x) for x in tokens()]}, "the model does not take a batch as it is (too many positional arguments): say how by forward="),
         ({"batches": [{"ids": x} for x in tokens()]}, "the model does not take a batch as it is (missing a required argument: "),
     ],
