@@ -122,7 +122,8 @@ def accelerate(
     if mode == "off" or not (sparse or dense or attentions):
         return []
     why_not = why_not or obstacle(device)
-    inputs = _largest_inputs([*dense, *attentions, *([] if why_not else sparse)], sample)
+    modules = [*dense, *attentions, *([] if why_not else sparse)]
+    inputs = _largest_inputs(handle.model, modules, sample)
     layers, total = itertools.count(1), len(handle.sparse) + len(dense) + len(attentions)
     library = "" if why_not or side is on_cpu else ranks.from_leader(on_gpu.library(device))
 
@@ -225,6 +226,8 @@ def _by_nm_products(
             sparse_layer.packed = side.packed(sparse_layer, path, times, shape)
             sparse_layer.whole_gradients = whole_gradients
             sparse_layer.active = not handle.recipe.dense_forward
+            # as after a step: a run that goes on computes its first step so
+            sparse_layer.masked = sparse_layer.active and handle.recipe.masks_gradient(weight)
             sparse_layer.uses_packed = handle.recipe.is_sparse
             sparse_layer.pack()
         choices.append(Choice(weight.name, path, reason, shape, times))
@@ -320,7 +323,7 @@ def _dense_choice(
 
 
 def _largest_inputs(
-    modules: Sequence[nn.Module], sample: Callable[[], object]
+    model: nn.Module, modules: Sequence[nn.Module], sample: Callable[[], object]
 ) -> dict[nn.Module, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of the inputs of the layers that are called, each at its largest."""
     by_module: dict[nn.Module, tuple[torch.Size, torch.dtype]] = {}
@@ -333,7 +336,14 @@ def _largest_inputs(
     if not modules:
         return {}
     hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in modules]
-    watched(hooks, sample)
+    # batch norm in training mode counts this batch, and a run that goes on would count it again
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        watched(hooks, sample)
+    finally:
+        for buffer, before in buffers:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
     return by_module
 
 

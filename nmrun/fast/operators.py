@@ -34,6 +34,16 @@ def over_tokens(
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
+def refuse_second_gradients() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated, where torch would take the
+    weight that was packed for a constant."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "packed products have no gradients of gradients (create_graph=True): "
+            'nmrun.accelerate(handle, sample, "off") takes them back'
+        )
+
+
 def keep_dtypes(layer: nn.Module, names: Iterable[str], apply: Callable[[], object]) -> None:
     """Let ``apply`` move and cast a layer, but no more than move these buffers, whose bytes would
     mean something else in another dtype."""

@@ -41,6 +41,13 @@ def has_memory(tensor: Tensor) -> bool:
     return kind is Tensor or issubclass(kind, nn.Parameter)
 
 
+def is_transformed() -> bool:
+    """Whether ``torch.func`` differentiates or maps over what is computed now; compilers see to that
+    themselves."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def stored_alike(*tensors: Tensor) -> bool:
     """Whether tensors of one shape have no gaps and one order: all contiguous or all channels last."""
     orders = (torch.contiguous_format, torch.channels_last)

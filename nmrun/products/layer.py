@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.kernels.layout import is_transformed
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import compute_dtype, convolution, linear
 from nmrun.sparsity.layers import forward_class, is_plain_linear, of_one_input, own_forward
@@ -30,6 +31,8 @@ class Phase(Protocol):
 
     @property
     def is_sparse(self) -> bool: ...
+
+    def masks_gradient(self, weight: SparseWeight) -> bool: ...
 
 
 class PackedProducts(Protocol):
@@ -175,7 +178,9 @@ class Layer:
     def up_to_date(self, whole: Tensor) -> PackedProducts | None:
         """:attr:`packed` for a pass, None where it is not used. ``whole``: the module's weight in
         this pass, which FSDP has gathered."""
-        if self.packed is None or not self.uses_packed or self.is_behind(whole):
+        if self.packed is None or not self.uses_packed:
+            return None
+        if is_transformed() or self.is_behind(whole):  # torch.func has no rules for packed products
             return None
         if self._waits:
             if whole.dtype != self.weight.parameter.dtype:  # FSDP's mixed precision
@@ -304,7 +309,9 @@ def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
         other, on = None, layer.is_on(module)
         if on:
             packed = layer.up_to_date(module.weight)
-            if packed is not None and compute_dtype(input) == packed.dtype and input.numel():
+            # torch refuses an input of another width; packed products would read past its end
+            fits = input.numel() and input.shape[-1:] == weight.shape[1:]
+            if packed is not None and fits and compute_dtype(input) == packed.dtype:
                 return packed(input, weight, bias, layer.mvue)
             other = layer.matrix(layer.other_weight(module.weight))
         estimated = layer.mvue is not None or layer.input_mvue is not None
@@ -325,8 +332,8 @@ def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
         if not layer.is_on(module):
             return type(module).forward(module, input)
         packed = layer.up_to_date(module.weight)
-        fits = packed is not None and input.dim() == 4 and compute_dtype(input) == packed.dtype
-        if packed is not None and fits and input.numel():
+        fits = input.dim() == 4 and input.numel() and input.shape[1] == module.weight.shape[1]
+        if packed is not None and fits and compute_dtype(input) == packed.dtype:
             return packed(input, module.weight, module.bias)
         input_weight = layer.other_weight(module.weight)
         if input_weight is None:

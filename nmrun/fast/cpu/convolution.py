@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
 from nmrun.fast.cpu.weight import KINDS, PackedWeight, matrix_of
+from nmrun.fast.operators import refuse_second_gradients
 
 
 def window_of(module: nn.Conv2d) -> Window:
@@ -39,23 +40,32 @@ class ConvolutionProducts(PackedWeight):
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Pack a weight (out channels, channels, rows, columns), float32, in place of the old one. So is
+        """Pack a weight (out channels, channels, rows, columns) in place of the old one. So is
         ``other``, the weight of the input gradient, where that is another. The weight gradient is whole,
         masked or not.
         """
-        self.pack(by_taps(weight), None if other is None else by_taps(other))
+        # a model may be cast after it was accelerated
+        self.pack(by_taps(weight.float()), None if other is None else by_taps(other.float()))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x (images, channels, height, width) to (images, out channels, height, width), channels
-        last. ``weight`` is not read: it receives the gradient."""
+        """x (images, channels, height, width) to (images, out channels, height, width), stored as torch
+        stores it: with channels last where x or the weight is. ``weight`` is not read: it receives the
+        gradient."""
         w, parts = self.window, map(self.parts, KINDS)
-        return convolution(x.to(self.dtype), weight, bias, *parts, w.stride, w.padding, w.dilation)
+        z = convolution(x.to(self.dtype), weight, bias, *parts, w.stride, w.padding, w.dilation)
+        # a network may take a view of what torch stores image by image
+        return z if has_channels_last(x) or has_channels_last(weight) else z.contiguous()
 
 
 class Bf16ConvolutionProducts(ConvolutionProducts):
     """The same with products in bfloat16, which the processor has to have; the weight is rounded."""
 
     dtype, MATRIX = torch.bfloat16, Bf16Matrix
+
+
+def has_channels_last(t: Tensor) -> bool:
+    """Whether images or a weight are stored so, and not image by image too, as single pixels are."""
+    return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
 def by_taps(weight: Tensor) -> Tensor:
@@ -103,6 +113,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    refuse_second_gradients()
     x, weight, *backward = ctx.saved_tensors
     dx = None
     if ctx.needs_input_grad[0]:

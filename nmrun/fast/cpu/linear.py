@@ -27,6 +27,7 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.weight import KINDS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
+from nmrun.fast.operators import refuse_second_gradients
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import estimate
 
@@ -56,10 +57,13 @@ class LinearProducts(PackedWeight):
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
-        """Pack a weight (outputs, inputs), float32, in place of the old one, and ``other`` for the input
+        """Pack a weight (outputs, inputs) in place of the old one, and ``other`` for the input
         gradient. ``masked``: the gradients of pruned weights are not needed; kept weights that are 0 need
         theirs, so where there are any, all are computed."""
-        count = self.pack(weight.detach(), None if other is None else other.detach())
+        # a model may be cast after it was accelerated
+        count = self.pack(
+            weight.detach().float(), None if other is None else other.detach().float()
+        )
         # a backward pass of an earlier step raises, as with a dense weight
         torch.autograd.graph.increment_version(list(self.buffers()))
         sampled = masked and self.gradient_is_faster and count == self.full
@@ -184,6 +188,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    refuse_second_gradients()
     x, *parts = ctx.saved_tensors
     forward, backward = parts[: ctx.split], parts[ctx.split :]
     weight_dtype, bias_dtype = ctx.dtypes

@@ -23,7 +23,7 @@ from nmrun.fast.cpu.laid_out import COPIES, LaidOut
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
 from nmrun.fast.operators import over_tokens
-from nmrun.kernels.layout import has_memory
+from nmrun.kernels.layout import has_memory, is_transformed
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear, of_one_input
 
@@ -61,8 +61,10 @@ def weight_of(module: Any) -> Tensor | None:
 
 
 def takes(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer that is faster so computes this input so: in training, in float32."""
-    return module.training and x.numel() > 0 and compute_dtype(x) == torch.float32
+    """Whether a layer that is faster so computes this input so: in training, in float32, and not
+    where ``torch.func`` follows, which has no rules for it."""
+    in_training = bool(module.training) and not is_transformed()
+    return in_training and x.numel() > 0 and compute_dtype(x) == torch.float32
 
 
 def install(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convolutions import batch, net, train
+from torch import Tensor, nn
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast.cpu import convolution
@@ -79,6 +80,53 @@ def test_what_comes_out_may_be_written_in_place(shape: tuple[int, ...]) -> None:
         (expected,) = torch.autograd.grad(convolve(x).relu().square().sum(), x)
         (gradient,) = torch.autograd.grad(convolve(x).relu_().square().sum(), x)
         assert torch.equal(gradient, expected)
+
+
+def accelerated(**options: Any) -> tuple[nn.Conv2d, Tensor]:
+    """A convolution that is packed, in training, and images for it."""
+    model, x = nn.Sequential(nn.Conv2d(8, 16, 3, **options)), torch.randn(4, 8, 6, 6)
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    assert accelerate(handle, lambda: model(x), "packed")[0].path == "packed"
+    return model[0], x
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 6, 6), (4, 12, 6, 6), (4, 8, 2, 6)], ids=str)
+def test_images_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    convolve, _ = accelerated()
+    with pytest.raises(RuntimeError, match=r"channels|smaller than the kernel"):
+        convolve(torch.randn(shape))
+
+
+@pytest.mark.parametrize("images_last", [False, True])
+@pytest.mark.parametrize("weight_last", [False, True])
+def test_outputs_are_stored_as_by_torch(images_last: bool, weight_last: bool) -> None:
+    """A network may take a view of them."""
+    convolve, x = accelerated()
+    if weight_last:
+        convolve.to(memory_format=torch.channels_last)
+    if images_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    expected = F.conv2d(x, convolve.weight, convolve.bias)
+    result = convolve(x)
+    assert result.stride() == expected.stride()
+    assert torch.allclose(result, expected, atol=1e-5)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    convolve, x = accelerated()
+    x.requires_grad_()
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(convolve(x).sum(), x, create_graph=True)
+
+
+def test_a_weight_of_another_dtype_is_packed_as_float32() -> None:
+    weight, x = (
+        hard_threshold(torch.randn(6, 8, 3, 3), "2:4", 1).bfloat16(),
+        torch.randn(2, 8, 5, 5),
+    )
+    packed = ConvolutionProducts((6, 8), Window((3, 3)))
+    packed.write(weight, None)
+    assert torch.allclose(packed(x, weight, None), F.conv2d(x, weight.float()), atol=1e-4)
 
 
 def test_operators_are_as_torch_wants_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -191,6 +192,61 @@ def test_under_autocast_to_bfloat16() -> None:
     assert train(model, optimizer, low=True) == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.parametrize("width", [16, 35, 64])
+def test_an_input_of_another_width_is_refused_as_by_torch(width: int) -> None:
+    """Packed products would read past its end, or not all of it."""
+    _, (model, _, _) = both("ste")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model[0](torch.randn(4, width))
+
+
+def test_a_model_that_is_cast_afterwards() -> None:
+    """Its weights are packed from what they are stored as."""
+    model, plain, (x, target) = mlp(), mlp(), batch(0)
+    optimizer = optim.AdamW(model.parameters(), 1e-2)
+    handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8)
+    accelerate(handle, under_autocast(model, x), "packed")
+    model.bfloat16(), plain.bfloat16()
+    for _ in range(3):
+        plain.load_state_dict(model.state_dict())
+        z = model(x.bfloat16())
+        torch.testing.assert_close(z, plain(x.bfloat16()), rtol=2e-2, atol=2e-2)
+        F.cross_entropy(z, target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_torch_func_follows_as_through_a_plain_model() -> None:
+    """Packed products have no rules of its transforms; a tangent would be lost without a word."""
+    _, (model, _, _) = both("ste")
+    plain, (x, _) = mlp(), batch(0)
+    plain.load_state_dict(model.state_dict())
+    for follow in (
+        lambda net: torch.func.jvp(net, (x,), (x.sin(),))[1],
+        lambda net: torch.func.grad(lambda x: net(x).square().sum())(x),
+        lambda net: torch.vmap(net)(x),
+    ):
+        torch.testing.assert_close(follow(model), follow(plain))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """The gradient of the input would have none for the weight."""
+    model, x = nn.Sequential(nn.Linear(36, 8)), batch(0)[0].requires_grad_()
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    accelerate(handle, lambda: model(x), "packed")
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_the_sample_leaves_batch_norm_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(36, 64), nn.BatchNorm1d(64))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = sparsify(model, optim.AdamW(model.parameters()), "dense", total_steps=8)
+    accelerate(handle, lambda: model(batch(0)[0]))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_compiled_as_one_graph() -> None:
     (plain, optimizer, _), (model, other, _) = both("sr_ste")
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -220,6 +276,27 @@ def test_evaluation_and_state_dicts_know_nothing() -> None:
     assert torch.equal(model.eval()(x), plain(x))
     with handle.dense_weights():
         assert not torch.equal(model.train()(x), plain(x))
+
+
+def test_accelerated_after_loading_it_goes_on_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first step computes the gradients of kept weights alone too."""
+    times = {"dense": Times(0.0, 2.0, 2.0, 2.0), "packed": Times(0.0, 1.0, 1.0, 1.0)}
+    monkeypatch.setattr(probe, "measure", lambda shape: times)
+    runs = []
+    for stop in (8, 5, 0):
+        model = mlp()
+        optimizer = optim.AdamW(model.parameters(), 1e-2)
+        handle = sparsify(model, optimizer, "ste_periodic", "2:4", total_steps=8, interval=100)
+        if not stop:
+            for part, saved in zip((model, optimizer), runs[-1], strict=True):
+                part.load_state_dict(copy.deepcopy(saved.state_dict()))
+        accelerate(handle, lambda model=model: model(batch(0)[0]))
+        train(model, optimizer, range(stop) if stop else range(5, 8))
+        runs.append((model, optimizer))
+    (whole, _), _, (resumed, _) = runs
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
 
 @pytest.mark.parametrize("looks", [False, True])

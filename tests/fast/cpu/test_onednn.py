@@ -180,6 +180,26 @@ def test_training_is_the_same_to_rounding_and_compiles(monkeypatch: pytest.Monke
         assert train(whole, optimizer) == pytest.approx(expected, rel=1e-3)
 
 
+def test_gradients_of_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch.func, which has no rules for these products."""
+    measured(monkeypatch, dense=SLOW, onednn=FAST, packed=SLOW)
+    model, _, handle = start("dense")
+    accelerate(handle, lambda: model(batch(0)[0]))
+    x, target = (t[:3] for t in batch(0))
+
+    def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, values, (x,)), target)
+
+    parameters = dict(model.named_parameters())
+    gradients = torch.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, target)
+    plain = mlp()
+    for i in range(3):
+        plain.zero_grad()
+        F.cross_entropy(plain(x[i]), target[i]).backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name][i], parameter.grad)
+
+
 def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=Times(0.0, 0.5, 0.5, 9.0))
     model, optimizer, handle = start("step", switch=0.5, exclude=["0", "4"])

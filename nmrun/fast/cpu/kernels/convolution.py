@@ -43,12 +43,15 @@ class Window:
         return self.taps[0] * self.taps[1]
 
     def out(self, height: int, width: int) -> Pair:
-        """The size of the output for an input of this size."""
+        """The size of the output for an input of this size. Raises RuntimeError for one that is smaller
+        than the kernel."""
         h, w = (
             (size + 2 * self.padding[i] - self.dilation[i] * (self.taps[i] - 1) - 1)
             // self.stride[i] + 1
             for i, size in enumerate((height, width))
         )  # fmt: skip
+        if h < 1 or w < 1:
+            raise RuntimeError(f"an image of {height}x{width} is smaller than the kernel")
         return h, w
 
 
