@@ -79,7 +79,7 @@ class NMCallback(Callback):
         number = self._optimizer
         if number is None and len(optimizers) == 1:
             number = 0
-        if number is None or not 0 <= number < len(optimizers):
+        if not isinstance(number, int) or not 0 <= number < len(optimizers):
             several = "" if len(optimizers) == 1 else "s"
             raise ConfigError(
                 f"this module has {len(optimizers)} optimizer{several}: say which one has the "

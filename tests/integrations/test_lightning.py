@@ -367,8 +367,9 @@ def test_the_trainer_of_the_other_package_is_refused():
         callback("sr_ste").on_fit_start(Trainer(), lit.Module())
 
 
-def test_an_optimizer_that_is_not_there_is_refused(tmp_path):
-    trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=1)])
+@pytest.mark.parametrize("number", [1, "0", 0.0])
+def test_an_optimizer_that_is_not_there_is_refused(number, tmp_path):
+    trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=number)])
     with one_line(ConfigError, "has 1 optimizer: say which one"):
         trainer.fit(lit.Module(), lit.loader())
 
