@@ -116,8 +116,6 @@ def _convolved(
             raise RuntimeError(f"{name} of {tensor.dtype}: packed convolutions take float32")
     if x.dim() != 4 or x.shape[1] != matrix.columns:
         raise RuntimeError(f"x is {list(x.shape)} where the layer has {matrix.columns} channels")
-    if min(_size(x, window)) < 1:
-        raise RuntimeError(f"x is {list(x.shape)}, smaller than the kernel of {window.taps}")
     return convolve(x.bfloat16() if low else x, matrix, bias, window).to(x.dtype)
 
 

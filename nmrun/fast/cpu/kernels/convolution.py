@@ -51,7 +51,9 @@ class Window:
             for i, size in enumerate((height, width))
         )  # fmt: skip
         if h < 1 or w < 1:
-            raise RuntimeError(f"an image of {height}x{width} is smaller than the kernel")
+            raise RuntimeError(
+                f"an image of {height}x{width} is smaller than the kernel of {self.taps}"
+            )
         return h, w
 
 
