@@ -63,6 +63,7 @@ REPEATED = re.compile(r"^nmrun -m (experiment=.*?)(?:   #.*)?$", re.MULTILINE)
 REPEATABLE = [name for name in PAGES if REPEATED.search((RESULTS / f"{name}.md").read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", REPEATABLE)
 def test_the_commands_of_a_page_make_its_runs(page):
     """The id of a run is made of all its settings."""

@@ -232,6 +232,7 @@ def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None
     monkeypatch.setattr(probe, "measured", measured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "onednn", "dense", "sparse"),
     [
@@ -319,6 +320,7 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
     }
 
 
+@pytest.mark.slow
 def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
     """12 ms dense; 10, 8 and 7 with 4:16, 2:16 and 1:16."""
     played(monkeypatch)

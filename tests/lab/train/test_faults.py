@@ -192,6 +192,7 @@ def test_the_parts_to_try_are_equal(tmp_path, monkeypatch, size, parts):
     assert f"Try trainer.accumulate={parts} or" in runner.run(cfg, run_folder(cfg))["error"]
 
 
+@pytest.mark.slow
 def test_micro_batches_are_halved_until_they_fit(small_memory, tmp_path, capsys):
     cfg = config(tmp_path, "trainer.on_oom=halve")
     finished(cfg)
@@ -211,6 +212,7 @@ def test_micro_batches_are_halved_until_they_fit(small_memory, tmp_path, capsys)
     assert steps == sorted(steps)
 
 
+@pytest.mark.slow
 def test_the_pass_before_training_is_halved_too(tmp_path, monkeypatch, capsys):
     """The pass that looks at the sizes of layers takes micro-batches as long as those of training;
     what lies in the folder from before ``force=true`` is not gone on with."""

@@ -192,6 +192,7 @@ def test_nobody_waits_for_wandb_before_the_end(tmp_path, monkeypatch):
     assert messages == []
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_is_waited_for_once(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -86,6 +86,7 @@ def test_changed_weights_are_taken_nowhere(kind, run, tmp_path, capsys):
     assert not list((tmp_path / "to").rglob("result.json")) or kind == "masks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_without_hashes_are_taken_with_a_line(kind, run, tmp_path, capsys):
     unsealed(run)

@@ -105,6 +105,7 @@ def test_a_sweep_over_ratios_by_layer():
     assert (findings.problems, findings.jobs) == ([], 3)
 
 
+@pytest.mark.slow
 def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path):
     """The first expression that fits counts, and more than model.exclude; a ratio in a file needs
     quotes.
