@@ -177,6 +177,7 @@ class Unused(nn.Module):
     ("kind", "options"),
     [
         *((f"torch.optim.{kind}", {}) for kind in KINDS),
+        ("torch.optim.Adam", {"amsgrad": True}),
         ("torch.optim.AdamW", {"amsgrad": True}),
         ("nmrun.optim.AdamW", {"amsgrad": True}),
         ("nmrun.optim.AdamW", {}),
@@ -193,8 +194,12 @@ def test_a_state_of_weights_that_were_never_stepped_is_loaded_before_sparsify(st
     model.steps(optimizer, range(stop))
     states = stored(model, optimizer)
     saved = [s for s in states[1]["state"].values() if "nmrun_dense" in s]
-    for state in saved[1:] if stop else saved:  # no moments of zeros
+    unstepped = saved[1:] if stop else saved
+    assert len(unstepped) == (1 if stop else 2)
+    for state in unstepped:  # no moments of zeros
         assert all(key == "nmrun_dense" or value.dim() == 0 for key, value in state.items())
+        if kind.endswith((".Adam", ".AdamW")):
+            assert set(state) == {"nmrun_dense", "step"}
     model.steps(optimizer, range(stop, 5))
     other, second = make(1)
     for part, state in zip((other, second), states, strict=True):
