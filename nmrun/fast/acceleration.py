@@ -225,10 +225,7 @@ def _by_nm_products(
             sparse_layer = weight.layer
             sparse_layer.packed = side.packed(sparse_layer, path, times, shape)
             sparse_layer.whole_gradients = whole_gradients
-            sparse_layer.active = not handle.recipe.dense_forward
-            # as after a step: a run that goes on computes its first step so
-            sparse_layer.masked = sparse_layer.active and handle.recipe.masks_gradient(weight)
-            sparse_layer.uses_packed = handle.recipe.is_sparse
+            sparse_layer.enter(handle.recipe)
             sparse_layer.pack()
         choices.append(Choice(weight.name, path, reason, shape, times))
     return choices

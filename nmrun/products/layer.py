@@ -157,6 +157,12 @@ class Layer:
         pattern = weight.pattern.by_rows
         keep_largest(weight.weight, self.keep_input_weight(), pattern, weight.outputs)
 
+    def enter(self, phase: Phase) -> None:
+        """Compute as the recipe's present phase asks."""
+        self.active = not phase.dense_forward
+        self.uses_packed = self.active and phase.is_sparse
+        self.masked = self.active and phase.masks_gradient(self.weight)
+
     def pack(self) -> None:
         """Pack what N:M products read; of a sharded weight in the next pass."""
         operands = self.to_pack()

@@ -224,7 +224,7 @@ class Stepper:
             for weight in self.sparse:
                 weight.end_sparse()
                 if weight.layer is not None:
-                    weight.layer.active = weight.layer.uses_packed = False
+                    weight.layer.enter(self.recipe)
         else:
             for weight in self.sparse:
                 if not weight.has_dense:
@@ -232,8 +232,7 @@ class Stepper:
             self._project([weight for weight in self.sparse if weight not in projected])
             for weight in self.sparse:
                 if weight.layer is not None:
-                    weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
-                    weight.layer.masked = self.recipe.masks_gradient(weight)
+                    weight.layer.enter(self.recipe)
                 for follow in weight.dependents:
                     follow(weight)
             self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
