@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from nmrun.kernels.layout import local, part_like
 from nmrun.sparsity.layers import Candidate
@@ -25,7 +25,15 @@ from nmrun.sparsity.reference import grouped, holds
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id, of all handles
 LIVE: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-COUNTS = {"step", "eta", "mu", "mu_product"}  # numbers in the states of torch's optimizers
+# what torch's optimizers look for in every state that is not empty, when they are copied or loaded:
+# numbers, which they have before any moments
+LOOKED_FOR: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((optim.Adam, optim.AdamW, optim.Adamax, optim.RAdam, optim.RMSprop), ("step",)),
+    **dict.fromkeys((optim.Rprop, optim.Adadelta, optim.Adafactor), ("step",)),
+    optim.NAdam: ("step", "mu_product"),
+    optim.ASGD: ("step", "eta", "mu"),
+}
+NUMBERS = {key for keys in LOOKED_FOR.values() for key in keys}
 FIRST_MASK = "first_mask"  # packed bits, see nmrun.sparsity.metrics
 
 
@@ -281,4 +289,4 @@ def never_stepped(state: Mapping[Any, Any]) -> bool:
     """Whether an optimizer's state of a weight has nothing but the weight's own tensors, and a count
     of no steps with what may stand beside it."""
     others = {key for key in state if not str(key).startswith(PREFIX)}
-    return not others or (others <= COUNTS and "step" in others and not state["step"])
+    return not others or (others <= NUMBERS and "step" in others and not state["step"])

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import optim
 
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
@@ -21,17 +20,10 @@ from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import global_sum
-from nmrun.sparsity.weight import PREFIX, SparseWeight, never_stepped
+from nmrun.sparsity.weight import LOOKED_FOR, PREFIX, SparseWeight, never_stepped
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
-# what torch's optimizers look for in every state that is not empty, when they are copied or loaded
-LOOKED_FOR: dict[type, tuple[str, ...]] = {
-    **dict.fromkeys((optim.Adam, optim.AdamW, optim.Adamax, optim.RAdam, optim.RMSprop), ("step",)),
-    **dict.fromkeys((optim.Rprop, optim.Adadelta, optim.Adafactor), ("step",)),
-    optim.NAdam: ("step", "mu_product"),
-    optim.ASGD: ("step", "eta", "mu"),
-}
 
 
 class SettingsEntry:
