@@ -227,8 +227,8 @@ def _differences(command: str) -> list[str]:
 
 
 def _cells(command: str) -> pd.DataFrame:
-    """The sparse cells of a table: their ``name``, ``at`` which ratio, and whether they are
-    significantly ``ahead`` of the baseline or ``behind`` it.
+    """The sparse cells of a table: their ``name``, the ``labels`` in it beside the recipe, ``at`` which
+    ratio, and whether they are significantly ``ahead`` of the baseline or ``behind`` it.
     """
     text = "\n\n".join(_printed(f"{command} --format csv"))
     found = pd.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""])
@@ -240,13 +240,16 @@ def _cells(command: str) -> pd.DataFrame:
         found = found.assign(at="at " + found.sparsity)
         sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
 
-    def name(cell: pd.Series) -> str:
-        own = [named(key, in_papers(str(cell[key]))) for key in _labels(found) if cell[key] != "-"]
-        return in_papers(cell.recipe) + (f" ({', '.join(own)})" if own else "")
+    def own(cell: pd.Series) -> list[str]:
+        return [named(key, in_papers(str(cell[key]))) for key in _labels(found) if cell[key] != "-"]
 
     shown = sign * found.difference.where(found.p < 0.05) if "p" in found else 0
-    names = [name(cell) for _, cell in found.iterrows()]
-    return found.assign(name=names, ahead=shown > 0, behind=shown < 0)
+    labels = [own(cell) for _, cell in found.iterrows()]
+    names = [
+        in_papers(recipe) + (f" ({', '.join(some)})" if some else "")
+        for recipe, some in zip(found.recipe, labels, strict=True)
+    ]
+    return found.assign(name=names, labels=labels, ahead=shown > 0, behind=shown < 0)
 
 
 def _labels(found: pd.DataFrame) -> list[str]:
@@ -264,8 +267,9 @@ def _findings(part: str) -> list[str]:
         said += [f"**Best sparse mean of the first table:** {_spoken(found, found.best == 1)}."]
     if "p" in found:
         found = found[found.difference.notna()]  # without the baseline
-        labels = found.name.str.split(r" \(|, |\)", regex=True)
-        marked = found.recipe.isin(exploratory) | labels.map({*exploratory}.intersection).map(bool)
+        marked = found.recipe.isin(exploratory) | found["labels"].map(
+            lambda labels: not {*exploratory}.isdisjoint(labels)
+        )
         sides = {
             "Better": found.ahead & ~marked,
             "Worse": found.behind & ~marked,
@@ -354,15 +358,16 @@ def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
             if recipe in exploratory:
                 side, words = "ahead", PLACES
             word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
-            late = " (t_max)" if recipe == "step" and _never_decided(command) else ""
+            late = _late(command) if recipe == "step" else ""
             verdicts[recipe] = f"{word}: {figures[recipe]}{late}"
     return verdicts
 
 
-def _never_decided(command: str) -> bool:
-    """Whether STEP switched at its latest step in all runs of a table."""
+def _late(command: str) -> str:
+    """A mark where STEP switched at its latest step in all runs of a table."""
     caption = " ".join(_printed(command))
-    return "decided its switch in 0 of" in caption and "not known whether" not in caption
+    never = "decided its switch in 0 of" in caption and "not known whether" not in caption
+    return " (t_max)" if never else ""
 
 
 def _lines(text: str) -> list[str]:
@@ -375,20 +380,18 @@ def _lines(text: str) -> list[str]:
         caption, *_, table = _printed(command)
         places, _, *rows = ([*map(str.strip, line[1:-1].split("|"))] for line in table.splitlines())
         labels = sum(bool(KEY.fullmatch(place)) for place in places)
-        sign = -1 if "perplexity" in caption else 1
-        late = " (t_max)" if _never_decided(command) else ""
+        words = PLACES if exploratory else VERDICTS
+        more_is_better = "perplexity" not in caption
         for row in rows:
-            own = zip(places[1:labels], row[1:labels], strict=True)
-            own = [named(key, value) for key, value in own if value != "null"]
+            if row[0] == _baseline(command):
+                continue
+            keys = zip(places[1:labels], row[1:labels], strict=True)
+            own = [named(key, value) for key, value in keys if value != "null"]
             for place, figure in zip(places[labels:], row[labels:], strict=True):
-                better = sign if "*" in figure else 0
-                better *= -1 if figure.startswith("\N{MINUS SIGN}") else 1
-                word = (PLACES if exploratory else VERDICTS)[
-                    0 if better > 0 else 1 if better else 2
-                ]
-                found = f"{word}: {figure.partition(' p')[0]}{late}"
-                if row[0] != _baseline(command):
-                    lines.append([", ".join([name, *own, place]), found])
+                worse = figure.startswith("\N{MINUS SIGN}") == more_is_better
+                word = words[2 if "*" not in figure else 1 if worse else 0]
+                found = f"{word}: {figure.partition(' p')[0]}{_late(command)}"
+                lines.append([", ".join([name, *own, place]), found])
     return _markdown(["where", head], lines)
 
 

@@ -139,6 +139,12 @@ def test_a_block_is_made_anew(generate, tmp_path):
     assert "\nWords.\n" in text
     assert re.search(r"^\| s_ste +\| \+10", text, re.M)
     assert f"```bash\n{command}\n```" in text
+    marked = tmp_path / "marked.md"
+    part = f"differences (exploratory: s_ste) = {command}"
+    marked.write_text(f"<!-- findings: {part} -->\n<!-- end -->\n")
+    assert " Worse: STE at 1:8. Better, exploratory: S-STE at every ratio." in generate.result(
+        marked
+    )
     page.write_text(text)
     assert generate.result(page) == text
 
@@ -230,6 +236,30 @@ def test_what_freezing_gains_has_its_side(generate, tmp_path):
     assert found["text, 1:8"] == "does not hold"
 
 
+def test_lines_have_the_settings_of_their_row_and_none_of_the_baselines_recipe(generate, tmp_path):
+    """SR-STE stands in the table twice: for fewer FLOPs, and as the baseline."""
+    command = (
+        f"nmrun table {RESULTS}/step_long.csv --rows recipe,recipe.switch,trainer.budget --cols optimizer.lr "
+        "--filter sparsity=1:8 optimizer.lr=0.008,0.032 recipe=sr_ste,step recipe.switch=0.5 "
+        'recipe.decay=0.0,0.0002 --baseline "sr_ste - flops:28030000000000.0"'
+    )
+    lines = lines_of(generate, tmp_path / "page.md", f"lines: STEP: equal = {command}")
+    assert lines[0] == ["where", "STEP"]
+    found = {where: verdict.partition(":")[0] for where, verdict in lines[2:]}
+    runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
+    runs = runs[runs.sparsity == "1:8"].set_index("seed")
+    expected = {}
+    for rate in (0.008, 0.032):
+        some = runs[runs["optimizer.lr"] == rate]
+        step = some[(some["recipe.switch"] == "0.5") & (some["recipe.decay"] == 0)]
+        equal = some[some["trainer.budget"].astype(str).str.startswith("flops")]
+        test = stats.ttest_rel(*(part["test/accuracy"].sort_index() for part in (step, equal)))
+        word = "not decided" if test.pvalue > 0.05 else "does not hold"
+        expected[f"equal, switch=0.5, lr={rate}"] = word
+        assert test.statistic < 0
+    assert found == expected
+
+
 def test_a_verdict_says_where_no_rule_decided(generate, tmp_path):
     rows = "--rows recipe,recipe.second_moment,recipe.decay --baseline sr_ste"
     tables = (
@@ -313,15 +343,6 @@ FROM_SCRATCH = (
     *((name, "adam") for name in ("language", "wikitext", "translation")),
     *((name, "adam") for name in ("language_as_they_come", "wikitext_as_they_come")),
 )
-NAMES = {
-    "SdGf": "sdgf_stepwise",
-    "STEP": "step",
-    "SR-STE": "sr_ste",
-    "STE": "ste",
-    "S-STE": "s_ste",
-    "MdGf": "mdgf_exponential",
-    "ASP": "asp",
-}
 
 
 def by_recipe(file: str, optimizer: str, ratio: str) -> Iterator[pd.DataFrame]:
@@ -345,10 +366,12 @@ def by_recipe(file: str, optimizer: str, ratio: str) -> Iterator[pd.DataFrame]:
 def test_what_is_advised_is_the_best_or_within_its_seeds_of_it(
     task, file, optimizer, ratios, recipe
 ):
-    assert recipe in dict(ADVICE)[task]
+    names = script("pictures/which_recipe.py").RECIPES
+    assert re.search(rf"(?<![\w-]){recipe}(?!\w)", dict(ADVICE)[task])
+    (key,) = (key for key, name in names.items() if name == recipe)
     for ratio in ratios.split():
         for found in by_recipe(file, optimizer, ratio):
-            advised = found.loc[NAMES[recipe]]
+            advised = found.loc[key]
             assert found["median"].max() - advised["median"] <= advised["deviation"], ratio
 
 
