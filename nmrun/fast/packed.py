@@ -1,15 +1,19 @@
-"""Packed weights: of every group of M the N that may be non-zero, and where they stand. Loads on
-any machine, bit for bit.
+"""Packed weights: of every group of M weights the N that may be non-zero, and their positions. They
+load on any machine, bit for bit.
 
-One .safetensors file. A sparse weight ``w`` is two tensors. ``w.values`` is (groups, N) in the
-weight's dtype, in ascending position. ``w.places`` is bytes filled from the lowest bit on. A group
-has N positions of ceil(log2 M) bits there, or a mask of M bits where that is less (3:4, 4:8). The
-groups are those of the weight with its dimension ``dim`` moved to the end and filled up with zeros
-to a multiple of M. A weight of int8 has ``w.values`` of int8 and a third tensor, ``w.scales``,
-(rows,), float32. The rows of the weight so moved are multiplied with it. Such a file has version
-2, others have version 1. Its line in the header has ``layer``: whether ``int8``, the kept weights
-alone, or ``dense int8`` was the faster where it was written. All other tensors stay as they are. The file's metadata has ``packed``,
-JSON with the layers and the SHA-256 of every stored tensor, and ``sha256``, that of this JSON.
+The format is one .safetensors file. The groups of a weight ``w`` are those of its dimension
+``dim``, which is moved to the end and filled up with zeros to a multiple of M. The file has
+
+- ``w.values``: (groups, N) in the weight's dtype, in ascending position;
+- ``w.places``: bytes that are filled from the lowest bit on. A group has N positions of
+  ceil(log2 M) bits, or a mask of M bits where that is less (3:4, 4:8);
+- ``w.scales``: (rows,) in float32, of a weight of int8 alone. Each row of values is to be
+  multiplied by its scale.
+
+All other tensors stay as they are. The metadata has ``packed``, JSON with the layers and the SHA-256
+of every tensor, and ``sha256``, that of this JSON. A file with weights of int8 has version 2, others
+have version 1. The JSON says of a layer of int8 which product was the faster where it was written:
+``int8``, of the kept weights alone, or ``dense int8``.
 """
 
 from __future__ import annotations

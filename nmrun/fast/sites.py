@@ -32,13 +32,13 @@ class Site:
     """One weight as a linear layer.
 
     Attributes:
-        name: the weight's in the model.
+        name: the weight's name in the model.
         weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
-        shapes: how often inputs of each shape came; a linear layer's are (tokens, inputs).
-        dtype: that it computes in.
-        tokens: up to MOST_TOKENS tokens of the first input of a linear layer, None before one came.
-        candidates: layers that compute the same, by their path.
-        layer: what will stand in its place, None to leave it dense.
+        shapes: how many inputs had each shape; a linear layer's shape is (tokens, inputs).
+        dtype: the dtype of its product.
+        tokens: of a linear layer up to MOST_TOKENS tokens of its first input; None before that.
+        candidates: layers that compute the same, by the name of their product.
+        layer: the candidate that will replace it; None to leave it dense.
     """
 
     name: str

@@ -37,12 +37,12 @@ def ends_with(parent: int) -> bool:
 
 
 class Signals:
-    """While entered, the first signal is ``caught``; a second one ends the process.
+    """While entered, the first signal is noted in ``caught``; a second one ends the process.
 
-    What it does follows from ``then``: ``act`` raises KeyboardInterrupt; ``interrupt`` does so too,
-    but leaves :meth:`passed_on` to whoever catches that; ``wait`` does nothing more. Another
-    handler that is installed, such as submitit's to requeue the job, is called in the place of the
-    KeyboardInterrupt. If it returns, the run goes on.
+    ``then`` says what the first one does besides. ``wait``: nothing. ``act``: it raises
+    KeyboardInterrupt. ``interrupt``: the same, and whoever catches that calls :meth:`passed_on`.
+    A handler that was installed before, such as submitit's to requeue the job, is called in the
+    place of the KeyboardInterrupt. If it returns, the run goes on.
     """
 
     def __init__(self) -> None:

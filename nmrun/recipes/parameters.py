@@ -25,11 +25,11 @@ COMMON = ("params", "param_names", "initial_lr", "nmrun")
 
 
 class AddedParameters(Recipe):
-    """They have a parameter group to themselves, so the optimizer moves them by the gradients that
-    the recipe computes.
+    """A recipe with parameters of its own. They have a parameter group to themselves, and the
+    optimizer moves them by gradients that the recipe computes.
 
-    Their values are kept with the weights' tensors too, in the same memory, so that they are saved
-    with the optimizer.
+    The recipe's tensors of each weight share their memory, so that they are saved with the
+    optimizer.
     """
 
     @property

@@ -98,7 +98,7 @@ class Switch:
         """The latest measure that can be had without waiting; None before the first."""
         if self.waits:
             return float(self.measure())
-        before, self.pending = self.pending, self._sent()
+        before, self.pending = self.pending, self._copied_to_cpu()
         if before is None:
             return None
         measure, event = before
@@ -106,7 +106,7 @@ class Switch:
             event.synchronize()  # of the step before: it has passed, or is about to
         return float(measure)
 
-    def _sent(self) -> tuple[Tensor, torch.Event | None]:
+    def _copied_to_cpu(self) -> tuple[Tensor, torch.Event | None]:
         measure = self.measure().to("cpu", non_blocking=True)
         event = None if self.window.device.type == "cpu" else torch.Event(self.window.device.type)
         if event is not None:

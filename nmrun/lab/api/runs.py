@@ -91,7 +91,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     folders: list[Path] = []
     with unchanged(), recorded(looks, command, []) as folder:
         composed = jobs_of(sweeps, config_dir, looks[0].composed)
-        for outcome in jobs.in_order(folder, composed, config_dir, folders.append):
+        for outcome in jobs.run_jobs(folder, composed, config_dir, folders.append):
             raise_interrupt(outcome)
         print("\n".join([*record.planned(folder), record.summary(folder)[0]]))
     runs = collect(folders)

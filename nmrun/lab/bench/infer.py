@@ -379,7 +379,7 @@ def _clock(device: torch.device) -> harness.Clock:
     return clock
 
 
-def size_in_words(row: Row) -> str:
+def size_text(row: Row) -> str:
     """``8 x 128 tokens``, ``64 images``."""
     if row["model"] in IMAGES:
         return f"{row['sequences'] * row['tokens']} images"
@@ -454,7 +454,7 @@ def page(rows: list[Row], count: int, device: torch.device) -> str:
     measured = [row for row in rows if "missing" not in row]
     lines, over = list[Row](), list[Row]()
     for row in measured:
-        network = f"{row['model']}, {size_in_words(row)}"
+        network = f"{row['model']}, {size_text(row)}"
         arm = f"{row['arm'].replace('_', ', ')} {row['pattern']}".strip()
         lines.append({**row, "network": f"{network}: {arm}"})
         if row["pattern"]:

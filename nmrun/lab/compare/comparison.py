@@ -182,13 +182,13 @@ def _groups(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
 
 
 def lines(comparison: Comparison) -> Lines:
-    """A head, and a line for each cell. Over all cells there is one for each row and data set, and
-    one for each row over ``all cells``. None is undefined.
+    """A head, then a line for each cell. A comparison over all cells has a line for each row and
+    data set instead, and one for each row and ``all cells``. None stands for an undefined value.
 
-    ``best`` is 0 or 1, ``without`` counts the runs that gave no value, and ``least`` is the
-    smallest difference that could have been shown. A dense reference is one line, not one for each
-    ratio. ``better`` counts the cells in which a row is better; its ``difference`` is in standard
-    deviations of a run.
+    ``best`` is 0 or 1. ``without`` counts the runs that gave no value. ``least`` is the smallest
+    difference that could have been shown. A dense reference has one line, not one for each ratio.
+    Over all cells, ``better`` counts those in which a row is better, and ``difference`` is in
+    standard deviations of a run.
     """
     return _of_rows(comparison) if comparison.overall else _of_cells(comparison.tables)
 

@@ -39,9 +39,9 @@ class DataSetPart:
     """A row's cells of one data set.
 
     ``means`` has the mean difference of each cell, positive where the row is better. ``gaps`` has
-    that over all cells for each seed that all of them have. ``least`` is the smallest spread over
-    seeds that one step of the metrics can tell from 0. ``apart``: whether the units are of other
-    runs than the differences.
+    the mean over all cells, one value for each seed that every cell has. ``least`` is the smallest
+    spread over seeds that the metrics' resolution can tell from 0. ``apart``: whether the unit, a
+    standard deviation, is of other runs than the differences.
     """
 
     means: list[float]

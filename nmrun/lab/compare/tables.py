@@ -53,18 +53,18 @@ SCORES = ("test", "eval", "best")  # the metrics by which a seed may be taken fo
 class Table:
     """Cells by (row, column).
 
-    ``best`` are the best cells of each comparison, see ``compared``. ``stands`` says of a row
-    without a ratio, by its own column (``dense``), in which columns its cell stands. ``shared`` is
-    what all runs have in common, ``differing`` the settings that differ between cells though no row
-    or column names them. ``candidates`` has rows by the number of epochs that best weights were
-    chosen from.
+    ``best`` has the best cells of each comparison, see ``compared``. A row without a ratio has one
+    cell, in a column of its own (``dense``): ``stands`` says in which columns it is printed.
+    ``shared`` has the settings that all runs have in common. ``differing`` has those that differ
+    between cells and that no row or column names. ``candidates`` has the rows by the number of
+    epochs from which their best weights were chosen.
 
-    ``differences`` are to the rows ``baseline`` in the same column, their p-values corrected for
-    their number. ``across`` are the keys in which rows are compared with a baseline of another
-    value, ``unpaired`` the places that share no seed with theirs. ``control`` says whether there
-    are dense runs of these settings. ``paper`` has published figures as printed, by row and column.
-    ``pruned`` says which rows were pruned in one shot: some, ``all``, or nothing. ``failed`` counts
-    the runs that ended with a value and are taken for failed, see ``_set_apart``.
+    ``differences`` are between a cell and that of its ``baseline`` row in the same column. Their
+    p-values are corrected for their number. ``across`` has the keys in which a row and its baseline
+    differ. ``unpaired`` has the cells that share no seed with their baseline. ``control`` says
+    whether there are dense runs of these settings. ``paper`` has published figures as printed, by
+    row and column. ``pruned`` says which rows were pruned in one shot: some, ``all``, or none.
+    ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``.
     """
 
     metric: str
@@ -137,10 +137,10 @@ class Table:
 
     def beside(self, row: Key, column: Key) -> dict[Key, Cell]:
         """The cells of a column in the metric of one of them, by row, that one included."""
-        return self._beside[column, self.metric_of(row, column)]
+        return self._by_metric[column, self.metric_of(row, column)]
 
     @functools.cached_property
-    def _beside(self) -> dict[tuple[Key, str], dict[Key, Cell]]:
+    def _by_metric(self) -> dict[tuple[Key, str], dict[Key, Cell]]:
         cells: dict[tuple[Key, str], dict[Key, Cell]] = {}
         for (row, column), cell in self.cells.items():
             cells.setdefault((column, self.metric_of(row, column)), {})[row] = cell
@@ -153,7 +153,7 @@ class Table:
             (column, metric): 0.0
             if metric.startswith("flops/")
             else grain(value for cell in cells.values() for value in cell.values.values())
-            for (column, metric), cells in self._beside.items()
+            for (column, metric), cells in self._by_metric.items()
         }
 
     @property

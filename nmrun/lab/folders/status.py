@@ -20,7 +20,7 @@ from typing import Any
 from nmrun.errors import ConfigError, tell
 from nmrun.lab.folders import settings, sweep
 from nmrun.lab.runs import documents, locks, run_folder
-from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
+from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words import command_line
 from nmrun.lab.words.identity import OF_COMMAND
@@ -30,7 +30,7 @@ PAUSE = 2.0  # seconds between two looks
 MOST = 20  # runs that are listed, without --all
 PROGRESS = ("epoch", "step", "validation", "left")  # columns
 DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
-FILES = {CONFIG, RESULT, "checkpoint.pt"}  # a run's folder has one of them
+FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has one of them
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _local_command(command: str, output_dir: str, place: Path) -> Command:
 
 def sweep_lines(folder: Path, running: bool) -> list[str]:
     """A sweep in a line, and the command again if not all of it is done."""
-    record = sweep.by_now(folder)
+    record = sweep.with_ends(folder)
     counts, ended = record.counts(), len(record.ends) == record.jobs
     state = "running" if running else "ended" if ended else "cut off"
     ends = ", ".join(f"{number} {status}" for status, number in counts.items())
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
 
 
 def _plain(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
-    records = [(folder, running, sweep.by_now(folder)) for folder, running in last]
+    records = [(folder, running, sweep.with_ends(folder)) for folder, running in last]
     entries = [
         {
             "folder": str(f),

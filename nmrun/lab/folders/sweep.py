@@ -304,8 +304,8 @@ def is_own(folder: Path) -> bool:
     return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
 
 
-def by_now(folder: Path) -> Record:
-    """The record, where a job that was left to another process has the end that it has by now."""
+def with_ends(folder: Path) -> Record:
+    """The record, with the present state of each job that was left to another process."""
     record = read(folder)
     return replace(record, ends=[_since(line) for line in record.ends])
 
@@ -314,7 +314,7 @@ def summary(folder: Path) -> tuple[str, int]:
     """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
     another process is at work on is left to that; where it is done with it, its end counts.
     """
-    record = by_now(folder)
+    record = with_ends(folder)
     good = {
         status: number
         for status, number in record.counts().items()

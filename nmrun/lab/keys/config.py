@@ -30,21 +30,21 @@ class Config:
         values = self.plain["dataset"]
         if "_target_" not in values:
             return self._group("dataset")
-        return OwnDataset(values["name"], values["_target_"], _beside(values))
+        return OwnDataset(values["name"], values["_target_"], _own_keys(values))
 
     @functools.cached_property
     def model(self) -> Model:
         values = self.plain["model"]
         if "_target_" not in values:
             return self._group("model")
-        rest = _beside(values)
+        rest = _own_keys(values)
         layers = {key: rest.pop(key) for key in ("include", "exclude")}
         return OwnModel(name=values["name"], **layers, target=values["_target_"], options=rest)
 
     @functools.cached_property
     def recipe(self) -> RecipeKeys:
         values = self.plain["recipe"]
-        return RecipeKeys(values["name"], values.get("_target_"), _beside(values))
+        return RecipeKeys(values["name"], values.get("_target_"), _own_keys(values))
 
     @functools.cached_property
     def sparsity(self) -> Sparsity:
@@ -99,6 +99,6 @@ class Config:
         return self.pattern is None
 
 
-def _beside(values: dict[str, Any]) -> dict[str, Any]:
+def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The keys of the user's own, which its class or function knows."""
     return {key: value for key, value in values.items() if key not in ("name", "_target_")}

@@ -111,22 +111,22 @@ def best_choice(
     ``most`` at most; of equal ones the cheapest. The cheapest choice costs no more than
     ``most``."""
     spent, gained = np.zeros(1), np.zeros(1)  # the list, from the cheapest to what gains most
-    to_come = sum(map(min, costs))
-    came: list[NDArray[np.intp]] = []
+    cheapest_rest = sum(map(min, costs))
+    orders: list[NDArray[np.intp]] = []
     for cost, gain in zip(costs, gains, strict=True):
-        to_come -= min(cost)
+        cheapest_rest -= min(cost)
         total, value = np.add.outer(spent, cost).ravel(), np.add.outer(gained, gain).ravel()
         order = np.lexsort((-value, total))
-        order = order[total[order] + to_come <= most]
+        order = order[total[order] + cheapest_rest <= most]
         highest = np.maximum.accumulate(value[order])
         order = order[np.append(True, highest[1:] > highest[:-1])]
         if len(order) > LONGEST:
             part = (total[order] * (LONGEST / most)).astype(int)
             order = order[np.append(part[1:] != part[:-1], True)]
-        came.append(order)
+        orders.append(order)
         spent, gained = total[order], value[order]
     selection, place = list[int](), len(spent) - 1
-    for order, cost in zip(reversed(came), reversed(costs), strict=True):
+    for order, cost in zip(reversed(orders), reversed(costs), strict=True):
         place, option = divmod(int(order[place]), len(cost))
         selection.append(option)
     return selection[::-1]

@@ -27,6 +27,7 @@ from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.runs import documents
 
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
+CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 FINAL, BEST, DENSE = WEIGHTS = ("model.safetensors", "best.safetensors", "dense.safetensors")
 SEALED = (CONFIG, METRICS, *WEIGHTS)
 REMEDY = f"remove it, and the run's command makes it again (with force=true for {METRICS})"

@@ -91,7 +91,7 @@ def caption(table: Table) -> list[str]:
         what = f"{split}{_in(table.metric)}"
     line = f"{what}; {STATISTICS[table.statistic]} (number of seeds)"
     line += f"; bold: {bold(table)}" if table.best else ""
-    return [*filter(None, [title(table), line]), *_beware(table)]
+    return [*filter(None, [title(table), line]), *_cautions(table)]
 
 
 def bold(table: Table) -> str:
@@ -160,7 +160,7 @@ def method(table: Table) -> str:
     return ". ".join(text[:1].upper() + text[1:] for text in sentences) + "." * bool(sentences)
 
 
-def _beware(table: Table) -> list[str]:
+def _cautions(table: Table) -> list[str]:
     """One line of what to know before the values are compared, if there is something."""
     notes = cautions.of_values(table)
     notes += [f"(paper): {table.paper_source}"] if table.paper else []

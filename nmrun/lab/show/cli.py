@@ -223,7 +223,7 @@ def plot(argv: Sequence[str]) -> int:
         options = parser.parse_intermixed_args(argv)
         paths = _paths(options)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
-        out = options.out or _beside(paths, name)
+        out = options.out or _default_file(paths, name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
         from nmrun.lab.compare.runs import read
@@ -266,7 +266,7 @@ def report(argv: Sequence[str]) -> int:
         from nmrun.lab.compare.runs import read
         from nmrun.lab.show import report
 
-        target = options.to or _beside(paths, "report.html")
+        target = options.to or _default_file(paths, "report.html")
         if target.suffix not in ("", ".html", ".htm"):
             raise ConfigError(f"--to {target}: a report is HTML; the suffix must be .html")
         query = _query(options)
@@ -307,7 +307,7 @@ def _paths(options: argparse.Namespace) -> list[str]:
     return options.paths or [OUTPUTS]
 
 
-def _beside(paths: Sequence[str], name: str) -> Path:
+def _default_file(paths: Sequence[str], name: str) -> Path:
     """Where a file about runs lies by default: in their folder, or here where they are in none."""
     return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
 

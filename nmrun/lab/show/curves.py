@@ -39,7 +39,8 @@ FEW = 7  # lines that one panel shows well
 SWITCHES = "STEP's switch"
 OVER = {"step": "training step", "epoch": "epoch", "seconds": "seconds of training steps"}
 SPEED = "steps_per_second"  # since the row before
-SWITCH = re.compile(r"step (\d+): STEP freezes")
+# of either second moment, as nmrun/recipes/step.py says it
+SWITCH = re.compile(r"step (\d+): STEP (?:freezes|keeps updating) the second moment")
 
 
 # --- what was logged ------------------------------------------------------------------------------

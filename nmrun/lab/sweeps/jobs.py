@@ -1,5 +1,5 @@
-"""Runs and sweeps, as a command line asks for them: looked at, then run one after the other, or
-handed to one of Hydra's launchers.
+"""The runs and sweeps of a command line. All are checked first. Then they run one by one in this
+process, or side by side by one of Hydra's launchers.
 
 Imports no torch before a run begins.
 """
@@ -70,13 +70,13 @@ def main(argv: list[str]) -> int:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launcher = looks[0].launcher
         if not hydras:
-            status = _launch_here(folder, jobs, options.config_dir)
+            status = _run_one_by_one(folder, jobs, options.config_dir)
         elif launcher != "basic":
             if not looks[0].dry:
                 place = shlex.quote(looks[0].output_dir)
                 watch = f"nmrun status --watch {place} shows how far they are"
                 print(f"jobs side by side: {watch}", flush=True)
-            status = _launch_beside(folder, launcher, flags, sweeps[0])
+            status = _launch_side_by_side(folder, launcher, flags, sweeps[0])
         else:
             status = _launch(flags, sweeps[0])
         if not leads():
@@ -109,12 +109,12 @@ def checked(
     return sweeps, looks
 
 
-def _launch_here(
+def _run_one_by_one(
     folder: Path, jobs: Iterator[tuple[list[str], DictConfig]], config_dir: str | None
 ) -> int:
     """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
     try:
-        for outcome in in_order(folder, jobs, config_dir):
+        for outcome in run_jobs(folder, jobs, config_dir):
             if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
                 return _exit_status(outcome)
     except KeyboardInterrupt:
@@ -134,7 +134,9 @@ def _launch(flags: list[str], overrides: list[str]) -> int:
     return 0
 
 
-def _launch_beside(folder: Path, launcher: str, flags: list[str], overrides: list[str]) -> int:
+def _launch_side_by_side(
+    folder: Path, launcher: str, flags: list[str], overrides: list[str]
+) -> int:
     """Likewise, by a launcher that runs jobs side by side, while lines tell of those that end."""
     with (
         workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
@@ -187,8 +189,8 @@ def _job(composed: DictConfig) -> None:
         if folder:
             number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
-            run_job = _here if sweep.is_own(folder) else _beside
-            outcome = run_job(folder, number, composed, overrides, command)
+            run = _run_in_sweep if sweep.is_own(folder) else _run_in_worker
+            outcome = run(folder, number, composed, overrides, command)
         else:
             outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
     _outcomes.append(outcome)
@@ -197,20 +199,20 @@ def _job(composed: DictConfig) -> None:
         raise SystemExit(_exit_status(outcome))
 
 
-def _here(
+def _run_in_sweep(
     folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
 ) -> dict[str, Any]:
-    """Run a job as :func:`of_sweep` does, in the sweep's own process."""
-    with workers.left_to_run():
+    """Run a job in the sweep's own process; as :func:`run_job`."""
+    with workers.signals_for_run():
         if sweep.read(folder).signal is not None:  # between two jobs
             raise KeyboardInterrupt
-        return of_sweep(folder, number, composed, overrides, command)
+        return run_job(folder, number, composed, overrides, command)
 
 
-def _beside(
+def _run_in_worker(
     folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
 ) -> dict[str, Any]:
-    """Run a job as :func:`of_sweep` does, beside others: what it says goes to a log."""
+    """Run a job in a launcher's worker; as :func:`run_job`. Its output goes to a log."""
 
     def begins(run: Path) -> None:
         sweep.begins(folder, number, overrides, run, workers.launched_this())
@@ -224,7 +226,7 @@ def _beside(
     else:
         try:
             with workers.ends_by_signal(), verbs.logged(sweep.log_of(folder, number)):
-                outcome = of_sweep(folder, number, composed, overrides, command, begins)
+                outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
             outcome = interrupted
             sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
@@ -233,7 +235,7 @@ def _beside(
     return outcome
 
 
-def in_order(
+def run_jobs(
     folder: Path,
     jobs: Iterator[tuple[list[str], DictConfig]],
     config_dir: str | None,
@@ -243,10 +245,10 @@ def in_order(
     would compose each from the start, in 50 ms."""
     for number, (overrides, composed) in enumerate(jobs, 1):
         command = command_line.of_job(overrides, config_dir)
-        yield of_sweep(folder, number, composed, overrides, command, begins)
+        yield run_job(folder, number, composed, overrides, command, begins)
 
 
-def of_sweep(
+def run_job(
     folder: Path,
     number: int,
     composed: DictConfig,
@@ -254,10 +256,9 @@ def of_sweep(
     command: str,
     begins: Callable[[Path], None] = lambda run: None,
 ) -> dict[str, Any]:
-    """Run the ``number``-th job, from 1, of the sweep that is recorded in ``folder``, and note its
-    end there.
+    """Run job ``number``, from 1, of the sweep whose record is in ``folder``, and note its end there.
 
-    ``command`` asks for this job alone; ``begins`` is called with its run's folder.
+    ``command`` is the command line for this job alone. ``begins`` is called with its run folder.
     Returns the outcome as of :func:`nmrun.lab.train.runner.run`, with the status ``refused`` for a
     mistake.
     """

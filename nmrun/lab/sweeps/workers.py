@@ -1,9 +1,8 @@
-"""A sweep whose jobs run side by side: its processes, what a signal does to them, and what is said of
-them.
+"""A sweep whose jobs run side by side: its processes, their signals, and the lines about its jobs.
 
-A launcher such as joblib's takes a worker that ends for a failure, and kills all the others at
-once. So a signal to the sweep's process goes on to the jobs that run, and each saves its run.
-Whoever is done first waits for the others before the launcher learns of it.
+A launcher such as joblib's kills all workers as soon as one of them ends. So the sweep's process
+passes a signal on to the running jobs, and each saves its run. The first worker that is done waits
+for the others before it ends.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ LOOK = 0.1  # seconds between two looks at the others
 
 
 class Sweeper:
-    """While entered, the first signal is ``caught`` and reaches the jobs that run; with a second
-    one the launcher ends them at once.
+    """While entered, the first signal is noted in ``caught`` and passed on to the running jobs. At a
+    second one the launcher ends them at once.
 
-    ``waits``: the jobs run in processes that this one has started. Else signals are the launcher's.
+    ``waits``: this process has started the jobs' processes. Else the launcher handles signals.
     """
 
     def __init__(self, folder: Path, waits: bool) -> None:
@@ -92,9 +91,9 @@ def note_killed(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def left_to_run() -> Iterator[None]:
-    """Leave signals to a run in the sweep's own process, while entered: with ``n_jobs=1`` joblib has
-    no workers, which :class:`Sweeper` would pass them on to."""
+def signals_for_run() -> Iterator[None]:
+    """While entered, a run in the sweep's own process handles signals itself. With ``n_jobs=1``
+    joblib has no workers to which :class:`Sweeper` could pass them on."""
     former = {each: handler for each in ENDING if callable(handler := signal.getsignal(each))}
     with _interrupting(former):
         yield

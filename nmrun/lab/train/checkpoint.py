@@ -26,8 +26,8 @@ from torch import nn
 from nmrun import atomic
 from nmrun.errors import first_line
 from nmrun.lab import ranks
+from nmrun.lab.runs.run_folder import CHECKPOINT, PREVIOUS
 
-CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
 # errors of reading what is no file, or a damaged one, where zipfile looks before its beginning

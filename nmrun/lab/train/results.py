@@ -26,7 +26,7 @@ from nmrun.lab import ranks
 from nmrun.lab.compare.notation import by_split
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents
-from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, RunFolder, metrics_of
+from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, PREVIOUS, RunFolder, metrics_of
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
@@ -154,7 +154,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
         best |= {"candidates": evaluation.candidates, **tested}
     loop.seconds += time.perf_counter() - began
     if ranks.leads():
-        (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
+        (folder / PREVIOUS).unlink(missing_ok=True)
         checkpoint.remove_unnamed(folder)
     return finished(loop.task, final, best, report)
 

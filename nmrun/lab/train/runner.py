@@ -19,7 +19,15 @@ from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder, make_folder, remove_empty
+from nmrun.lab.runs.run_folder import (
+    CONFIG,
+    LOG,
+    METRICS,
+    RESULT,
+    RunFolder,
+    make_folder,
+    remove_empty,
+)
 from nmrun.lab.signals import Signals, of_interrupt
 from nmrun.lab.train import checkpoint, console, results, trials
 from nmrun.lab.train.console import Console
@@ -47,7 +55,9 @@ def run(
     ranks.begin(config.trainer.device)
     try:
         with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
-            outcome = _left(_without_training(config, folder, ours) if ranks.leads() else None)
+            outcome = _from_leader(
+                _without_training(config, folder, ours) if ranks.leads() else None
+            )
             outcome = outcome or _Run(config, folder, sweep, command).result()
     except ConfigError:
         remove_empty(folder, Path(config.output_dir).parent)
@@ -58,8 +68,8 @@ def run(
     return {**outcome, "folder": str(folder)}
 
 
-def _left(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The leader's outcome without training, on every rank; a rank whose leader has ended ends too."""
+def _from_leader(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Send the leader's outcome without training to every rank. A rank whose leader has ended ends."""
     try:
         return ranks.from_leader(outcome)
     except RuntimeError:  # of the connection
@@ -129,7 +139,7 @@ class _Run:
         self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
         # once: the folder that init names may be moved while the run trains
         self.id = identity(config)
-        log = folder / "run.log" if ranks.leads() else None
+        log = folder / LOG if ranks.leads() else None
         self.console = Console(log, brief=sweep is not None)
         self.signals = Signals()
         self.alone = False  # a failure that the other ranks do not know of, and wait

@@ -25,6 +25,7 @@ from urllib.parse import urlparse
 
 from nmrun import atomic
 from nmrun.lab.runs import documents
+from nmrun.lab.runs.run_folder import METRICS
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
 
@@ -48,7 +49,7 @@ class Tracker:
         say: Callable[[str], None],
         mark: list[int] | None = None,
     ) -> None:
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS
         rows, damaged = documents.read_lines(path) if step else ([], [])
         history = [row for row in rows if _step(row) <= step]
         lines = [f"{json.dumps(row)}\n" for row in history]

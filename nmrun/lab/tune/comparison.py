@@ -110,12 +110,12 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
             best = next(iter(study_of(cell).ranked(trials)), None)
             say(
                 f"{cell.name}  trial {number + 1}/{trials}  {params_text(params)}  "
-                f"{in_words(trial)}, best {in_words(best)}  {trial.seconds:.0f} s"
+                f"{score_text(trial)}, best {score_text(best)}  {trial.seconds:.0f} s"
             )
         for params, seed in study.to_repeat(trials):
             trial = _try(cell, params, seed)
             say(
-                f"{cell.name}  seed {seed} of tuning  {params_text(params)}  {in_words(trial)}  "
+                f"{cell.name}  seed {seed} of tuning  {params_text(params)}  {score_text(trial)}  "
                 f"{trial.seconds:.0f} s"
             )
         every = True
@@ -127,7 +127,7 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
                     every = False
                     continue
                 trial = of_result(outcome, cell.searched)
-                say(f"{cell.name}  seed {config.seed}  {in_words(trial)}  {trial.seconds:.0f} s")
+                say(f"{cell.name}  seed {config.seed}  {score_text(trial)}  {trial.seconds:.0f} s")
     return every
 
 
@@ -196,7 +196,7 @@ def _train(cell: TuningCell, config: Config, words: Sequence[str]) -> dict[str, 
     }
 
 
-def in_words(trial: Trial | None) -> str:
+def score_text(trial: Trial | None) -> str:
     """The value of a trial in words: ``validation accuracy 97.3 %``."""
     if trial is None or trial.value is None:
         return "failed"
@@ -295,7 +295,7 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
         if cell_trials:
             settings = params_text(best.params) if best else ""
             tuning.append(
-                [cell.name, str(len(cell_trials)), in_words(best), settings, span(seconds)]
+                [cell.name, str(len(cell_trials)), score_text(best), settings, span(seconds)]
             )
         for key, value in best.params.items() if best else ():
             if end := plan.at_edge(value, cell.searched[key]):
@@ -332,7 +332,7 @@ def _unsteady(name: str, best: Trial, tuning: Seeds, seeds: Seeds) -> list[str]:
         notes += [f"{len(lost)} of {len(values)} {which}"] * bool(lost)
     return [
         f"{name}: {' and '.join(notes)} failed with the best settings, or are worse than the tuning seeds' "
-        f"median by more than a tenth ({in_words(best)}); under another name, search smaller learning rates"
+        f"median by more than a tenth ({score_text(best)}); under another name, search smaller learning rates"
     ] * bool(notes)
 
 
@@ -351,12 +351,12 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
         (RUNS_CSV, to_csv(outcome.runs), CELL),
         (TRIALS_CSV, to_csv(outcome.trials), "cell"),
     ):
-        with_others = _others(folder / name, text, key, {cell.name for cell in outcome.cells})
-        atomic.write(folder / name, with_others, shared=True)
+        whole = _with_other_cells(folder / name, text, key, {cell.name for cell in outcome.cells})
+        atomic.write(folder / name, whole, shared=True)
     atomic.write(folder / TABLE, outcome_text(outcome), shared=True)
 
 
-def _others(file: Path, text: str, key: str, names: set[str]) -> str:
+def _with_other_cells(file: Path, text: str, key: str, names: set[str]) -> str:
     """New lines after those that a CSV file has of other cells."""
     if not file.exists():
         return text

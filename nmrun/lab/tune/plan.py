@@ -112,8 +112,9 @@ def _place(name: str) -> str:
 
 
 def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
-    """The cell, which searches of ``space`` what changes its run, among values as runs have them:
-    null is what it stands for. ConfigError for a value or an end that it does not take."""
+    """The cell with its part of ``space``: the keys and values that change its run. Values are those
+    that a run would have: where null has a meaning, the value that it means. ConfigError for a
+    value or an end of a range that a key does not take."""
 
     def runs(key: str, values: Sequence[Any], *beside: tuple[str, Any]) -> dict[str, Any]:
         """By the identity of each run the first of the values, as the run has it."""

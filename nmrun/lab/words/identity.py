@@ -51,12 +51,12 @@ LATER: dict[str, dict[str, Any]] = {
     "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
 }
-# keys that change nothing while another is null
+# by key: other keys that change nothing while it is null
 DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
     "activations": {"activations_dense_start", "activations_dense_end"},
 }
-# keys that change nothing while another is not null
+# by key: other keys that change nothing unless it is null
 REPLACED = {"steps": {"epochs"}}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "deterministic", "threads", "distributed", "acceleration"}

@@ -27,7 +27,10 @@ HOW = "put SQuAD's JSON files there (rajpurkar.github.io/SQuAD-explorer)"
 
 
 def load_squad(
-    version: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
+    version: str,
+    held_out: float = Squad.held_out,
+    split_seed: int = Squad.split_seed,
+    limit: int | None = Squad.limit,
 ) -> dict[str, list[Question]]:
     """The questions of a version by split, from the official JSON files; in ``v2.0`` some have no
     answer.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +19,7 @@ from matplotlib.text import Text
 from runs import rewrite
 from verbs import verb
 
+import nmrun
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.tables import build
 from nmrun.lab.show import plots, style
@@ -131,6 +133,22 @@ def test_learning_curves_with_step_s_switch(write, tmp_path):
     assert names[-1] == "STEP's switch"
     assert sorted(names[:-1]) == ["STE", "STEP"]  # each once, however many panels
     assert drawn("curves", tmp_path, logged="eval/bleu") is None
+
+
+@pytest.mark.parametrize("second_moment", ["frozen", "live"])
+def test_switch_of_a_real_step_is_marked(second_moment, write, tmp_path):
+    layer = torch.nn.Linear(8, 4)
+    optimizer = nmrun.optim.Adam(layer.parameters(), lr=0.1)
+    options = {"recipe": "step", "switch": 0.5, "second_moment": second_moment, "total_steps": 40}
+    handle = nmrun.sparsify(layer, optimizer, pattern="2:4", **options)
+    for _ in range(40):
+        layer(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    folder = write("step", "2:4", 0, 0.9)
+    log(folder, [{"eval/accuracy": 0.9}] * 4, events=handle.pop_events())
+    (axes,) = drawn("curves", tmp_path).axes
+    marks = [each.get_xdata()[0] for each in axes.lines if each.get_label() == "STEP's switch"]
+    assert marks == [20]  # half of 40 steps are dense
 
 
 @pytest.mark.parametrize(("largest", "how"), [(0.02, "linear"), (0.4, "symlog")])

@@ -212,7 +212,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         sweeps.append([values(job) for job in jobs])
         return []
 
-    def of_sweep(_: Path, number: int, composed: object, job: list[str], *__: str) -> Any:
+    def run_job(_: Path, number: int, composed: object, job: list[str], *__: str) -> Any:
         if number == 1:
             sweeps.append([])
         sweeps[-1].append(values(job))
@@ -229,7 +229,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(basic_launcher.BasicLauncher, "launch", launch)
-    monkeypatch.setattr(jobs, "of_sweep", of_sweep)
+    monkeypatch.setattr(jobs, "run_job", run_job)
     return call
 
 
@@ -625,7 +625,7 @@ def test_what_a_folder_of_configs_says_to_hydra_is_heard(message, tmp_path, monk
         return {"status": "planned", "folder": None}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs, "of_sweep", job)
+    monkeypatch.setattr(jobs, "run_job", job)
     words = ["--config-dir", "mine", "debug=mine", "recipe=ste,asp", "output_dir=out"]
     monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words])
     cli.main()

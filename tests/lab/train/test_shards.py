@@ -15,6 +15,7 @@ from one_rank import saved
 from torch import nn
 
 from nmrun.errors import RunError
+from nmrun.lab.runs.run_folder import CHECKPOINT, PREVIOUS
 from nmrun.lab.train import checkpoint
 
 
@@ -50,7 +51,7 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
         saved(folder, 4)  # and what a kill has left is in nobody's way
         assert loaded(folder) == (4, [])
         shards = [path.name for path in folder.iterdir() if path.is_dir()]
-        states = [checkpoint.load(folder / n) for n in (checkpoint.CHECKPOINT, checkpoint.PREVIOUS)]
+        states = [checkpoint.load(folder / n) for n in (CHECKPOINT, PREVIOUS)]
         assert sorted(shards) == sorted({state["shards"]["folder"] for state in states})
         assert not [path for path in folder.iterdir() if path.suffix == ".partial"]
     assert code == 0
@@ -63,7 +64,7 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
 @pytest.mark.parametrize("where", ["bit", "cut", "gone", "metadata", "folder"])
 def test_damage_is_recognised_and_the_one_before_taken(where, tmp_path):
     saved(tmp_path, 1, 2)
-    place = tmp_path / checkpoint.load(tmp_path / checkpoint.CHECKPOINT)["shards"]["folder"]
+    place = tmp_path / checkpoint.load(tmp_path / CHECKPOINT)["shards"]["folder"]
     largest = max(place.iterdir(), key=lambda path: path.stat().st_size)
     file = place / ".metadata" if where == "metadata" else largest
     data = bytearray(file.read_bytes())

@@ -153,7 +153,7 @@ class TextClassification(InMemory, Categorical):
         classes).
         """
         outputs: Tally = {}
-        for name in self._beside(split):
+        for name in self._evaluated_with(split):
             rows, logits = [], []
             for numbers, batch, counts in ranks.in_step(self._evaluation(name, rank, world)):
                 output = self.scores(model, batch)
@@ -164,7 +164,7 @@ class TextClassification(InMemory, Categorical):
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for name in self._beside(split):
+        for name in self._evaluated_with(split):
             rows, outputs = (
                 torch.cat(parts) for parts in zip(*(tally[name] for tally in tallies), strict=True)
             )
@@ -177,7 +177,7 @@ class TextClassification(InMemory, Categorical):
             metrics |= {key + name.removeprefix(split): value for key, value in values.items()}
         return metrics
 
-    def _beside(self, split: str) -> list[str]:
+    def _evaluated_with(self, split: str) -> list[str]:
         """The splits that are evaluated along with this one, and this one."""
         return [name for name in self.splits if name == split or name.startswith(f"{split}_")]
 

@@ -65,7 +65,10 @@ TASKS = {
 
 
 def load_glue(
-    task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
+    task: str,
+    held_out: float = Glue.held_out,
+    split_seed: int = Glue.split_seed,
+    limit: int | None = Glue.limit,
 ) -> dict[str, Rows]:
     """A task of ``TASKS``: texts and labels (classes from 0, or scores) by split; MNLI has
     ``test_mismatched`` too.
@@ -199,7 +202,9 @@ Splits = dict[str, tuple[list[tuple[str, ...]], list[float]]]
 
 
 @cache
-def generated_reviews(size: int = 4000, split_seed: int = 0) -> Splits:
+def generated_reviews(
+    size: int = GeneratedText.size, split_seed: int = GeneratedText.split_seed
+) -> Splits:
     """Different generated sentences with a verdict, by split; needs no download, and shows nothing
     about language.
 

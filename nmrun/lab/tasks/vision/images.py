@@ -131,7 +131,9 @@ DIGITS = 10
 
 @cache
 def load_digits(
-    split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float = 0.2
+    split_seed: int = Digits.split_seed,
+    val_fraction: float = Digits.val_fraction,
+    test_fraction: float = Digits.test_fraction,
 ) -> dict[str, Labelled]:
     """scikit-learn's 1,797 digits by split: float32 (N, 1, 8, 8) and int64 labels (N,).
 
