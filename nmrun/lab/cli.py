@@ -97,7 +97,10 @@ def _main(argv: list[str]) -> int:
     from nmrun.lab.sweeps import jobs
     from nmrun.lab.words import command_line
 
-    for word in command_line.options(argv).overrides:
+    options = command_line.options(argv)
+    if options.help:  # abbreviated
+        return explain([])
+    for word in options.overrides:
         if "=" not in word and word in all_verbs():
             others = [each for each in argv if each != word]
             raise ConfigError(f"a verb comes first: {shlex.join(['nmrun', word, *others])}")

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     all that is wrong."""
     options = command_line.options(argv)
     flags = [word for word in argv if word not in options.overrides]
-    if options.help or options.hydra_help or options.shell_completion:
+    if options.hydra_help or options.shell_completion:
         _hydra(flags, options.overrides)
         return 0
     sweeps, looks = checked(options.overrides, options.multirun, options.config_dir)

@@ -259,6 +259,7 @@ def test_help_stands_anywhere(capsys):
         assert f"usage: nmrun {what} [" in capsys.readouterr().out
     for words, text in (
         (("--help",), "== Groups and their options =="),
+        (("--hel",), "== Groups and their options =="),
         (("recipe=sr_ste", "--help"), "recipe.decay"),
         (("-m", "seed=0,1", "trainer.epochs=3", "-h"), "trainer.epochs"),
     ):
