@@ -74,6 +74,10 @@ CASES = [
     ("3:4", (9, 5), 1, FLOAT),
     ("2:4", (6, 7, 3, 3), 1, FLOAT),
     ("2:8", (13, 10), 0, FLOAT),
+    ("2:4", (8, 528), 0, FLOAT),  # wide enough for tiles of one line
+    ("1:16", (32, 144), 0, BFLOAT),
+    ("2:4", (2, 8, 16, 35), 1, HALF),
+    ("2:4", (6, 1024), 0, FLOAT),
 ]
 
 
@@ -159,6 +163,7 @@ def test_weights_of_many_kinds_in_one_batch():
     kinds = [
         ((300, 16), 1, "2:4", FLOAT), ((8, 64), 1, "2:4", FLOAT), ((8, 8, 3, 3), 1, "2:4", FLOAT), ((64, 20), 0, "2:4", FLOAT),
         ((8, 64), 1, "1:16", FLOAT), ((9, 24), 1, "1:16", FLOAT), ((8, 64), 1, "2:4", BFLOAT),
+        ((8, 528), 0, "2:4", FLOAT), ((4, 1040), 0, "2:4", FLOAT),
     ]  # fmt: skip
     weights = [nasty(shape, dtype, i) for i, (shape, _, _, dtype) in enumerate(kinds)]
     outs = [torch.zeros_like(w) for w in weights]
@@ -170,7 +175,7 @@ def test_weights_of_many_kinds_in_one_batch():
     members = list(zip(weights, outs, patterns, dims, strict=True))
     batch = triton_projection.Batch()
     launches = batch.launches.of(members)
-    assert sorted(len(launch.members) for launch in launches) == [1, 1, 1, 2, 2]
+    assert sorted(len(launch.members) for launch in launches) == [1, 1, 1, 2, 2, 2]
 
     def check():
         for weight, out, pattern, dim in zip(weights, outs, patterns, dims, strict=True):
@@ -242,6 +247,7 @@ SHAPES = [
     ((4, 8, 3, 3), 1, "2:4"),
     ((6, 40), 1, "1:16"),
     ((16, 6), 0, "2:8"),
+    ((8, 272), 0, "2:4"),
 ]
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
@@ -337,7 +343,8 @@ def test_a_step_with_a_frozen_second_moment(decoupled):
             mine, other = optimizers[0].state[p], optimizers[1].state[q]
             assert mine.keys() == other.keys() == {"step", "exp_avg", "frozen_denominator"}
             assert mine["step"] == other["step"] == step + 1
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            # where little was frozen, a weight moves by tens, and roundings are of that size
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-5)
             torch.testing.assert_close(
                 mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7
             )

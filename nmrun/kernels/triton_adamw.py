@@ -25,7 +25,8 @@ TILE = 1024  # weights a program has: five tensors of them have to fit into regi
 @triton.jit
 def adam_many(
     table, owner, scalars,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDED: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr,
     DECAYED: tl.constexpr, SPARED: tl.constexpr, HAS_MASK: tl.constexpr, MODE: tl.constexpr, COUPLED: tl.constexpr, FROZEN: tl.constexpr,
     WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +53,7 @@ def adam_many(
     root, eps, size_of_step = tl.load(scalars + 5), tl.load(scalars + 6), tl.load(scalars + 7)
     decay, spared, amount = tl.load(scalars + 8), tl.load(scalars + 9), tl.load(scalars + 10)
 
-    offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT)
+    offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT, WIDE)
     w = tl.load(weight + offset, exists, other=0.0).to(tl.float32)
     g = tl.load(grad + offset, exists, other=0.0).to(tl.float32)
     m = tl.load(first + offset, exists, other=0.0).to(tl.float32)

@@ -78,14 +78,20 @@ def locate(
     COLUMNS: tl.constexpr,
     STRIDED: tl.constexpr,
     SHORT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """(offsets of a tile's weights, which of them exist, their place in the group); flat where
-    groups are of four and contiguous."""
+    groups are of four and contiguous. WIDE: 16 divides ``inner``, and no tile has weights of two lines,
+    so that threads read several neighbours at once and have whole groups."""
     if M == 4 and not STRIDED and not SHORT:
         j = tl.arange(0, COLUMNS * 4)
         offset = block * (COLUMNS * 4) + j
         exists = offset < columns * 4
     else:
+        if WIDE:
+            inner = inner // 16 * 16  # the compiler sees that 16 divides it
+            across = tl.cdiv(inner, COLUMNS)
+            line, block, columns = block // across, block % across, inner
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         j = tl.arange(0, P)
         if STRIDED:  # side by side in memory are the columns
@@ -93,16 +99,17 @@ def locate(
         else:
             column, j = column[:, None], j[None, :]
         exists = (column < columns) & (j < M)
-        line = column // inner
+        if not STRIDED:
+            line, column, inner = column, 0, 1
+        elif not WIDE:
+            line, column = column // inner, column % inner
         if SHORT:
             groups = (size + M - 1) // M
             place = line % groups * M + j
             exists = exists & (place < size)
-            offset = (line // groups * size + place) * inner + column % inner
-        elif STRIDED:
-            offset = (line * M + j) * inner + column % inner
+            offset = (line // groups * size + place) * inner + column
         else:
-            offset = column * M + j
+            offset = (line * M + j) * inner + column
     return offset, exists, j
 
 

@@ -30,11 +30,22 @@ def shape_of(
     inner, size = weight.shape[dim + 1 :].numel(), weight.shape[dim]
     columns = weight.shape[:dim].numel() * -(-size // pattern.m) * inner
     width = triton.next_power_of_2(pattern.m)
+    across = max(128 if inner > 1 else 1, tile // width)
     constants = {
         "N": pattern.n, "M": pattern.m, "P": width, "STRIDED": inner > 1, "SHORT": size % pattern.m > 0,
-        "COLUMNS": max(128 if inner > 1 else 1, tile // width),
+        "COLUMNS": across, "WIDE": inner % 16 == 0 and inner >= across,
     }  # fmt: skip
     return (columns, inner, size), constants
+
+
+def programs_of(sizes: tuple[int, int, int], constants: dict[str, Any]) -> int:
+    """How many programs one weight takes, by :func:`shape_of`."""
+    (columns, inner, _), across = sizes, constants["COLUMNS"]
+    return (
+        columns // inner * triton.cdiv(inner, across)
+        if constants["WIDE"]
+        else triton.cdiv(columns, across)
+    )
 
 
 def applies(
@@ -169,7 +180,7 @@ def member_of(
         return None
     sizes, constants = shape_of(weight, pattern, dim, tile)
     constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
-    return LaunchMember(sizes, triton.cdiv(sizes[0], constants["COLUMNS"]), constants)
+    return LaunchMember(sizes, programs_of(sizes, constants), constants)
 
 
 def on(tensor: Tensor) -> Any:

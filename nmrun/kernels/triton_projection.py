@@ -14,17 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import Launches, applies, member_of, on, shape_of
+from nmrun.kernels.triton_launches import Launches, applies, member_of, on, programs_of, shape_of
 from nmrun.patterns import Pattern
 
 
 @triton.jit
 def _tile(
     block, weight, out, scale, amount, columns, inner, size,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDED: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr,
     MODE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT)
+    offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT, WIDE)
     w = tl.load(weight + offset, exists, other=0.0).to(tl.float32)
     mask, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
     if SCALED:
@@ -36,19 +37,21 @@ def _tile(
 @triton.jit(do_not_specialize=["columns", "inner", "size"])
 def project_one(
     weight, out, scale, amount, columns, inner, size,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDED: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr,
     MODE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     _tile(
         tl.program_id(0), weight, out, scale, amount, columns, inner, size,
-        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED,
+        N, M, P, COLUMNS, STRIDED, SHORT, WIDE, MODE, SCALED,
     )  # fmt: skip
 
 
 @triton.jit
 def project_many(
     table, owner,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDED: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr,
     WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """The projections of all weights of a table: ``owner`` has the row of each program."""
@@ -63,7 +66,7 @@ def project_many(
     )
     _tile(
         block, weight, out, weight, 1.0, columns, inner, size,
-        N, M, P, COLUMNS, STRIDED, SHORT, 0, False,
+        N, M, P, COLUMNS, STRIDED, SHORT, WIDE, 0, False,
     )  # fmt: skip
 
 
@@ -88,7 +91,7 @@ def project(
         return False
     sizes, constants = shape_of(weight, pattern, dim)
     with on(weight):
-        project_one[(triton.cdiv(sizes[0], constants["COLUMNS"]),)](
+        project_one[(programs_of(sizes, constants),)](
             weight, out, scale, float(amount), *sizes, **constants, MODE=MODES[mode], SCALED=scale is not None,
             enable_fp_fusion=False,
         )  # fmt: skip

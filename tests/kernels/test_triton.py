@@ -65,6 +65,7 @@ class Compiled:
         ratio: str,
         strided: bool = False,
         short: bool = False,
+        across: int = 33,
         **constants: Any,
     ) -> None:
         from triton.backends.compiler import GPUTarget
@@ -72,7 +73,7 @@ class Compiled:
 
         from nmrun.kernels import triton_launches
 
-        shape, dim = ((64, 33), 0) if strided else ((64, 64 + short), 1)
+        shape, dim = ((64, across), 0) if strided else ((64, 64 + short), 1)
         pattern = Pattern.parse(ratio).over(shape[dim])
         _, fixed = triton_launches.shape_of(torch.empty(shape, device="meta"), pattern, dim)
         fixed |= constants
@@ -295,6 +296,17 @@ def test_strided_and_short_groups_compile(ratio, options):
     built = project_one(90, ratio, **options)
     assert built.loads.keys() == built.stores.keys() == {"b32"}
     assert built.shared == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_strided_groups_of_a_wide_weight_are_vectors_too(architecture):
+    """As double pruning has them; neighbours in memory are neighbours in a thread, and none asks
+    another for its numbers."""
+    built = project_one(architecture, "2:4", strided=True, across=768)
+    assert built.loads == built.stores == {"v4.b32": 4}
+    assert built.shared == 0
+    assert "shfl" not in built.ptx
 
 
 def _loads(tree: ast.AST) -> list[tuple[str, str]]:
