@@ -135,15 +135,17 @@ def test_weights_of_many_kinds_are_compressed_together(dtype):
             whole.append(weight.clone())
             weights.append(as_stored(weight.to(kind), i % 2 == 1))
     blobs = [torch.zeros(compression.blob_shape(*w.shape, low), dtype=low) for w in weights]
-    batch, members = compression.CompressionBatch(), list(zip(weights, blobs, strict=True))
+    copies = [torch.zeros_like(w, dtype=low) if i % 3 else None for i, w in enumerate(weights)]
+    batch, members = compression.CompressionBatch(), list(zip(weights, blobs, copies, strict=True))
     batch.write(members)
     for weight, blob in zip(whole, blobs, strict=True):
         assert torch.equal(unpacked(blob, *weight.shape), weight)
     for weight in weights:
         weight.copy_((2 * weight.float()).to(weight.dtype))
     batch.write(members)
-    for weight, blob in zip(whole, blobs, strict=True):
+    for weight, blob, copy in zip(whole, blobs, copies, strict=True):
         assert torch.equal(unpacked(blob, *weight.shape), 2 * weight)
+        assert copy is None or torch.equal(copy.float(), 2 * weight)
 
 
 @torch.no_grad()

@@ -266,7 +266,8 @@ def test_many_weights_are_packed_as_one_is(bits, turned):
         "EVEN": True,
         "WEIGHT": weight[1],
         "PAIR": tl.int32 if rounds else tl.int16,
-        "FIELDS": 6,
+        "COPY": None,
+        "FIELDS": 7,
     }
 
     def pieces(kernel, **more):
@@ -278,6 +279,10 @@ def test_many_weights_are_packed_as_one_is(bits, turned):
     one, many = pieces(pack_one), pieces(pack_many, **table)
     assert one == many
     assert one[1]
+    if rounds:  # what was read for the values is copied: 2,048 weights for 128 threads
+        loads, stores = pieces(pack_many, **{**table, "COPY": tl.bfloat16})
+        assert loads == many[0]
+        assert stores - many[1] == {"v2.b32": 4}
 
 
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])

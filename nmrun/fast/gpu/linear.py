@@ -43,7 +43,7 @@ class BatchPacker:
     @torch.no_grad()
     def write(self, members: Sequence[tuple[SemiStructuredProducts, ToWrite]]) -> None:
         """As ``write`` of each of the products does."""
-        together = list[tuple[Tensor, Tensor]]()
+        together = list[tuple[Tensor, Tensor, Tensor | None]]()
         dense, copies = list[Tensor](), list[Tensor]()
         for products, (weight, other, masked) in members:
             rewrite = semi_structured.named(products.path).rewrite
@@ -51,9 +51,11 @@ class BatchPacker:
             if rewrite is semi_structured.cusparselt_rewrite and all(
                 compression.fits(w, parts[0]) for w, parts in to_pack
             ):
-                together += [(w, parts[0]) for w, parts in to_pack]
-                dense += [w for w, _ in to_copy]
-                copies += [copy for _, copy in to_copy]
+                # what is copied is the one weight that is packed, unless the recipe has another
+                beside = [c for w, c in to_copy if w is weight and compression.fits_copy(w, c)]
+                together += [(w, parts[0], beside[0] if beside else None) for w, parts in to_pack]
+                dense += [w for w, _ in to_copy if not beside]
+                copies += [copy for _, copy in to_copy if not beside]
             else:
                 products.write(weight, other, masked)
         if copies:
@@ -61,7 +63,8 @@ class BatchPacker:
         if together:  # without Triton there are none
             self._batch = self._batch or compression.CompressionBatch()
             self._batch.write(together)
-            torch.autograd.graph.increment_version([out for _, out in together])
+            written = [t for _, *outs in together for t in outs if t is not None]
+            torch.autograd.graph.increment_version(written)
 
 
 class SemiStructuredProducts(nn.Module):

@@ -108,6 +108,13 @@ def _is_even(rows: int, columns: int) -> bool:
     return rows % 16 == 0 and columns % 64 == 0
 
 
+def fits_copy(weight: Tensor, copy: Tensor) -> bool:
+    """Whether a :class:`CompressionBatch` can also copy a weight of 16 bits or 32, which it has read
+    anyhow."""
+    alike = copy.stride() == weight.stride() and copy.dtype.itemsize == 2
+    return alike and copy.data_ptr() % 16 == 0
+
+
 class CompressionBatch:
     """Compresses weights by our kernel, in as few launches as there are kinds of them, of dtype and
     order in memory."""
@@ -117,12 +124,14 @@ class CompressionBatch:
 
         self._launches = Launches(_member)
 
-    def write(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compress weights, each into its ``out`` of :func:`write`."""
+    def write(self, batch: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        """Compress weights, each into its ``out`` of :func:`write`, and copy it into a third tensor, in
+        the dtype of ``out``, where there is one."""
         from nmrun.fast.gpu.kernels import triton_compression
         from nmrun.kernels.triton_launches import on
 
-        for members, table, constants in self._launches.of(batch):
+        kinds = [(weight, out, copy is not None) for weight, out, copy in batch]
+        for members, table, constants in self._launches.of(kinds):
             rows = table.rows([batch[i] for i in members])
             with on(rows):
                 triton_compression.pack_many[(table.programs,)](
@@ -130,7 +139,7 @@ class CompressionBatch:
                 )
 
 
-def _member(weight: Tensor, out: Tensor) -> LaunchMember:
+def _member(weight: Tensor, out: Tensor, copies: bool) -> LaunchMember:
     import triton.language as tl
 
     from nmrun.kernels.triton_launches import LaunchMember
@@ -143,6 +152,7 @@ def _member(weight: Tensor, out: Tensor) -> LaunchMember:
         "EVEN": _is_even(rows, columns),
         "WEIGHT": whole if constants["CAST"] is None else tl.float32,
         "PAIR": tl.int16 if short else tl.int32,
+        "COPY": (whole if constants["CAST"] is None else constants["CAST"]) if copies else None,
     }
     return LaunchMember((tiles, rows, columns // 4), tiles, constants)
 
@@ -217,8 +227,15 @@ def _has_the_librarys_bits(
     sources = [weight, turned, *([weight.float(), turned.float()] if whole == torch.int16 else [])]
     if expected.shape != blob_shape(rows, columns, dtype):
         return False
-    alone, together = ([torch.zeros_like(expected) for _ in sources] for _ in range(2))
+    alone, together, beside = ([torch.zeros_like(expected) for _ in sources] for _ in range(3))
+    copies = [torch.zeros_like(source, dtype=dtype) for source in sources]
     for source, got in zip(sources, alone, strict=True):
         write(source, got)
-    CompressionBatch().write(list(zip(sources, together, strict=True)))
-    return all(torch.equal(got.view(whole), expected.view(whole)) for got in alone + together)
+    CompressionBatch().write(
+        [(source, got, None) for source, got in zip(sources, together, strict=True)]
+    )
+    CompressionBatch().write(list(zip(sources, beside, copies, strict=True)))
+    every = [(got, expected) for got in alone + together + beside] + [
+        (copy, weight) for copy in copies
+    ]
+    return all(torch.equal(got.view(whole), right.view(whole)) for got, right in every)

@@ -57,22 +57,30 @@ def _place(word, k: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _read(weight, copy, at, exists, CAST: tl.constexpr, BITS: tl.constexpr, COPIES: tl.constexpr):
+    w = tl.load(weight + at, exists, other=0)
+    if COPIES:
+        tl.store(copy + at, w.to(copy.dtype.element_ty), exists)
+    return _bits(w, CAST, BITS)
+
+
+@triton.jit
 def _group(
-    weight, r, g, rows, groups, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+    weight, copy, r, g, rows, groups, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """(the first kept value, the second, their places) of groups g in rows r, (HEIGHT, WIDTH)."""
     exists = (r < rows) & (g < groups)
     if TRANSPOSED:  # side by side in memory are the rows
         at = (g * 4).to(tl.int64) * rows + r
-        a = _bits(tl.load(weight + at, exists, other=0), CAST, BITS)
-        b = _bits(tl.load(weight + at + rows, exists, other=0), CAST, BITS)
-        c = _bits(tl.load(weight + at + 2 * rows, exists, other=0), CAST, BITS)
-        d = _bits(tl.load(weight + at + 3 * rows, exists, other=0), CAST, BITS)
+        a = _read(weight, copy, at, exists, CAST, BITS, COPIES)
+        b = _read(weight, copy, at + rows, exists, CAST, BITS, COPIES)
+        c = _read(weight, copy, at + 2 * rows, exists, CAST, BITS, COPIES)
+        d = _read(weight, copy, at + 3 * rows, exists, CAST, BITS, COPIES)
     else:
         at = (r.to(tl.int64) * groups + g) * 4
         at = tl.expand_dims(at, 2) + tl.arange(0, 4)[None, None, :]
-        w = _bits(tl.load(weight + at, tl.expand_dims(exists, 2), other=0), CAST, BITS)
+        w = _read(weight, copy, at, tl.expand_dims(exists, 2), CAST, BITS, COPIES)
         even, odd = tl.split(tl.reshape(w, (HEIGHT, WIDTH, 2, 2)))
         a, c = tl.split(even)
         b, d = tl.split(odd)
@@ -81,10 +89,11 @@ def _group(
 
 @triton.jit
 def _tile(
-    down, right, across, weight, values, meta, rows, groups,
-    TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    down, right, across, weight, copy, values, meta, rows, groups, TRANSPOSED: tl.constexpr,
+    CAST: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """The tile number ``right`` of ``across`` in the row of tiles ``down``.
+    """The tile number ``right`` of ``across`` in the row of tiles ``down``. COPIES: the weight is also
+    written to ``copy``, which is stored as it is.
 
     Weights are read twice, the second time from the cache: in the order of the values, and in that
     of the places. Reordering places in registers, Triton 3.6 mixed values into them.
@@ -92,7 +101,7 @@ def _tile(
     first_row, first_group = down * ROWS, right * GROUPS
     r, g = first_row + tl.arange(0, ROWS)[:, None], first_group + tl.arange(0, GROUPS)[None, :]
     first_value, last_value, _ = _group(
-        weight, r, g, rows, groups, ROWS, GROUPS, TRANSPOSED, CAST, BITS
+        weight, copy, r, g, rows, groups, ROWS, GROUPS, TRANSPOSED, CAST, BITS, COPIES
     )
     pair = (first_value & ((1 << BITS) - 1)) | (last_value << BITS)
     place = r.to(tl.int64) * groups + g
@@ -104,8 +113,8 @@ def _tile(
     for k in tl.static_range(4):
         r, g = _place(word, k, BITS)
         _, _, nibble = _group(
-            weight, first_row + r, first_group + g, rows, groups, words, 1, TRANSPOSED, CAST, BITS
-        )
+            weight, copy, first_row + r, first_group + g, rows, groups, words, 1, TRANSPOSED, CAST, BITS, False
+        )  # fmt: skip
         packed |= nibble << (4 * k)
     tile = down.to(tl.int64) * across + right
     tl.store(meta + tile * words + word, packed.to(tl.int16))
@@ -122,7 +131,7 @@ def pack_one(
     """
     down, right, across = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     _tile(
-        down, right, across, weight, values, meta, rows, groups, TRANSPOSED, CAST, BITS, ROWS, GROUPS
+        down, right, across, weight, weight, values, meta, rows, groups, TRANSPOSED, CAST, BITS, ROWS, GROUPS, False
     )  # fmt: skip
 
 
@@ -130,10 +139,11 @@ def pack_one(
 def pack_many(
     table, owner,
     TRANSPOSED: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    EVEN: tl.constexpr, WEIGHT: tl.constexpr, PAIR: tl.constexpr, FIELDS: tl.constexpr,
+    EVEN: tl.constexpr, WEIGHT: tl.constexpr, PAIR: tl.constexpr, COPY: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the weights of a table: ``owner`` has the row of each program. EVEN: 16 divides rows
-    and groups. WEIGHT: the dtype that a weight is read as; PAIR: integers of two values."""
+    and groups. WEIGHT: the dtype that a weight is read as; PAIR: integers of two values; COPY: the
+    dtype of a copy, None for none."""
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     rows, groups = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
@@ -143,8 +153,13 @@ def pack_many(
     high, across = tl.cdiv(rows, ROWS), tl.cdiv(groups, GROUPS)
     weight, values = pointer(row, 4, WEIGHT), pointer(row, 5, PAIR)
     meta = pointer(row, 5, tl.int16) + rows.to(tl.int64) * groups * (BITS // 8)
+    if COPY is not None:
+        copy = pointer(row, 6, COPY)
+    else:
+        copy = weight
     _tile(
-        block % high, block // high, across, weight, values, meta, rows, groups, TRANSPOSED, CAST, BITS, ROWS, GROUPS
+        block % high, block // high, across, weight, copy, values, meta, rows, groups,
+        TRANSPOSED, CAST, BITS, ROWS, GROUPS, COPY is not None,
     )  # fmt: skip
 
 
