@@ -4,8 +4,8 @@
 #   benchmarks/gpu.sh [FOLDER]      results go to FOLDER (benchmarks/results); PYTHON is the interpreter, LIMIT the seconds in all (540)
 #
 # A part that fails does not stop the others; one for which less than half of its time is left is not begun, since most write
-# nothing before they are through, and shorter ones after it are. Given again, the script does what is missing: outputs/bench-gpu
-# remembers the parts that this code has done on this GPU. Exits with 1 if any failed or was left out.
+# nothing before all of their arms are compiled, and shorter ones after it are. Given again, the script does what is missing:
+# outputs/bench-gpu remembers the parts that this code has done on this GPU. Exits with 1 if any failed or was left out.
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-$(command -v python3)} LIMIT=${LIMIT:-540} OUT=${1:-benchmarks/results}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -32,14 +32,14 @@ part() { # name, most seconds, command
 }
 
 bench() { # name of the results, most seconds, what, options
-  local name=$1 most=$2 what=$3 folder rows before
+  local name=$1 most=$2 what=$3 folder measured before
   shift 3
   folder=$(mktemp -d)
   part "$name" "$most" "$PYTHON" -m nmrun bench "$what" --device cuda --out "$folder" "$@"
   # a try that was cut off does not replace a longer one
-  rows=$(cat "$folder"/*_gpu.json 2>/dev/null | grep -c '"n": ') before=$(cat "$finished/$name.rows" 2>/dev/null || echo 1)
-  if [ "$rows" -ge "$before" ]; then
-    mkdir -p "$OUT" && echo "$rows" >"$finished/$name.rows"
+  measured=$(cat "$folder"/*_gpu.json 2>/dev/null | awk '/"n": / { sum += $2 } END { print sum + 0 }') before=$(cat "$finished/$name.measured" 2>/dev/null || echo 1)
+  if [ "$measured" -ge "$before" ]; then
+    mkdir -p "$OUT" && echo "$measured" >"$finished/$name.measured"
     mv "$folder"/*_gpu.md "$OUT/${name}_gpu.md" && mv "$folder"/*_gpu.json "$OUT/${name}_gpu.json"
   fi
   rm -rf "$folder"

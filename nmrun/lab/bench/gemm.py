@@ -104,11 +104,11 @@ def measure(
     return sorted(rows, key=lambda row: order.index(row["path"]))
 
 
-def page(rows: list[Row], fp8: bool, count: int) -> str:
+def page(rows: list[Row], fp8: bool) -> str:
     kind = "bfloat16 rounded to FP8" if fp8 else "bfloat16"
     parts = [
         f"Products with a 2:4 weight, {kind}: times as fast as the dense product. "
-        f"Median [quartiles] of paired rounds, n = {count}. TFLOP/s of the dense one."
+        f"Median [quartiles] of paired rounds, n = {harness.samples(rows)}. TFLOP/s of the dense one."
     ]
 
     def cell(row: Row) -> str:
@@ -220,7 +220,7 @@ def page_of_cpu(rows: Sequence[Row]) -> str:
     parts = [
         "A linear layer's products with an N:M weight on the CPU, float32: times as fast as the better "
         "dense product. Median [quartiles] of paired rounds, "
-        f"n = {max(row.get('n', 0) for row in rows)}, {harness.cpu_clock_name()}. "
+        f"n = {harness.samples(rows)}, {harness.cpu_clock_name()}. "
         "Dense columns: milliseconds of torch and of oneDNN."
     ]
 
@@ -273,5 +273,5 @@ def benchmark(
                     else:
                         yield measure(inputs, outputs, token_count, rounds, clock, place, fp8)
 
-    report = page_of_cpu if on_cpu else partial(page, fp8=fp8, count=rounds)
+    report = page_of_cpu if on_cpu else partial(page, fp8=fp8)
     return Benchmark(cases(), report, place, "_fp8" if fp8 else "", omissions)

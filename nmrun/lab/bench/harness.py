@@ -111,6 +111,9 @@ def machine_line(machine: Machine) -> str:
     return f"{machine['cpu']}, {cores}, {threads}, load {machine['load']}, torch {machine['torch']}"
 
 
+# Ctrl-C in the middle of rounds, until what was measured is reported
+_ends: list[KeyboardInterrupt] = []
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -175,7 +178,10 @@ def rounds(
     warm_up: int = 2,
 ) -> dict[Arm, list[float]]:
     """Time arms in turns: a round runs every arm once, in an order shuffled anew, so that a machine
-    that grows slower or faster meanwhile favours none. ``warm_up`` rounds before do not count."""
+    that grows slower or faster meanwhile favours none. ``warm_up`` rounds before do not count. Ctrl-C
+    leaves the whole rounds before it, if there is one: it is raised once these are reported."""
+    if _ends:
+        raise _ends.pop()
     shuffled, times = random.Random(0), {name: list[float]() for name in arms}
     for _ in range(warm_up):
         for call in arms.values():
@@ -184,13 +190,38 @@ def rounds(
     gc.disable()
     try:
         for _ in range(count):
-            for name in shuffled.sample(list(arms), len(arms)):
-                times[name].append(clock(arms[name]))
+            order = shuffled.sample(list(arms), len(arms))
+            for name, ms in [(name, clock(arms[name])) for name in order]:
+                times[name].append(ms)
             gc.collect()
+    except KeyboardInterrupt as end:
+        if not all(times.values()):
+            raise
+        _ends.append(end)
     finally:
         if collecting:
             gc.enable()
     return times
+
+
+def cut_off() -> bool:
+    """Whether Ctrl-C has ended the rounds of the case at hand, whose rows are all that is waited for."""
+    return bool(_ends)
+
+
+@contextlib.contextmanager
+def reported_first() -> Iterator[None]:
+    """What is measured in here may be missing: Ctrl-C ends it, and is raised once all else is reported."""
+    try:
+        yield
+    except KeyboardInterrupt as end:
+        _ends.append(end)
+
+
+def samples(rows: Sequence[Row]) -> str:
+    """How many rounds rows are of: ``8``, or ``3 to 8`` where one was cut off."""
+    counts = sorted({row["n"] for row in rows if "n" in row}) or [0]
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
 def quartiles(name: str, values: Sequence[float]) -> Row:
@@ -263,9 +294,12 @@ def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) 
     is there is reported also where an error or Ctrl-C is the end."""
     rows: list[Row] = []
     cases, page, device, variant, omissions = benchmark
+    _ends.clear()
     try:
         for case in cases:
             rows += case
+            if _ends:
+                raise _ends.pop()
     finally:
         if rows:
             machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])

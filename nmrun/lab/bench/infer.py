@@ -446,10 +446,10 @@ def benchmark(
                 torch.cuda.empty_cache()
 
     variant = "" if on_gpu else f"_{torch.get_num_threads()}_threads"
-    return Benchmark(cases(), partial(page, count=rounds, device=place), place, variant, omissions)
+    return Benchmark(cases(), partial(page, device=place), place, variant, omissions)
 
 
-def page(rows: list[Row], count: int, device: torch.device) -> str:
+def page(rows: list[Row], device: torch.device) -> str:
     """What is printed: times by precision, and how many times as fast packed is."""
     measured = [row for row in rows if "missing" not in row]
     lines, over = list[Row](), list[Row]()
@@ -470,7 +470,7 @@ def page(rows: list[Row], count: int, device: torch.device) -> str:
     if device.type == "cuda":
         clock = "between two events of the GPU"
     parts = [
-        f"Forward passes: milliseconds, median of paired rounds, n = {count}; {clock}. "
+        f"Forward passes: milliseconds, median of paired rounds, n = {harness.samples(rows)}; {clock}. "
         "Packed: layers that are, bytes of the model over dense float32, and how far off the outputs are.",
         harness.grid(lines, "network", "precision", _cell),
     ]

@@ -130,7 +130,7 @@ def benchmark(
             numbers = "No sparse tensor cores here: float32, masks in dense products."
         title = (
             f"Forward and backward of a linear layer: times as fast as dense. "
-            f"Median [quartiles] of paired rounds, n = {rounds}. {numbers} "
+            f"Median [quartiles] of paired rounds, n = {harness.samples(rows)}. {numbers} "
             f"{token_count} tokens a micro-batch; xN: N of them share a projection."
         )
         lines = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]

@@ -116,7 +116,7 @@ def measure(
         base = times["clone" if name in FUNCTIONS or name == "clone" else "copy"]
         copies = quartiles("copies", ratios(samples, base))
         figures = quartiles("ms", samples) | quartiles("gb_per_second", rate) | copies
-        rows.append({**about, "arm": name, "n": count, **figures})
+        rows.append({**about, "arm": name, "n": len(samples), **figures})
     return rows
 
 
@@ -130,7 +130,7 @@ def page(rows: list[Row]) -> str:
     """A table for each size, of what writes into a tensor and of what makes one."""
     parts = [
         "Masks and projections: median [quartiles] of paired rounds, "
-        f"{rows[0]['dtype']}, n = {max(row.get('n', 0) for row in rows)}. First multiples of a copy, with GB/s "
+        f"{rows[0]['dtype']}, n = {harness.samples(rows)}. First multiples of a copy, with GB/s "
         "of one read and one write. Then, for what makes new tensors, multiples of torch.clone."
     ]
     for millions in dict.fromkeys(row["millions"] for row in rows):

@@ -218,7 +218,7 @@ def measure(
     dense, about = times["dense"], {"model": name, "pattern": str(pattern)}
     return [
         {
-            **about, "recipe": recipe, "n": count, **harness.quartiles("ms", times[recipe]), **harness.quartiles("dense_ms", dense),
+            **about, "recipe": recipe, "n": len(dense), **harness.quartiles("ms", times[recipe]), **harness.quartiles("dense_ms", dense),
             **harness.quartiles("ratio", harness.ratios(times[recipe], dense)),
         }
         for recipe in recipes
@@ -239,7 +239,7 @@ def benchmark(
     def page(rows: list[Row]) -> str:
         title = (
             "Time of a training step over the dense step, float32, AdamW: median [quartiles] of paired"
-            f" rounds, n = {rounds}."
+            f" rounds, n = {harness.samples(rows)}."
         )
         cells = [{**row, "step of": f"{row['model']} {row['pattern']}"} for row in rows]
         dense = {row["step of"]: row for row in cells}.values()

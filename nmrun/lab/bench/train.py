@@ -110,11 +110,10 @@ def measure(
                 Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock(),
                 warm_up=1,
             )
-            kernels = {
-                arm: kernel_times.kernels_of(call, steps)
-                for arm, (call, _) in prepared.items()
-                if device.type == "cuda"
-            }
+            kernels = dict[str, dict[str, float]]()
+            for arm, (call, _) in prepared.items() if device.type == "cuda" else ():
+                with harness.reported_first():
+                    kernels[arm] = {} if harness.cut_off() else kernel_times.kernels_of(call, steps)
         except torch.OutOfMemoryError:
             return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
     facts = prepared["dense"][1]
@@ -194,7 +193,7 @@ def benchmark(
         clock = "" if place.type == "cuda" else f" of {harness.cpu_clock_name()}"
         title = (
             f"Training steps, {recipe}: milliseconds{clock}, and times as fast as dense. "
-            f"Median [quartiles] of paired stretches of {steps} steps, n = {rounds}. "
+            f"Median [quartiles] of paired stretches of {steps} steps, n = {harness.samples(rows)}. "
             f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )
         return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}{profiled(rows)}"

@@ -62,7 +62,7 @@ def measure(
         return [{**about, "arm": arm, "wrong": NO_MEMORY} for arm in ("one pass", "apart")]
     return [
         {
-            **about, "arm": arm, "n": count, **quartiles("ms", times[arm]), **quartiles("dense_ms", times["dense"]),
+            **about, "arm": arm, "n": len(times[arm]), **quartiles("ms", times[arm]), **quartiles("dense_ms", times["dense"]),
             **quartiles("ratio", ratios(times[arm], times["dense"])),
         }
         for arm in ("one pass", "apart")
@@ -88,7 +88,7 @@ def benchmark(
         dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
         title = (
             f"An optimizer step of {weights:g} million weights, float32, in multiples of "
-            f"torch's fused AdamW ({dense:.3g} ms). Median [quartiles] of paired rounds, n = {rounds}."
+            f"torch's fused AdamW ({dense:.3g} ms). Median [quartiles] of paired rounds, n = {harness.samples(rows)}."
         )
         lines = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
         text = harness.grid(lines, "recipe", "arm", lambda row: harness.spread(row, "ratio"))

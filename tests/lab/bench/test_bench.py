@@ -157,6 +157,31 @@ def test_what_was_measured_is_reported_whatever_comes(
     assert (row["recipe"], row["pattern"]) == ("ste", "2:4")
 
 
+def test_of_rounds_that_are_cut_off_the_whole_ones_are_reported(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    """As by ``timeout``; cases behind are not begun, and the command ends as by Ctrl-C."""
+    clock, measured = harness.Clock.__call__, list[object]()
+
+    def cut_off(self: harness.Clock, call: Callable[[], object]) -> float:
+        measured.append(call)
+        if len(measured) == 3 + 2 * 3 + 2:  # a round to warm up, two whole ones, and one arm
+            raise KeyboardInterrupt
+        return clock(self, call)
+
+    monkeypatch.setattr(harness.Clock, "__call__", cut_off)
+    argv = ["masks", "--device", "cpu", "--weights", "0.01", "--arms", "nmrun", "--rounds", "5"]
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*argv, "--sparsity", "2:4", "1:4", "--out", str(tmp_path)])
+    assert len(measured) == 11
+    rows = written(tmp_path, "masks", printed := capsys.readouterr().out)
+    assert [(row["pattern"], row["n"]) for row in rows] == [("2:4", 2)] * 3
+    assert ", n = 2. " in printed
+    monkeypatch.undo()
+    assert bench.main([*argv, "--sparsity", "2:4", "--out", str(tmp_path)]) == 0
+    assert ", n = 5. " in capsys.readouterr().out
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -530,7 +555,7 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
         (first, second) = infer.measure("tiny", [], (1, 3), asked, ["torch", name], 1, CPU)
         assert first["arm"] == "torch"
         assert (second["arm"], second["missing"]) == (name, message)
-        assert f"{name}: {message}" in infer.page([first, second], 1, CPU).splitlines()
+        assert f"{name}: {message}" in infer.page([first, second], CPU).splitlines()
 
 
 def test_what_fails_on_the_way_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
