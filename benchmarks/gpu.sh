@@ -37,7 +37,8 @@ bench() { # name of the results, most seconds, what, options
   folder=$(mktemp -d)
   part "$name" "$most" "$PYTHON" -m nmrun bench "$what" --device cuda --out "$folder" "$@"
   # a try that was cut off does not replace a longer one
-  measured=$(cat "$folder"/*_gpu.json 2>/dev/null | awk '/"n": / { sum += $2 } END { print sum + 0 }') before=$(cat "$finished/$name.measured" 2>/dev/null || echo 1)
+  measured=$(cat "$folder"/*_gpu.json 2>/dev/null | awk '/"n": / { sum += $2 } END { print sum + 0 }')
+  before=$(cat "$finished/$name.measured" 2>/dev/null || echo 1)
   if [ "$measured" -ge "$before" ]; then
     mkdir -p "$OUT" && echo "$measured" >"$finished/$name.measured"
     mv "$folder"/*_gpu.md "$OUT/${name}_gpu.md" && mv "$folder"/*_gpu.json "$OUT/${name}_gpu.json"

@@ -220,6 +220,7 @@ def test_what_it_leaves_to_the_reference():
 
 def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
     device = torch.device(DEVICE)
+    right_one = triton_projection.project
     assert kernels.on_cuda(device, 2, 4)
     assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
     assert not caplog.records
@@ -230,6 +231,12 @@ def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
     )
     assert not kernels.on_cuda(device, 3, 5)
     assert "wrong numbers" in caplog.text
+
+    def fails_along_outputs(weight, out, pattern, dim):
+        return right_one(weight, out, pattern, dim) and (dim == 1 or bool(out.fill_(9.0).any()))
+
+    monkeypatch.setattr(triton_projection, "project", fails_along_outputs)
+    assert not kernels.on_cuda(device, 2, 6)
 
     def fail(*args):
         raise RuntimeError("no compiler here")

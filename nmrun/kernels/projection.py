@@ -77,17 +77,20 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
         return False
     if m > triton_groups.LARGEST_M:
         return False
-    # with ties
-    weight = torch.arange(64 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_().view(64, m)
+    # with ties; also along the first dimension, which has code of its own
+    weight = torch.arange(512 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_()
+    weight = weight.view(512, m)
     # stable: ties keep the lower index
     indices = weight.abs().argsort(stable=True, dim=1, descending=True)[:, :n]
     expected = torch.zeros_like(weight).scatter_(1, indices, weight.gather(1, indices))
-    on_device = weight.to(device)
-    out = torch.empty_like(on_device)
+
+    def right(weight: Tensor, expected: Tensor, dim: int) -> bool:
+        on_device = weight.contiguous().to(device)
+        out = torch.empty_like(on_device)
+        projected = triton_projection.project(on_device, out, Pattern(n, m), dim)
+        return projected and bool((out.cpu() == expected).all())
 
     def compare() -> bool:
-        return triton_projection.project(on_device, out, Pattern(n, m), 1) and bool(
-            (out.cpu() == expected).all()
-        )
+        return right(weight, expected, 1) and right(weight.t(), expected.t(), 0)
 
     return agrees(f"Triton's {n}:{m} projection", device, compare, "the reference")
