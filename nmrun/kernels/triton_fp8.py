@@ -20,7 +20,8 @@ def find_largest(x, bits, count, BLOCK: tl.constexpr):
     """Raise ``bits`` to those of the largest magnitude; those of a NaN are above all others."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     size = tl.abs(tl.load(x + at, at < count, other=0.0).to(tl.float32))
-    tl.atomic_max(bits, tl.max(size.to(tl.int32, bitcast=True), 0))
+    # the next kernel reads it: no program has to wait for the memory of the others
+    tl.atomic_max(bits, tl.max(size.to(tl.int32, bitcast=True), 0), sem="relaxed")
 
 
 @triton.jit

@@ -229,6 +229,27 @@ def test_the_unbiased_estimate(architecture, ratio):
 
 
 @pytest.mark.slow
+def test_rounding_to_fp8():
+    """16 bytes at a time, and no program waits for what others have written."""
+    import triton.language as tl
+
+    from nmrun.kernels.triton_fp8 import find_largest, round_all
+
+    types = {"x": "*bf16", "bits": "*i32", "count": "i32", "out": "*fp8e4nv", "scale": "*fp32"}
+    sizes = {"MOST": 448.0, "FORMAT": tl.float8e4nv, "BLOCK": 4096}
+    first, second = (
+        compiled(kernel, 90, {n: types[n] for n in kernel.arg_names if n in types},
+                 **{n: sizes[n] for n in kernel.arg_names if n in sizes}).asm["ptx"]
+        for kernel in (find_largest, round_all)
+    )  # fmt: skip
+    for ptx in (first, second):
+        assert len(re.findall(r"\bld\.global\.v4\.b32", ptx)) == 4
+    assert len(re.findall(r"\bst\.global\.v4\.b32", second)) == 2
+    assert re.search(r"\b(atom|red)\.global\S*\.relaxed\S*\.max\.s32", first)
+    assert not re.search(r"acq_rel|\bfence|\bmembar", first)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_estimate_that_is_compressed_goes_through_registers_alone(architecture):
     import triton.language as tl
