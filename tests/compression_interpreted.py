@@ -169,7 +169,11 @@ def test_products_of_many_layers_are_packed_together(monkeypatch):
         for products, _ in members:
             for buffer in products.buffers():
                 buffer.zero_()
+        buffers = [buffer for products, _ in members for buffer in products.buffers()]
+        versions = [buffer._version for buffer in buffers]
         packer.write(members)
+        # a backward pass of an earlier step has to raise
+        assert all(b._version > v for b, v in zip(buffers, versions, strict=True))
         for (products, _), (weight, backward) in zip(members, expected, strict=True):
             first, second = products.buffers()
             assert torch.equal(unpacked(first, 16, 32), weight)
