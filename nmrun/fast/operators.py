@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from nmrun.kernels.layout import has_memory
 from nmrun.products.simulation import compute_dtype
 
+# for refuse_second_gradients
+PACKED = ("packed", 'nmrun.accelerate(handle, sample, "off") takes them back')
+
 
 def followed(
     x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor]
@@ -32,16 +35,6 @@ def over_tokens(
         return call(x, *operands)
     out = call(x.reshape(-1, x.shape[-1]), *operands)
     return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def refuse_second_gradients() -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated, where torch would take the
-    weight that was packed for a constant."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "packed products have no gradients of gradients (create_graph=True): "
-            'nmrun.accelerate(handle, sample, "off") takes them back'
-        )
 
 
 def keep_dtypes(layer: nn.Module, names: Iterable[str], apply: Callable[[], object]) -> None:

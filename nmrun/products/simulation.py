@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nmrun.kernels.comparison import agrees
 from nmrun.kernels.layout import has_memory
@@ -131,8 +130,8 @@ class _Linear(torch.autograd.Function):
         return z if z.dtype == x.dtype else z.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_gradients()
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -147,6 +146,17 @@ class _Linear(torch.autograd.Function):
                 tokens = estimate(tokens, ctx.mvue, ctx.generator)
             dw = backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
         return dx, dw, db, None, None, None, None, None
+
+
+def refuse_second_gradients(
+    kind: str = "simulated", instead: str = "train without mvue, fp8 and another input gradient"
+) -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated, where torch would take what
+    it computes with for a constant. ``kind``: of its products."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{kind} products have no gradients of gradients (create_graph=True): {instead}"
+        )
 
 
 def backward_product(a: Tensor, b: Tensor, fp8: bool) -> Tensor:
@@ -210,8 +220,8 @@ class _Convolution(torch.autograd.Function):
         return torch.ops.aten.convolution(x, weight, bias, *ctx.geometry)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_gradients()
         x, weight, input_weight = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = dw = db = None

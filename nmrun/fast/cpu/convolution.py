@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
 from nmrun.fast.cpu.weight import KINDS, PackedWeight, matrix_of
-from nmrun.fast.operators import refuse_second_gradients
+from nmrun.fast.operators import PACKED
+from nmrun.products.simulation import refuse_second_gradients
 
 
 def window_of(module: nn.Conv2d) -> Window:
@@ -113,7 +114,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    refuse_second_gradients()
+    refuse_second_gradients(*PACKED)
     x, weight, *backward = ctx.saved_tensors
     dx = None
     if ctx.needs_input_grad[0]:

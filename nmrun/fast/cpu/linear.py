@@ -27,9 +27,9 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.weight import KINDS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
-from nmrun.fast.operators import refuse_second_gradients
+from nmrun.fast.operators import PACKED
 from nmrun.patterns import Pattern
-from nmrun.products.simulation import estimate
+from nmrun.products.simulation import estimate, refuse_second_gradients
 
 
 class LinearProducts(PackedWeight):
@@ -188,7 +188,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    refuse_second_gradients()
+    refuse_second_gradients(*PACKED)
     x, *parts = ctx.saved_tensors
     forward, backward = parts[: ctx.split], parts[ctx.split :]
     weight_dtype, bias_dtype = ctx.dtypes

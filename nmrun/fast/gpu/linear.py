@@ -28,10 +28,10 @@ from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.kernels import compression
 from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.measurement import on
-from nmrun.fast.operators import keep_dtypes, over_tokens
+from nmrun.fast.operators import PACKED, keep_dtypes, over_tokens
 from nmrun.patterns import Pattern
 from nmrun.products.layer import ToWrite
-from nmrun.products.simulation import backward_product, estimate
+from nmrun.products.simulation import backward_product, estimate, refuse_second_gradients
 
 
 class BatchPacker:
@@ -230,6 +230,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    refuse_second_gradients(*PACKED)
     x, *stored = ctx.saved_tensors
     dx = dw = db = None
     weight_dtype, bias_dtype = ctx.dtypes

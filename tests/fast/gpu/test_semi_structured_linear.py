@@ -49,6 +49,15 @@ def test_products_and_gradients(shape: tuple[int, ...], bias: bool, both: bool, 
     assert packed.counts == (1 if path == "masked" else 2, (1 if path == "masked" else 2) * both)
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_gradients_of_gradients_are_refused(both: bool) -> None:
+    """The gradient of the input would have none for the weight."""
+    weight, x = both_ways(8, 16).requires_grad_(), normal(5, 16).requires_grad_()
+    packed = SemiStructuredProducts("compressed", weight, None, torch.float64, both)
+    with pytest.raises(RuntimeError, match="packed products have no gradients of gradients"):
+        torch.autograd.grad(packed(x, weight, None).sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16)], ids=str)
 def test_what_comes_out_may_be_written_in_place(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
