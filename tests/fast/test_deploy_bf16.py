@@ -12,6 +12,7 @@ from deployed import gradient, share, stays_itself
 from operands import normal, normal_bf16
 from perceptrons import pruned
 from torch import nn
+from torch.nn import functional as F
 
 import nmrun
 from nmrun.fast.cpu import onednn
@@ -153,6 +154,26 @@ def test_what_is_dense_is_computed_by_onednn_where_it_is_the_fastest() -> None:
     torch.testing.assert_close(model.float()(x.float()), expected, rtol=0.05, atol=0.05)
     assert torch.equal(model.bfloat16()(x), z)
     assert model.to("meta")(x.to("meta")).shape == z.shape  # as on any device but the CPU
+
+
+@needs_onednn
+@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_onednn_follows_a_weight_that_is_written_in_place(compiled: bool) -> None:
+    model, x = mlp(), normal_bf16(3, 5, 80)
+    nmrun.deploy(model, x)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.no_grad():
+        before = run(x)
+        for write in (
+            lambda: model[2].weight.mul_(2),
+            lambda: setattr(model[0].weight, "data", normal_bf16(50, 80, seed=9)),
+        ):
+            write()
+            hidden = F.linear(x, model[0].weight, model[0].bias)
+            expected = F.linear(model[1](hidden), model[2].weight, model[2].bias).float()
+            assert float((run(x) - expected).norm() / expected.norm()) < 0.01
+            assert float((before - expected).norm() / expected.norm()) > 0.1
 
 
 @needs_onednn

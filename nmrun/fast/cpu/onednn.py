@@ -104,10 +104,9 @@ class OneDNNLinear(LaidOut, nn.Linear):
         taken = weight.dtype == low and low in dtypes() and weight.device.type == "cpu"
         return weight if taken and has_memory(weight) else None
 
-    def copy(self, source: Tensor) -> Tensor:
-        """The weight in oneDNN's layout."""
-        copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(source.contiguous())
-        return copy
+    def copy(self, source: Tensor) -> tuple[Tensor, Any]:
+        """The weight in oneDNN's layout, and which weight that is."""
+        return _laid_out(source)
 
     def _apply(self, *args: Any, **kwargs: Any) -> OneDNNLinear:
         super()._apply(*args, **kwargs)
@@ -125,10 +124,22 @@ class OneDNNLinear(LaidOut, nn.Linear):
         return super().forward(input)
 
 
+def _laid_out(weight: Tensor) -> tuple[Tensor, Any]:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), _state(weight)
+
+
+def _state(weight: Tensor) -> tuple[int | None, int]:
+    """What changes when a weight is written, or lies elsewhere."""
+    return None if weight.is_inference() else weight._version, weight.data_ptr()
+
+
 def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     check_operands(x, weight, weight.shape[1])
+    copy, copied = COPIES[number]
+    if copied != _state(weight):  # written in place since
+        COPIES[number] = copy, _ = _laid_out(weight)
     product = torch.ops.mkldnn._linear_pointwise
-    result: Tensor = product(x.contiguous(), COPIES[number], bias, "none", [], "")
+    result: Tensor = product(x.contiguous(), copy, bias, "none", [], "")
     return result
 
 
