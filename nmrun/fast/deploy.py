@@ -170,15 +170,13 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
         try:
             layer = make(site.weight, site.bias)
             exact = site.product(site.tokens.float(), site.weight.float(), bias)
-            off = float((layer(site.tokens).float() - exact).norm() / exact.norm())
+            near_enough, how = measurement.nearness(layer(site.tokens).float(), exact, tolerance)
         except (*measurement.ERRORS, MemoryError) as error:
             notes.append(f"{name}: {first_line(error)}")
             continue
-        if off <= tolerance:  # NaN is not
+        if near_enough:
             near[name] = layer
-            notes.append(f"{name} outputs {off:.2g} off")
-        else:
-            notes.append(f"{name}: outputs {off:.2g} off, more than {tolerance:g}")
+        notes.append(f"{name} {how}" if near_enough else f"{name}: {how}")
     return near, "; ".join(notes)
 
 

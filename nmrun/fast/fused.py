@@ -201,5 +201,5 @@ def _fault(
     expected = module(*(t.float() for t in inputs))
     if limit is None:
         return measurement.fault(partial(layer, *inputs), expected)
-    off = float((layer(*inputs) - expected).norm() / expected.norm())
-    return "" if off <= limit else f"outputs {off:.2g} off, more than {limit:g}"
+    near, how = measurement.nearness(layer(*inputs), expected, limit)
+    return "" if near else how

@@ -218,6 +218,15 @@ def fault(call: Callable[[], Tensor], expected: Tensor, fp8: bool = False) -> st
         return first_line(error)
 
 
+def nearness(actual: Tensor, exact: Tensor, tolerance: float) -> tuple[bool, str]:
+    """Whether outputs are within a share of the norm of the exact ones, and how far off they are."""
+    if not exact.any():
+        return False, "its outputs for the sample are all 0, and show no error"
+    off = float((actual - exact).norm() / exact.norm())
+    near = off <= tolerance  # NaN is not
+    return near, f"outputs {off:.2g} off" + ("" if near else f", more than {tolerance:g}")
+
+
 def _near(actual: Tensor, expected: Tensor, dtype: torch.dtype, fp8: bool) -> bool:
     spread = float(expected.std(correction=0))  # of a single number 0
     if fp8:

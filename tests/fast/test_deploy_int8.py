@@ -118,6 +118,17 @@ def test_a_layer_that_is_too_far_off_stays_float32() -> None:
 
 @needs_int8
 @pytest.mark.usefixtures("faster")
+def test_a_sample_of_zeros_shows_nothing() -> None:
+    model = nn.Sequential(pruned()[0])
+    model[0].bias = None
+    (choice,) = nmrun.deploy(model, torch.zeros(40, 80), precision="int8")
+    assert choice.path == "packed"
+    assert "int8: its outputs for the sample are all 0" in choice.reason
+    assert "nan" not in choice.reason
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
 def test_what_is_not_finite_or_no_linear_layer_is_not_int8() -> None:
     model, x = pruned(), torch.randn(40, 80)
     x[3, 3] = float("nan")
