@@ -75,6 +75,8 @@ class NMCallback(Callback):
                 "WeightAveraging averages and saves what the network computes with, and an average "
                 "of N:M weights is not N:M: use StochasticWeightAveraging"
             )
+        if _has_no_steps(trainer):
+            return
         optimizers = trainer.optimizers
         number = self._optimizer
         if number is None and len(optimizers) == 1:
@@ -119,8 +121,15 @@ class NMCallback(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the recipe. Raises RunError as :meth:`nmrun.Handle.finalize`."""
+        if _has_no_steps(trainer):
+            return
         assert self.handle is not None
         end(self.handle)
+
+
+def _has_no_steps(trainer: Trainer) -> bool:
+    """Whether a Trainer is told to make none, as by a script that is tried out."""
+    return 0 in (trainer.max_epochs, trainer.max_steps)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -41,7 +41,11 @@ class Training:
     ) -> None:
         self.handle: Handle | None = None
         self._evaluation = contextlib.ExitStack()
-        self.hints = {"nmrun.optim.": own_optimizer, "needs total_steps": length}
+        self.hints = {
+            "nmrun.optim.": own_optimizer,
+            "needs total_steps": length,
+            "is sparse already": "a training takes one callback, whose overrides= give layers other patterns",
+        }
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
         arguments = inspect.signature(sparsify).parameters

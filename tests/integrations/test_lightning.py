@@ -205,8 +205,20 @@ def test_two_callbacks_for_one_optimizer_are_refused(tmp_path):
     parts = [
         integration.NMCallback("sr_ste", "2:4", include=name) for name in (r"net\.0", r"net\.3")
     ]
-    with one_line(ConfigError, r"net\.0\.weight of this model is sparse already"):
+    with one_line(
+        ConfigError,
+        r"net\.0\.weight of this model is sparse already.*: a training takes one callback",
+    ):
         lit.trainer(tmp_path, parts).fit(lit.Module(), lit.loader())
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+def test_a_training_without_steps_leaves_the_module_as_it_is(recipe, limit, tmp_path):
+    module = lit.Module()
+    before = copy.deepcopy(weights(module))
+    lit.trainer(tmp_path, [callback(recipe)], **{limit: 0}).fit(module, lit.loader())
+    assert weights(module) == before
 
 
 def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
