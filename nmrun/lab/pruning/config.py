@@ -79,7 +79,8 @@ def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = Fa
 
 
 def _is_ours(override: Override) -> bool:
-    return override.key_or_group.partition(".")[0] in ("method", "samples")
+    key = override.key_or_group
+    return key == "samples" or key.partition(".")[0] == "method"
 
 
 def _is_track(override: Override) -> bool:
