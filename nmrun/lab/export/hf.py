@@ -22,7 +22,7 @@ from nmrun.lab.keys.options import KINDS, kind
 from nmrun.lab.models import hugging_face
 from nmrun.lab.models.hugging_face import EncoderClassifier
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.tasks.hugging_face import fetch
+from nmrun.lab.tasks.hugging_face import fetch, quiet
 from nmrun.lab.tasks.text.corpus import LEVELS
 from nmrun.sparsity.check import check_nm
 
@@ -54,7 +54,8 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
         config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
     makers = {"hf_causal": _causal, "hf_encoder": _encoder}
     network, names, notes = makers.get(name, _gpt2)(run, config, folder)
-    network.save_pretrained(folder)
+    with quiet():
+        network.save_pretrained(folder)
     if name in ("hf_gpt2", "hf_causal"):
         _generation(options["pretrained"], folder)
     state, layers = network.state_dict(), []

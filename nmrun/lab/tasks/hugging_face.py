@@ -31,7 +31,7 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     if source.startswith(("/", ".", "~")) and not place.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder")
     try:
-        with _quiet():
+        with quiet():
             return getattr(transformers, kind).from_pretrained(str(place), **options)
     except Exception as error:  # each kind of file and of network has errors of its own
         line = textwrap.shorten(str(error) or type(error).__name__, 300)
@@ -66,7 +66,8 @@ def fetch_whole(kind: str, source: str, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Let transformers show neither progress bars nor warnings while the context is entered."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 

@@ -359,7 +359,9 @@ def test_transformers_loads_an_encoder(pooling, dtype, tmp_path, capsys):
         exclude=[".*pooler.*|head"],
     )
     to = tmp_path / "to"
+    capsys.readouterr()
     assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
+    assert "it/s" not in capsys.readouterr().err  # no progress bar
     tokenizer = transformers.AutoTokenizer.from_pretrained(to)
     texts = tokenizer(["it was good", "badly"], padding=True, return_tensors="pt")
     assert texts["input_ids"].shape == (2, 5)
