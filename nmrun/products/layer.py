@@ -279,18 +279,24 @@ def ensured(weight: SparseWeight) -> bool:
 def uninstall(weight: SparseWeight) -> None:
     """Take back what :func:`install` did, if it did anything."""
     if weight.layer is not None:
-        vars(weight.module).pop("forward", None)
+        restore_forward([weight.module])
+        weight.layer.active, weight.layer.dense = False, None  # a wrapper calls it on
         weight.layer, weight.dependents = None, []
 
 
 def restore_forward(modules: list[nn.Module]) -> None:
-    """Take back a ``forward`` that dense products gave to modules, and empty the list."""
+    """Take back a ``forward`` that faster or simulated products gave to modules, and empty the list.
+    What others have wrapped around it since (accelerate's hooks and precision) stays."""
     while modules:
-        vars(modules.pop()).pop("forward", None)
+        own = vars(modules.pop())
+        if _is_ours(own.get("forward"), __name__.partition(".")[0]):
+            del own["forward"]
 
 
-def _is_ours(forward: Any) -> bool:
-    return getattr(forward, "__module__", None) == __name__
+def _is_ours(forward: Any, home: str = __name__) -> bool:
+    """Whether a ``forward`` was set by a module of nmrun's. Wrappers take over the name of what they
+    wrap, but are no methods."""
+    return isinstance(forward, types.MethodType) and f"{forward.__module__}.".startswith(f"{home}.")
 
 
 def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | None:

@@ -546,6 +546,30 @@ def test_finalize_takes_the_products_away(options):
     assert ("fp8" in options) != torch.equal(z, plain(x))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_wrapper_around_a_layer_stays_and_calls_the_plain_layer(options):
+    """As accelerate's hooks, which take the layer's ``forward`` and set their own."""
+    model, x = mlp(), normal(6, 8, dtype=torch.float32)
+    optimizer, handle = sparsify(model, **options)
+    calls, inner = [], model[0].forward
+
+    @functools.wraps(inner)
+    def wrapper(x: Tensor) -> Tensor:
+        calls.append(1)
+        return inner(x)
+
+    model[0].forward = wrapper
+    train(model, optimizer, 2)
+    handle.finalize()
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    calls.clear()
+    actual, expected = grads_of(model, x), grads_of(plain, x)
+    assert calls == [1]
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert model[0].forward is wrapper
+
+
 @pytest.mark.parametrize("products", ["bi_mask", "double_prune"])
 def test_the_weight_of_the_input_gradient_follows_every_step(products):
     recipe, options = PRODUCTS[products]
