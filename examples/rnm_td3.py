@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a CSV file that the run is added to")
     options = parser.parse_args()
     pattern = None if options.pattern == "dense" else options.pattern
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     settings = options.steps, options.seed, options.interval, options.task
     try:

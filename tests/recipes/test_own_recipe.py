@@ -134,6 +134,11 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
     assert swept.returncode == 0, swept.stderr
     assert "sweep of 2: 2 planned" in swept.stdout
     assert "saliency" in nmrun_cli("--help", **path).stdout
+    for topic in ("recipe=saliency", "saliency", "recipe.beta"):
+        told = nmrun_cli("help", topic, **path)
+        assert told.returncode == 0, told.stderr
+        assert "at least 0 and below 1; default 0.99\n" in told.stdout
+    assert "recipe=saliency: Of every M weights" in nmrun_cli("help", "recipe", **path).stdout
     typo = nmrun_cli("recipe=salincey", **path)
     assert typo.returncode == 2
     assert typo.stderr.startswith(

@@ -19,7 +19,7 @@ from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
 from nmrun.lab.words.advice import ADVICE
 from nmrun.ranges import value_text
-from nmrun.recipes import RECIPES
+from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
@@ -72,6 +72,7 @@ def options(group: str, config_dir: str | None = None) -> list[Option]:
         return [_of_class(group, "")]
     if group == "recipe":
         builtin = [_recipe(name, path) for name, path in RECIPES.items()]
+        builtin += [_installed(name, path) for name, path in installed().items()]
     else:
         builtin = [_of_class(group, name) for name in sorted(kinds.names(group))]
     return builtin + [_preset(group, file) for file in kinds.in_folder(config_dir).get(group, ())]
@@ -87,6 +88,15 @@ def _recipe(name: str, path: str) -> Option:
     about, use = of_class.split("\n\n")[:2]
     keys = _keys("recipe", kinds.keys("recipe", name))
     return Option("recipe", name, about, keys, of_module, use)
+
+
+def _installed(name: str, path: str) -> Option:
+    """A recipe of another package, whose docstring may have any form; its module is read, not imported."""
+    try:
+        about, keys = docstrings(path)[0].partition("\n\n")[0], recipe_fields(path)
+    except (LookupError, ImportError, SyntaxError, OSError):  # what is wrong with it a run will say
+        about, keys = "", {}
+    return Option("recipe", name, " ".join(about.split()) or path, _keys("recipe", keys))
 
 
 def _preset(group: str, file: Path) -> Option:
