@@ -170,8 +170,8 @@ class Record:
         counts = Counter(line["status"] for line in self.ends)
         order = (
             "finished",
-            "skipped",
             "planned",
+            "skipped",
             "running",
             "interrupted",
             "failed",
@@ -305,9 +305,16 @@ def is_own(folder: Path) -> bool:
 
 
 def with_ends(folder: Path) -> Record:
-    """The record, with the present state of each job that was left to another process."""
+    """The record, with the present state of each job that was left to another process; a job whose run
+    an earlier one plans is skipped, as when they run."""
     record = read(folder)
-    return replace(record, ends=[_since(line) for line in record.ends])
+    ends, planned_runs = [_since(line) for line in record.ends], set[str]()
+    for number, line in enumerate(ends):
+        if line["status"] == "planned" and (run := line.get("folder")):
+            if run in planned_runs:
+                ends[number] = {**line, "status": "skipped", "plan": None}
+            planned_runs.add(run)
+    return replace(record, ends=ends)
 
 
 def summary(folder: Path) -> tuple[str, int]:
@@ -357,8 +364,8 @@ def span(seconds: float) -> str:
 
 
 def planned(folder: Path) -> list[str]:
-    """The jobs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
-    plans = [line for line in read(folder).ends if line.get("plan")]
+    """The runs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
+    plans = [line for line in with_ends(folder).ends if line.get("plan")]
     jobs = [line["overrides"] for line in plans]
     swept = [key for key in _varying_keys(jobs) if key not in SAID]
     rows = []

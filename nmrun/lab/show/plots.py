@@ -138,7 +138,7 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
         axes.axhline(0.0, color=GREY, linestyle="--", linewidth=0.9, zorder=0)
         for i, data in enumerate(every):
             points = [
-                (place + BESIDE * (i + 1 - len(every) / 2), value)
+                (place + BESIDE * (i + 1.5 - len(every) / 2), value)
                 for place, each in enumerate(rows)
                 if data in each.parts
                 for value in each.parts[data].means
@@ -148,7 +148,7 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
                 *zip(*points, strict=True), label=notation.written(data, layout.labels), **how
             )
         axes.errorbar(
-            [place - BESIDE * (1 + len(every) / 2) for place in range(len(rows))],
+            [place - BESIDE * (0.5 + len(every) / 2) for place in range(len(rows))],
             [each.mean.value for each in rows],
             [[_to(each, each.mean.low) for each in rows], [_to(each, each.mean.high) for each in rows]],
             color=INK, marker="D", markersize=5, linestyle="none", elinewidth=1.6, label="all cells, 95 %",

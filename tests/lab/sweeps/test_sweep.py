@@ -547,6 +547,24 @@ def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path, nmrun_cl
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_dry_sweep_lists_a_run_once(tmp_path, nmrun_cli):
+    """A dense run has no ratio: of two ratios the second is skipped, as in the sweep itself."""
+    words = ("-m", "recipe=dense,ste", "sparsity=2:8,1:8", "seed=0,1", "track=local")
+    short = ("trainer.epochs=1", "trainer.limit_batches=1")
+    planned = nmrun_cli(*words, *short, "dry=true")
+    assert planned.returncode == 0, planned.stderr
+    _, *rows, total = [re.split("  +", line) for line in planned.stdout.splitlines()]
+    assert [row[:3] for row in rows if row[0] == "ste"] == [
+        ["ste", ratio, seed] for ratio in ("2:8", "1:8") for seed in "01"
+    ]
+    assert [row[:2] for row in rows if row[0] == "dense"] == [["dense", "0"], ["dense", "1"]]
+    assert total[0].startswith("sweep of 8: 6 planned, 2 skipped; ")
+    ran = nmrun_cli(*words, *short)
+    assert "sweep of 8: 6 finished, 2 skipped; " in ran.stdout, ran.stderr
+    assert len(list(tmp_path.glob("outputs/**/result.json"))) == len(rows)
+
+
 def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     """How many FLOPs an epoch has is known once the run is built."""
     (tmp_path / "outputs").mkdir()
