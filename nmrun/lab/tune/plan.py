@@ -255,7 +255,10 @@ def read_space(words: Sequence[str]) -> Space:
             ends = float(value.start or 0), float(value.end or 0)
             logarithmic = "log" in value.tags
             if ends[0] >= ends[1] or (logarithmic and ends[0] <= 0):
-                problems.append(f"--over {override.input_line}: no such interval")
+                problems.append(
+                    f"--over {override.input_line}: an interval has the smaller end first"
+                    + (", and with log it begins above 0" if logarithmic else "")
+                )
             spaces[override.key_or_group] = (log if logarithmic else between)(*ends)
         elif isinstance(value, ChoiceSweep):
             spaces[override.key_or_group] = among(*command_line.values(override, []))
