@@ -324,6 +324,15 @@ def _cell(group: Sequence[Run]) -> Cell:
     return summarise(values, without)
 
 
+def _of_failed(cells: Sequence[Sequence[Run]]) -> str:
+    """How to be rid of failed runs, where the others of each cell are alike."""
+    others = [[run for run in runs if run["status"] != "failed"] for runs in cells]
+    if any(map(settings_apart, others)):
+        return ""
+    count = sum(map(len, cells)) - sum(map(len, others))
+    return f"; {count} of these runs failed, and nmrun rm --failed deletes what failed"
+
+
 def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
     names = {place: f"{' '.join(place[0])} at {' '.join(place[1])}" for place in members}
     apart = {place: keys for place, runs in members.items() if (keys := settings_apart(runs))}
@@ -337,6 +346,7 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
             f"{first}{others} would average over runs that differ in {', '.join(differing)}; "
             f"tell them apart with --rows {','.join([*rows, *differing])}"
             + (f", or choose with --filter {choice}" if choice else "")
+            + _of_failed([members[place] for place in apart])
         )
     for place, runs in members.items():
         seed, count = Counter(run["seed"] for run in runs).most_common(1)[0]

@@ -328,6 +328,16 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table):
     assert table("--rows", "recipe,trainer.epochs")[1].count("\n| ") == 1 + 3
 
 
+def test_a_refusal_names_failed_runs_where_the_others_are_alike(write, table):
+    write("ste", "2:4", 0, 0.9)
+    write("ste", "2:4", 1, 0.0, status="failed", optimizer__lr=9.0)
+    failed = "; 1 of these runs failed, and nmrun rm --failed deletes what failed\n"
+    assert table()[2].endswith(f"--filter optimizer.lr=0.001{failed}")
+    write("ste", "2:4", 2, 0.9, optimizer__lr=0.5)
+    assert "optimizer.lr" in table()[2]
+    assert "failed" not in table()[2]
+
+
 def test_runs_of_debugging_are_averaged_with_no_others(write, table):
     composition.register()
     with composition.composing():
