@@ -71,7 +71,10 @@ def test_the_command_wins_where_the_run_has_the_key():
     [
         ("optimizer.lr=0.1", "it takes an interval or several values"),
         ("optimizer.lr=interval(1,0.1)", "an interval has the smaller end first$"),
-        ("optimizer.lr=tag(log,interval(0,0.1))", "the smaller end first, and with log it begins above 0$"),
+        (
+            "optimizer.lr=tag(log,interval(0,0.1))",
+            "the smaller end first, and with log it begins above 0$",
+        ),
         ("optimizer.lr", "cannot be read as key=value"),
         ("seed=1,2", "it takes a key of a group, such as optimizer.lr"),
         ("init=a,b", "it takes a key of a group"),
