@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.laid_out import COPIES, LaidOut
+from nmrun.fast.cpu.onednn_copy import COPIES, OneDNNCopy
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.operators import keep_dtypes, over_tokens
 
@@ -28,7 +28,7 @@ def available() -> bool:
     return ENGINE in torch.backends.quantized.supported_engines
 
 
-class DenseInt8Linear(LaidOut):
+class DenseInt8Linear(OneDNNCopy):
     """``x W^T + bias`` with a weight of int8, on the CPU.
 
     Args:
@@ -47,7 +47,7 @@ class DenseInt8Linear(LaidOut):
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach())
-        self.lay_out()
+        self.make_copy()
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseInt8Linear:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast.cpu.laid_out import COPIES, LaidOut
+from nmrun.fast.cpu.onednn_copy import COPIES, OneDNNCopy
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
 from nmrun.fast.operators import over_tokens
@@ -86,7 +86,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z.view(*x.shape[:-1], len(weight))
 
 
-class OneDNNLinear(LaidOut, nn.Linear):
+class OneDNNLinear(OneDNNCopy, nn.Linear):
     """A dense linear layer for inference that oneDNN computes, in float32 or bfloat16. The weight
     (outputs, inputs) stays where it is; in bfloat16 there is a copy in oneDNN's layout beside it."""
 
@@ -96,7 +96,7 @@ class OneDNNLinear(LaidOut, nn.Linear):
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", parameter)
-        self.lay_out()
+        self.make_copy()
 
     def source(self) -> Tensor | None:
         """The weight in bfloat16, on a CPU whose oneDNN multiplies that."""
@@ -106,7 +106,7 @@ class OneDNNLinear(LaidOut, nn.Linear):
 
     def copy(self, source: Tensor) -> tuple[Tensor, Any]:
         """The weight in oneDNN's layout, and which weight that is."""
-        return _laid_out(source)
+        return _reordered(source)
 
     def _apply(self, *args: Any, **kwargs: Any) -> OneDNNLinear:
         super()._apply(*args, **kwargs)
@@ -124,7 +124,7 @@ class OneDNNLinear(LaidOut, nn.Linear):
         return super().forward(input)
 
 
-def _laid_out(weight: Tensor) -> tuple[Tensor, Any]:
+def _reordered(weight: Tensor) -> tuple[Tensor, Any]:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), _state(weight)
 
 
@@ -137,7 +137,7 @@ def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int
     check_operands(x, weight, weight.shape[1])
     copy, copied = COPIES[number]
     if copied != _state(weight):  # written in place since
-        COPIES[number] = copy, _ = _laid_out(weight)
+        COPIES[number] = copy, _ = _reordered(weight)
     product = torch.ops.mkldnn._linear_pointwise
     result: Tensor = product(x.contiguous(), copy, bias, "none", [], "")
     return result

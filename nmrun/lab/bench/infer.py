@@ -30,7 +30,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.laid_out import LaidOut
+from nmrun.fast.cpu.onednn_copy import OneDNNCopy
 from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
 from nmrun.lab.bench import harness, peers
@@ -394,7 +394,7 @@ def model_bytes(model: nn.Module) -> int:
     """What a model's weights and buffers take, with oneDNN's copies, without what a decoder has seen."""
     seen = [b for module in model.modules() if isinstance(module, Past) for b in module.buffers()]
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    sources = [m.source() for m in model.modules() if isinstance(m, LaidOut)]
+    sources = [m.source() for m in model.modules() if isinstance(m, OneDNNCopy)]
     held += sum(t.nbytes for t in sources if t is not None)
     return held - sum(t.nbytes for t in seen)
 

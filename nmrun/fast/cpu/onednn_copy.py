@@ -13,13 +13,13 @@ COPIES: dict[int, Any] = {}
 _numbers = itertools.count()
 
 
-class LaidOut(nn.Module):
+class OneDNNCopy(nn.Module):
     """A layer for inference whose product reads ``COPIES[layer.number]``, where there is one. The copy
     goes when the layer does, and is made anew for pickles, copies and state dicts."""
 
     number: int
 
-    def lay_out(self) -> None:
+    def make_copy(self) -> None:
         """Make the copy."""
         self.number = next(_numbers)
         weakref.finalize(self, COPIES.pop, self.number, None)
@@ -40,7 +40,7 @@ class LaidOut(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of pickles and copies
         super().__setstate__(state)
-        self.lay_out()
+        self.make_copy()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
