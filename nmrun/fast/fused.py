@@ -108,7 +108,7 @@ def _gelu_tanh(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
 
 # what may take a layer's place for an input, by the class whose `forward` the layer has; `low`: as
 # int8 is allowed, so is bfloat16
-KINDS: dict[str, Callable[[Any, Tensor, bool], dict[str, nn.Module]]] = {
+REPLACEMENTS: dict[str, Callable[[Any, Tensor, bool], dict[str, nn.Module]]] = {
     "nmrun.fast.attention.MaskedAttention": _attention,
     "torch.nn.modules.activation.GELU": _gelu,
     "transformers.activations.GELUActivation": _gelu_exact,
@@ -159,7 +159,7 @@ def _kind(module: nn.Module) -> Callable[[Any, Tensor, bool], dict[str, nn.Modul
     if is_touched(module):
         return None
     kind = forward_class(module)
-    return KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return REPLACEMENTS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _fastest(

@@ -147,7 +147,7 @@ def _attention(module: Any) -> Weights:
 
 
 # the weights of a layer, by the class whose `forward` it has
-KINDS: dict[str, Callable[[Any], Weights]] = {
+LAYER_WEIGHTS: dict[str, Callable[[Any], Weights]] = {
     "torch.nn.modules.conv.Conv2d": _weight_and_bias,
     "torch.nn.modules.linear.Linear": _weight_and_bias,
     "transformers.pytorch_utils.Conv1D": _conv1d,
@@ -163,7 +163,7 @@ def weights(module: nn.Module) -> Weights:
     if is_touched(module) or hasattr(module, "parametrizations"):
         return {}
     kind = forward_class(module)
-    find = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
+    find = LAYER_WEIGHTS.get(f"{kind.__module__}.{kind.__qualname__}")
     return {} if find is None else find(module)
 
 

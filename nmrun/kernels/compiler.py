@@ -30,7 +30,7 @@ from nmrun import atomic
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 CHUNK = 1 << 16  # weights that a thread should at least get
-MOST = 16  # operands, as in nm_parts.c
+MOST_OPERANDS = 16  # operands, as in nm_parts.c
 BEGIN, END = object(), object()
 OPERANDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int}
 NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
@@ -136,7 +136,7 @@ def in_parts(
     ]
     if len(calls) > 1 and os.getpid() == IMPORTED_IN and (run := _region()):
         width = len(operands)
-        words = (ctypes.c_int64 * MOST * len(calls))()
+        words = (ctypes.c_int64 * MOST_OPERANDS * len(calls))()
         for place, call in zip(words, calls, strict=True):
             place[:width] = [o or 0 for o in call]
         failed = run(threads, ctypes.cast(kernel, ctypes.c_void_p), words, len(calls))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from nmrun.kernels.triton_groups import LARGEST_M
 from nmrun.patterns import Pattern
 
 TILE = 2048  # weights a program has at least, if there are so many: 16 a thread
-MOST = 64  # batches of other kinds that are kept: structure decay changes patterns
+MOST_BATCHES = 64  # batches of other kinds that are kept: structure decay changes patterns
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -144,7 +144,7 @@ class Launches:
         """Those of a batch. Raises ValueError where the kernel does not apply to a weight."""
         key = tuple((*_kind(weight), *_kind(out), *how) for weight, out, *how in batch)
         if key not in self._made:
-            if len(self._made) >= MOST:
+            if len(self._made) >= MOST_BATCHES:
                 self._made.clear()
             self._made[key] = self._make(batch)
         return self._made[key]

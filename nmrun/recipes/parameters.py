@@ -155,7 +155,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
-MOST = 256
+MOST_CANDIDATES = 256
 
 
 @cache
@@ -176,8 +176,8 @@ def too_many(pattern: Pattern) -> str:
     """Why a pattern has too many candidates, or an empty string."""
     count = math.comb(pattern.m, pattern.n)
     return (
-        f"{pattern} has {count:,} possible masks a group, more than the {MOST} that can have a score each"
-        if count > MOST
+        f"{pattern} has {count:,} possible masks a group, more than the {MOST_CANDIDATES} that can have a score each"
+        if count > MOST_CANDIDATES
         else ""
     )
 

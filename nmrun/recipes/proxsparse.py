@@ -30,7 +30,7 @@ from nmrun.rule import Rule
 from nmrun.sparsity.reference import by_group, from_groups
 from nmrun.sparsity.weight import SparseWeight
 
-MOST = 8  # members of a group: (M - N) descents of up to 100 sweeps over M weights
+LARGEST_GROUP = 8  # members of a group: (M - N) descents of up to 100 sweeps over M weights
 SWEEPS = 100  # the authors' limit, rarely needed
 
 
@@ -53,7 +53,11 @@ class ProxSparse(FrozenWeights):
     dense: Annotated[float, FRACTION] = 0.5
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
-        return "" if pattern.m <= MOST else f"proximal steps are for groups of {MOST} at most"
+        return (
+            ""
+            if pattern.m <= LARGEST_GROUP
+            else f"proximal steps are for groups of {LARGEST_GROUP} at most"
+        )
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         check_groups(optimizer, self.name)

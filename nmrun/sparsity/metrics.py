@@ -20,7 +20,7 @@ from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
 PIECE = 1 << 18  # entries: a megabyte of float32
-MOST = 1 << 26  # entries that are measured together: their copy takes 256 megabytes
+MOST_ENTRIES = 1 << 26  # entries that are measured together: their copy takes 256 megabytes
 TOGETHER = {"cpu": 0}  # on a CPU a weight at a time stays in the cache
 
 
@@ -158,7 +158,7 @@ def _groups(weights: Sequence[SparseWeight]) -> list[list[SparseWeight]]:
         room -= dense.numel()
         if weight.is_sharded or kind != like or room < 0:
             groups.append([])
-            room, like = TOGETHER.get(dense.device.type, MOST) - dense.numel(), kind
+            room, like = TOGETHER.get(dense.device.type, MOST_ENTRIES) - dense.numel(), kind
         groups[-1].append(weight)
     return groups
 

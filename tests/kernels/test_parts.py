@@ -12,7 +12,7 @@ from nmrun.kernels import compiler
 from nmrun.kernels.compiler import BEGIN, END, in_parts
 
 pytestmark = pytest.mark.skipif(not compiler.find_compiler(), reason="no C compiler works here")
-Kernel = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * compiler.MOST)
+Kernel = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * compiler.MOST_OPERANDS)
 
 
 class Calls:
@@ -50,7 +50,7 @@ def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_every_row_is_in_one_part(three_threads, rows, weights, unit, expected):
-    calls, rest = Calls(), [*range(3, compiler.MOST)]
+    calls, rest = Calls(), [*range(3, compiler.MOST_OPERANDS)]
     operands = (1 << 40, BEGIN, END, *rest)
     in_parts(calls.kernel, operands, rows, weights, unit)
     assert sorted(words[1:3] for words in calls.seen) == expected
@@ -59,7 +59,7 @@ def test_every_row_is_in_one_part(three_threads, rows, weights, unit, expected):
 
 @pytest.mark.parametrize("bad", [0, 40, 80])
 def test_a_part_that_fails_fails_the_whole(three_threads, bad):
-    operands = (0, BEGIN, END, *[0] * (compiler.MOST - 3))
+    operands = (0, BEGIN, END, *[0] * (compiler.MOST_OPERANDS - 3))
     with pytest.raises(MemoryError, match="no memory"):
         in_parts(Calls(bad).kernel, operands, 120, 1000)
     in_parts(Calls(bad=7).kernel, operands, 120, 1000)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
-from nmrun.fast.cpu.weight import KINDS, PackedWeight, matrix_of
+from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, matrix_of
 from nmrun.fast.operators import PACKED
 from nmrun.products.simulation import refuse_second_gradients
 
@@ -52,7 +52,7 @@ class ConvolutionProducts(PackedWeight):
         """x (images, channels, height, width) to (images, out channels, height, width), stored as torch
         stores it: with channels last where x or the weight is. ``weight`` is not read: it receives the
         gradient."""
-        w, parts = self.window, map(self.parts, KINDS)
+        w, parts = self.window, map(self.parts, PRODUCTS)
         z = convolution(x.to(self.dtype), weight, bias, *parts, w.stride, w.padding, w.dilation)
         # a network may take a view of what torch stores image by image
         return z if has_channels_last(x) or has_channels_last(weight) else z.contiguous()

@@ -25,7 +25,7 @@ from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.weight import KINDS, PackedWeight, kernels_of, matrix_of
+from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
 from nmrun.fast.operators import PACKED
 from nmrun.patterns import Pattern
@@ -79,7 +79,7 @@ class LinearProducts(PackedWeight):
             gradient = f"{'sparse' if self.gradient_is_faster else 'dense'} {mvue}"
         z = linear(
             *(x.reshape(-1, x.shape[-1]), weight, bias),
-            *map(self.parts, KINDS),
+            *map(self.parts, PRODUCTS),
             gradient,
         )
         return z.view(*x.shape[:-1], z.shape[-1])

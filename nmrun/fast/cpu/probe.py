@@ -24,7 +24,7 @@ from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, ConvolutionProdu
 from nmrun.fast.cpu.kernels import bf16, products
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
-from nmrun.fast.cpu.weight import KINDS
+from nmrun.fast.cpu.weight import PRODUCTS
 from nmrun.fast.measurement import (
     BF16,
     BF16_FORWARD,
@@ -305,7 +305,7 @@ def _packed(
     packed: LinearProducts, shape: LinearShape, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
     estimated: Tensor,
 ) -> tuple[Callable[[], Tensor], ...]:  # fmt: skip
-    forward, backward = map(packed.parts, KINDS)
+    forward, backward = map(packed.parts, PRODUCTS)
 
     def dw() -> Tensor:
         if shape.mvue is not None:

@@ -19,7 +19,7 @@ from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.products.layer import LayerPacker
 
 Matrix = PackedMatrix | Bf16Matrix
-KINDS = ("forward", "backward")
+PRODUCTS = ("forward", "backward")
 
 
 class PackedWeight(nn.Module):
@@ -34,19 +34,19 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.shape, self.taps = shape, taps
         self.names = dict[str, list[str]]()
-        for kind in KINDS:
+        for kind in PRODUCTS:
             buffers = {f"{kind}_{part}": tensor for part, tensor in self.empty(kind).items()}
             self.names[kind] = list(buffers)
             for name, buffer in buffers.items():
                 self.register_buffer(name, buffer, persistent=False)
 
     def empty(self, kind: str) -> dict[str, Tensor]:
-        """What a product of ``KINDS`` reads, by name, empty."""
+        """What a product of ``PRODUCTS`` reads, by name, empty."""
         matrix = self.MATRIX.empty(*self._sides(kind), self.taps)
         return {part: getattr(matrix, part) for part in (*matrix.STORED, *matrix.DERIVED)}
 
     def parts(self, kind: str) -> list[Tensor]:
-        """What a product of ``KINDS`` reads."""
+        """What a product of ``PRODUCTS`` reads."""
         return [getattr(self, name) for name in self.names[kind]]
 
     def matrix(self, kind: str) -> Any:
@@ -56,7 +56,7 @@ class PackedWeight(nn.Module):
     def pack(self, weight: Tensor, other: Tensor | None) -> int:
         """Take over a weight (outputs, taps * inputs), float32, and ``other`` for the input gradient.
         Returns how many non-zeros the weight has."""
-        forward, backward = map(self.matrix, KINDS)
+        forward, backward = map(self.matrix, PRODUCTS)
         count: int = kernels_of(forward).pack_both(weight, other, forward, backward)
         return count
 

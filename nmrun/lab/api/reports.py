@@ -137,7 +137,7 @@ def plot(
         ConfigError: as :func:`table`, and where runs of several data sets or models would need
             several figures.
     """
-    _check("kind", kind, cli.KINDS)
+    _check("kind", kind, cli.PLOTS)
     query = Query(
         keys(rows), keys(cols), keys(metric), _conditions(filter), baseline=baseline or ""
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
 
-KINDS = {
+BENCHMARKS = {
     "recipes": "a training step under each recipe over the dense one, on the CPU (the default)",
     "masks": "finding masks and projecting, against a copy of the same memory",
     "update": "an optimizer step with the recipe's part in one pass, and apart, against fused AdamW",
@@ -30,12 +30,12 @@ def main(argv: Sequence[str]) -> int:
         print(
             "usage: nmrun bench [WHAT] [options]      nmrun bench WHAT --help lists those of WHAT\n"
         )
-        print("\n".join(f"  {name:<9} {about}" for name, about in KINDS.items()))
+        print("\n".join(f"  {name:<9} {about}" for name, about in BENCHMARKS.items()))
         return 0
     what = words.pop(0) if words and not words[0].startswith("-") else "recipes"
-    if what not in KINDS:
+    if what not in BENCHMARKS:
         raise ConfigError(
-            f"bench {what}: it takes one of {', '.join(KINDS)}{did_you_mean(what, KINDS)}"
+            f"bench {what}: it takes one of {', '.join(BENCHMARKS)}{did_you_mean(what, BENCHMARKS)}"
         )
     from nmrun.lab.bench import options
 

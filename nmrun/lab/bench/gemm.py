@@ -26,7 +26,7 @@ from torch.nn import functional
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear
-from nmrun.fast.cpu.weight import KINDS
+from nmrun.fast.cpu.weight import PRODUCTS
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.measurement import ONEDNN
 from nmrun.lab.bench import harness
@@ -169,7 +169,7 @@ def measure_on_cpu(
         weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
         packed = linear.LinearProducts((outputs, inputs), torch.float32, Pattern.parse(ratio))
         packed.write(weight, None)
-        forward, backward = map(packed.parts, KINDS)
+        forward, backward = map(packed.parts, PRODUCTS)
 
         def z(weight: Tensor = weight, f: Any = forward, b: Any = backward) -> Tensor:
             return linear.linear(x, weight, None, f, b, "dense")

@@ -12,7 +12,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from nmrun.errors import tell
 
 # by words in the names of CUDA kernels, the first that fits
-KINDS = {
+KERNEL_KINDS = {
     "masks and packing": r"pack_(one|many|estimate)|project_(one|many)|estimate_one|find_largest|round_all|foreach.*copy|multi_tensor.*copy",
     "optimizer": r"adam|multi_tensor|foreach",
     "attention": r"flash|fmha|sdpa|attention",
@@ -24,13 +24,15 @@ OTHER, IDLE = "the rest", "idle"
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for kind, words in KINDS.items() if re.search(words, kernel, re.I)), OTHER)
+    return next(
+        (kind for kind, words in KERNEL_KINDS.items() if re.search(words, kernel, re.I)), OTHER
+    )
 
 
 def by_kind(milliseconds: Mapping[str, float], step: float) -> dict[str, float]:
     """The milliseconds of each kind in a step of ``step``, from those of its kernels; what no
     kernel takes is idle."""
-    parts = dict.fromkeys([*KINDS, OTHER], 0.0)
+    parts = dict.fromkeys([*KERNEL_KINDS, OTHER], 0.0)
     for kernel, time in milliseconds.items():
         parts[kind_of(kernel)] += time
     return {**parts, IDLE: max(0.0, step - sum(parts.values()))}

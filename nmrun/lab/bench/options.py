@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.bench import KINDS
+from nmrun.lab.bench import BENCHMARKS
 from nmrun.lab.bench.networks import NETWORKS, overrides
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import composition, precheck
@@ -160,7 +160,8 @@ def sequences(text: str) -> tuple[int, int]:
 def _parser(name: str, rounds: int) -> Parser:
     """What all benchmarks take: rounds, device and where the results go."""
     parser = Parser(
-        prog=f"nmrun bench {name}", description=KINDS[name][:1].upper() + KINDS[name][1:] + "."
+        prog=f"nmrun bench {name}",
+        description=BENCHMARKS[name][:1].upper() + BENCHMARKS[name][1:] + ".",
     )
     add = parser.add_argument
     add("--rounds", type=positive, default=rounds, help=f"measurements of each (default: {rounds})")

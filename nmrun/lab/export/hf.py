@@ -18,7 +18,7 @@ from nmrun.lab.export.finished_run import (
     write_about,
 )
 from nmrun.lab.keys.models import GPT
-from nmrun.lab.keys.options import KINDS, kind
+from nmrun.lab.keys.options import CLASSES, kind
 from nmrun.lab.models import hugging_face
 from nmrun.lab.models.hugging_face import EncoderClassifier
 from nmrun.lab.models.texts import GPTNetwork
@@ -28,7 +28,7 @@ from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")
 ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
-OURS = tuple(n for n in KINDS["model"] if kind("model", n).builder == GPT.builder)
+OURS = tuple(n for n in CLASSES["model"] if kind("model", n).builder == GPT.builder)
 
 
 def write(run: FinishedRun, folder: Path) -> list[str]:

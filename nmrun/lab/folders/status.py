@@ -27,7 +27,7 @@ from nmrun.lab.words.identity import OF_COMMAND
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
-MOST = 20  # runs that are listed, without --all
+MOST_RUNS = 20  # runs that are listed, without --all
 PROGRESS = ("epoch", "step", "validation", "left")  # columns
 DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
 FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has one of them
@@ -238,9 +238,9 @@ def main(argv: list[str]) -> int:
     kind.add_argument(
         "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
     )
-    parser.add_argument("--all", action="store_true", help=f"list more than {MOST} runs")
+    parser.add_argument("--all", action="store_true", help=f"list more than {MOST_RUNS} runs")
     options = parser.parse_args(argv)
-    most = None if options.all else MOST
+    most = None if options.all else MOST_RUNS
     path = folder_of(options.path)
     if options.watch:
         return _watch(path, most)

@@ -34,7 +34,7 @@ UNNAMED = {"sparsity": "groups.Sparsity", "trainer": "groups.Trainer"}  # withou
 NAMED = tuple(group for group in GROUPS if group not in UNNAMED)
 ADDED = ("dataset", "model")  # groups to which other packages add options
 # the class of each option's keys, in this package; those of recipes are their own
-KINDS: dict[str, dict[str, str]] = {
+CLASSES: dict[str, dict[str, str]] = {
     "dataset": {
         "digits": "datasets.Digits",
         "cifar10": "datasets.Cifar10",
@@ -106,7 +106,7 @@ def names(group: str) -> list[str]:
         return [*recipes.RECIPES, "custom", *recipes.installed()]
     if group in UNNAMED:
         return ["dense", *USUAL] if group == "sparsity" else ["default"]
-    return list(KINDS[group] | dict.fromkeys(points(group)))
+    return list(CLASSES[group] | dict.fromkeys(points(group)))
 
 
 def kind(group: str, name: str = "") -> Any:
@@ -116,7 +116,7 @@ def kind(group: str, name: str = "") -> Any:
     Raises KeyError for recipes and for a name that there is not, ConfigError where another
     package's class cannot be imported or is none of keys.
     """
-    path = UNNAMED.get(group) or KINDS.get(group, {}).get(name) if group else "groups.Run"
+    path = UNNAMED.get(group) or CLASSES.get(group, {}).get(name) if group else "groups.Run"
     if path is None:
         return _load(group, name)
     module, _, leaf = path.partition(".")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.options import KINDS, find_builder
+from nmrun.lab.keys.options import CLASSES, find_builder
 from nmrun.registry import find
 
 
@@ -38,7 +38,7 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
             f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs) or 'none of these'}"
         )
     shape = inputs.get("shape", ())
-    if len(shape) == 1 and name != "mlp" and name in KINDS["model"]:
+    if len(shape) == 1 and name != "mlp" and name in CLASSES["model"]:
         raise ConfigError(
             f"model={name} takes images, and this data set has {shape[0]} features an item: "
             "model=mlp takes these"

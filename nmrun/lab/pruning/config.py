@@ -135,7 +135,7 @@ def _put(composed: DictConfig, override: Override, keys: set[str]) -> str:
             return f"sparsity={value}: {error}"
         OmegaConf.update(composed, key, ratio(pattern), merge=True)
         return ""
-    if key in options.KINDS:
+    if key in options.CLASSES:
         return f"{override.input_line}: the run has its own {key}; its keys ({key}.…) can change"
     if key not in keys:
         return suggestions.line(key, keys)

@@ -22,7 +22,7 @@ RECORDS = ("csv", "json")  # for programs
 FORMATS = ("markdown", "latex", "html", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
 SUFFIXES = (".png", ".svg", ".pdf")
-KINDS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
+PLOTS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
 
 
 def table(argv: Sequence[str]) -> int:
@@ -189,7 +189,7 @@ def plot(argv: Sequence[str]) -> int:
     """``nmrun plot [PATH...]``: draw the same runs."""
     parser = _parser("plot", "Draw the runs below PATH, one line a recipe.")
     parser.add_argument(
-        "--kind", default="ratio", choices=KINDS, help="default: ratio, the metric against N:M"
+        "--kind", default="ratio", choices=PLOTS, help="default: ratio, the metric against N:M"
     )
     parser.add_argument(
         "--out",

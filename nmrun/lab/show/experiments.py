@@ -22,7 +22,7 @@ from nmrun.lab.show import curves, formats, plots, style
 from nmrun.lab.words.experiment import Experiment, configs
 from nmrun.lab.words.identity import run_folder
 
-KINDS = {
+SUMMARIES = {
     "mean": lambda values: sum(values) / len(values),
     "positive": lambda values: sum(value > 0 for value in values) / len(values),
 }
@@ -143,10 +143,10 @@ def runs(
 
 def _from_log(folder: Path, metric: str) -> float | None:
     kind, _, key = metric.partition("/")
-    if kind not in KINDS:
+    if kind not in SUMMARIES:
         return None
     values = [line[key] for line in curves.rows(str(folder)) if line.get(key) is not None]
-    return KINDS[kind](values) if values else None
+    return SUMMARIES[kind](values) if values else None
 
 
 def compared(table: Table, baseline: str, test: str) -> Table:

@@ -33,7 +33,7 @@ class Kind:
     nothing: str
 
 
-KINDS = {
+PLOTS = {
     "ratio": Kind(
         lambda table, _history, _metric, layout: points.ratio(table, layout),
         "The metric against the ratio",
@@ -65,7 +65,7 @@ KINDS = {
 def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
     """The picture of a kind, or learning curves of ``logged``; None where there is nothing to show."""
     with looks():
-        figure = KINDS[kind].draw(table, History(table), logged, layout)
+        figure = PLOTS[kind].draw(table, History(table), logged, layout)
         if figure is not None:
             legend(figure)
             fit(figure, layout)
@@ -122,7 +122,7 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     drawings = [draw(kind, table, metric or logged(table), layout) for table in tables]
     figures = [figure for figure in drawings if figure is not None]
     if not figures:
-        raise ConfigError(f"--kind {kind}: {KINDS[kind].nothing}")
+        raise ConfigError(f"--kind {kind}: {PLOTS[kind].nothing}")
     return figures
 
 

@@ -29,7 +29,7 @@ from nmrun.lab.show import captions, formats, plots, points, style
 from nmrun.lab.show.formats import Grid, Line
 from nmrun.patterns import RATIO_KEYS
 
-MOST = 200  # lines of a list; what is more is counted
+MOST_LINES = 200  # lines of a list; what is more is counted
 # keys without a dot that are part of a config
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
@@ -69,7 +69,7 @@ def write(
         common_count=len(common),
         environments=environments,
         versions=versions,
-        most=MOST,
+        most=MOST_LINES,
     )
     atomic.write(target, text, shared=True)
 
@@ -83,7 +83,7 @@ def _sections(parts: Sequence[TableSection], baseline: str, test: str) -> list[d
         except ConfigError as error:
             refused.append(error)
         pictures = []
-        for kind, about in plots.KINDS.items():
+        for kind, about in plots.PLOTS.items():
             if kind in ("ratio", "flops") and points.alone(table):
                 continue
             figure = plots.draw(kind, table, plots.logged(table), style.Layout(title=""))
@@ -152,9 +152,11 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
         for values, group in seeds.items()
     ]
     caption = f"{len(lines)} combinations" + (
-        f", of which {MOST} are shown" if len(lines) > MOST else ""
+        f", of which {MOST_LINES} are shown" if len(lines) > MOST_LINES else ""
     )
-    return formats.html_table(Grid([caption], len(differing), [*differing, "seeds"], lines[:MOST]))
+    return formats.html_table(
+        Grid([caption], len(differing), [*differing, "seeds"], lines[:MOST_LINES])
+    )
 
 
 def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
@@ -166,7 +168,7 @@ def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
         counts[
             json.dumps({key: value for key, value in made_with.items() if key != "command"})
         ] += 1
-    environments = [(json.loads(text), count) for text, count in counts.most_common(MOST)]
+    environments = [(json.loads(text), count) for text, count in counts.most_common(MOST_LINES)]
     keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
     lines: list[Line] = [
         (

@@ -126,7 +126,7 @@ def _problems(coco: Any, folder: Path) -> Iterator[str]:
         yield f"{len(missing)} of {len(names)} images are not in {folder}, for instance {missing[0]}"
 
 
-KINDS = ("disc", "square", "triangle")
+SHAPES = ("disc", "square", "triangle")
 HELD_OUT = 24  # images for validation, and as many for the test
 LEAST = 0.25  # of what is seen of a shape that another one may not hide
 
@@ -152,7 +152,9 @@ def generated_shapes(config: Config, device: torch.device) -> Detection:
 
     options = config.dataset.as_kind(GeneratedShapes)
     splits = generated(options.size, options.resolution, options.split_seed)
-    about = f"generated images of {options.resolution}x{options.resolution} with {', '.join(KINDS)}"
+    about = (
+        f"generated images of {options.resolution}x{options.resolution} with {', '.join(SHAPES)}"
+    )
     return Detection(config, splits, device, about)
 
 
@@ -184,7 +186,7 @@ def generated(size: int = 200, resolution: int = 64, split_seed: int = 0) -> dic
     sides = {"height": resolution, "width": resolution}
     dataset = {
         "images": [{"id": n, "file_name": f"{n}.png", **sides} for n in range(len(images))],
-        "categories": [{"id": n, "name": name} for n, name in enumerate(KINDS, 1)],
+        "categories": [{"id": n, "name": name} for n, name in enumerate(SHAPES, 1)],
         "annotations": annotations,
     }
     return in_order(Shapes(np.stack(images), dataset), size, HELD_OUT)
@@ -197,7 +199,7 @@ def _image(
     image = random.integers(0, 80, (side, side, 3), np.uint8)
     shapes: list[tuple[int, NDArray[np.bool_]]] = []
     for _ in range(random.integers(1, 4)):
-        kind = int(random.integers(len(KINDS)))
+        kind = int(random.integers(len(SHAPES)))
         pixels = _shape(random, kind, side)
         behind = [(k, old & ~pixels, old.sum()) for k, old in shapes]
         if any(visible.sum() < LEAST * whole for _, visible, whole in behind):
@@ -212,8 +214,8 @@ def _shape(random: np.random.Generator, kind: int, side: int) -> NDArray[np.bool
     """The pixels (side, side) of a shape of a fifth to two fifths of the side."""
     radius = random.uniform(0.1, 0.2) * side
     y, x = np.mgrid[:side, :side] - random.uniform(radius, side - radius, 2)[:, None, None]
-    if KINDS[kind] == "disc":
+    if SHAPES[kind] == "disc":
         return np.asarray(x**2 + y**2 <= radius**2)
-    if KINDS[kind] == "square":
+    if SHAPES[kind] == "square":
         return np.asarray(np.maximum(abs(x), abs(y)) <= 0.9 * radius)
     return np.asarray((y <= radius) & (2 * abs(x) <= y + radius))

@@ -20,7 +20,7 @@ from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
-from nmrun.fast.cpu.weight import KINDS
+from nmrun.fast.cpu.weight import PRODUCTS
 from nmrun.fast.measurement import BF16, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
@@ -110,7 +110,7 @@ def test_operators_are_as_torch_wants_them() -> None:
     w = hard_threshold(normal(8, 16), Pattern(2, 4), 1)
     packed = Bf16Products((8, 16), torch.bfloat16, Pattern(2, 4))
     packed.write(w, None)
-    parts = [packed.parts(kind) for kind in KINDS]
+    parts = [packed.parts(kind) for kind in PRODUCTS]
     for part in parts:  # what lies behind the slots is nobody's
         part[0][int(part[3][-1]) :], part[1][int(part[3][-1]) :] = 0, 0
     x, dz = normal(5, 16).bfloat16().requires_grad_(), normal(5, 8).bfloat16()

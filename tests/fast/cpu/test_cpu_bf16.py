@@ -16,14 +16,14 @@ from operands import cases, normal_bf16
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.kernels.bf16 import BLOCK, MOST, Bf16Matrix
+from nmrun.fast.cpu.kernels.bf16 import BLOCK, TOKENS_A_PASS, Bf16Matrix
 from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.usefixtures("every_bf16")
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (40, BLOCK + 3), (20, 3 * BLOCK + 40), (1090, 33))
 CASES = cases(PATTERNS, SHAPES, (33, 300))
-TOKENS = (1, 2, 3, 4, 7, 8, MOST - 1, MOST, MOST + 1, 37)
+TOKENS = (1, 2, 3, 4, 7, 8, TOKENS_A_PASS - 1, TOKENS_A_PASS, TOKENS_A_PASS + 1, 37)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from operands import cases, normal, sparse
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.kernels.int8 import MOST, Int8Matrix
+from nmrun.fast.cpu.kernels.int8 import TOKENS_A_PASS, Int8Matrix
 from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNELS.obstacle())
@@ -42,7 +42,7 @@ def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, colum
     matrix, x = packed(weight), normal(70, columns, seed=2)
     step = weight.abs().amax(1, True) / 127
     assert bool(((matrix.dense() - weight).abs() <= 0.501 * step + TINY).all())
-    for tokens in (1, 2, 3, 7, 8, MOST - 1, MOST, MOST + 1, 70):
+    for tokens in (1, 2, 3, 7, 8, TOKENS_A_PASS - 1, TOKENS_A_PASS, TOKENS_A_PASS + 1, 70):
         result = int8.multiply(x[:tokens], matrix, bias)
         assert torch.equal(result, exactly(x[:tokens], weight, bias))
     assert torch.equal(int8.multiply(x, matrix), exactly(x, weight))

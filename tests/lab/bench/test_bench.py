@@ -214,7 +214,7 @@ def test_the_names_that_the_options_know_without_torch() -> None:
     assert tuple(masks.FUNCTIONS) == options.FUNCTIONS
     decoders = {f"{name}{kind}" for name in infer.GPT2 | infer.LLAMA for kind in ("", infer.PROMPT)}
     assert {*options.INFERRED_NETWORKS} == {*infer.ENCODERS, *infer.IMAGES} | decoders
-    assert options.PARSERS.keys() == bench.KINDS.keys()
+    assert options.PARSERS.keys() == bench.BENCHMARKS.keys()
 
 
 def written(folder: Path, name: str, printed: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.keys.fields import defaults
-from nmrun.lab.keys.options import KINDS, find_builder, keys
+from nmrun.lab.keys.options import CLASSES, find_builder, keys
 from nmrun.lab.train import build
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import candidates, select
@@ -247,7 +247,7 @@ def test_without_timm_it_is_said_how_to_get_it(monkeypatch):
 
 @pytest.mark.parametrize("group", ["model", "dataset"])
 def test_every_model_and_data_set_has_its_builder(group):
-    assert all(callable(find_builder(group, name)) for name in KINDS[group])
+    assert all(callable(find_builder(group, name)) for name in CLASSES[group])
     with pytest.raises(ConfigError, match=rf"{group}.name=none_such: no such {group}"):
         find_builder(group, "none_such")
 

@@ -411,7 +411,7 @@ def test_curves_over_epochs_and_seconds(write, tmp_path):
         assert axes.get_xlabel().startswith(x)
 
 
-@pytest.mark.parametrize("kind", plots.KINDS)
+@pytest.mark.parametrize("kind", plots.PLOTS)
 def test_nothing_to_draw(kind, write, tmp_path):
     write("step", "2:4", 0, status="failed")
     assert drawn(kind, tmp_path) is None

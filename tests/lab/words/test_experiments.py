@@ -23,7 +23,7 @@ from nmrun.lab.keys import fields
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show import experiments
-from nmrun.lab.show.experiments import KINDS
+from nmrun.lab.show.experiments import SUMMARIES
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.words import composition, experiment, identity, precheck, schema
 from nmrun.lab.words.composition import Cache
@@ -580,7 +580,7 @@ def test_means_and_shares_of_what_was_logged(swept, monkeypatch, capsys):
     cells = {tuple(line.split(",")[2:4]): line.split(",")[5] for line in out.splitlines()}
     assert float(cells["sr_ste", "mean/train/loss"]) == pytest.approx(sum(losses) / len(losses))
     assert float(cells["sr_ste", "positive/sparsity/pruned_norm"]) == 1.0
-    assert set(KINDS) == {"mean", "positive"}
+    assert set(SUMMARIES) == {"mean", "positive"}
 
 
 def test_one_page_with_tables_and_figures(swept, monkeypatch, capsys):

@@ -21,7 +21,7 @@ SEGMENT = 32  # columns
 SEGMENTS = 16  # of a block
 BLOCK = SEGMENT * SEGMENTS
 DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
-MOST = 16  # tokens that share a pass over the matrix
+TOKENS_A_PASS = 16  # tokens that share a pass over the matrix
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
 KERNELS = CFunctions(
     "products of bfloat16",
@@ -190,7 +190,7 @@ def multiply(x: Tensor, matrix: Bf16Matrix, bias: Tensor | None = None) -> Tenso
     operands = [x.data_ptr(), out.data_ptr(), address(bias)]
     operands += [*_addresses(matrix), rows, columns]
     tiles, work = matrix.counts.shape[1], tokens * matrix.values.numel() // WORTH
-    in_tokens_or_rows(library.nm_bf16, operands, tokens, tiles, work, MOST)
+    in_tokens_or_rows(library.nm_bf16, operands, tokens, tiles, work, TOKENS_A_PASS)
     return out
 
 
@@ -203,7 +203,9 @@ def convolve(
     operands = [x.data_ptr(), out.data_ptr(), address(bias)]
     operands += [*_addresses(matrix), geometry, x.shape[0]]
     work = pixels * matrix.slots * SEGMENT // WORTH
-    in_parts(KERNELS.load().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, MOST)
+    in_parts(
+        KERNELS.load().nm_bf16_convolution, (*operands, BEGIN, END), pixels, work, TOKENS_A_PASS
+    )
 
 
 def sampled(x: Tensor, y: Tensor, mask: Bf16Matrix) -> Tensor:

@@ -25,7 +25,7 @@ from nmrun.kernels.compiler import CFunctions, address, in_tokens_or_rows
 TILE = 16  # rows, as in nm_int8.c
 SEGMENT = 64  # columns
 DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
-MOST = 16  # tokens that share a pass over the matrix
+TOKENS_A_PASS = 16  # tokens that share a pass over the matrix
 WORTH = 128  # multiplications that cost as much as a weight in another pass, see in_parts
 ROW = (2**31 - 1) // (255 * 127)  # non-zeros that 32 bits can add up
 KERNELS = CFunctions(
@@ -160,7 +160,7 @@ def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tenso
     operands += [part.data_ptr() for part in parts]
     operands += [ctypes.addressof(odd), rows, columns]
     tiles, work = len(matrix.counts), tokens * matrix.values.numel() // WORTH
-    in_tokens_or_rows(library.nm_int8, operands, tokens, tiles, work, MOST)
+    in_tokens_or_rows(library.nm_int8, operands, tokens, tiles, work, TOKENS_A_PASS)
     if odd.value:
         raise RuntimeError("int8 products: the activations have NaN or infinity")
     return out
