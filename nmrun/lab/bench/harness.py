@@ -111,8 +111,9 @@ def machine_line(machine: Machine) -> str:
     return f"{machine['cpu']}, {cores}, {threads}, load {machine['load']}, torch {machine['torch']}"
 
 
-# Ctrl-C in the middle of rounds, until what was measured is reported
-_ends: list[KeyboardInterrupt] = []
+# Ctrl-C in the middle of rounds waits here while `run` is there to report them and to raise it then
+_waiting: list[KeyboardInterrupt] = []
+_in_run = False
 
 # --- time -----------------------------------------------------------------------------------------
 
@@ -179,9 +180,9 @@ def rounds(
 ) -> dict[Arm, list[float]]:
     """Time arms in turns: a round runs every arm once, in an order shuffled anew, so that a machine
     that grows slower or faster meanwhile favours none. ``warm_up`` rounds before do not count. Ctrl-C
-    leaves the whole rounds before it, if there is one: it is raised once these are reported."""
-    if _ends:
-        raise _ends.pop()
+    under :func:`run` leaves the whole rounds before it: it is raised once these are reported."""
+    if _waiting:
+        raise _waiting.pop()
     shuffled, times = random.Random(0), {name: list[float]() for name in arms}
     for _ in range(warm_up):
         for call in arms.values():
@@ -195,9 +196,9 @@ def rounds(
                 times[name].append(ms)
             gc.collect()
     except KeyboardInterrupt as end:
-        if not all(times.values()):
+        if not _in_run or not all(times.values()):
             raise
-        _ends.append(end)
+        _waiting.append(end)
     finally:
         if collecting:
             gc.enable()
@@ -205,17 +206,19 @@ def rounds(
 
 
 def cut_off() -> bool:
-    """Whether Ctrl-C has ended the rounds of the case at hand, whose rows are all that is waited for."""
-    return bool(_ends)
+    """Whether Ctrl-C has ended the rounds of this case: only their rows are still to be made."""
+    return bool(_waiting)
 
 
 @contextlib.contextmanager
 def reported_first() -> Iterator[None]:
-    """What is measured in here may be missing: Ctrl-C ends it, and is raised once all else is reported."""
+    """A context for what a report can do without: Ctrl-C ends it, and is raised after the report."""
     try:
         yield
     except KeyboardInterrupt as end:
-        _ends.append(end)
+        if not _in_run:
+            raise
+        _waiting.append(end)
 
 
 def samples(rows: Sequence[Row]) -> str:
@@ -292,15 +295,18 @@ class Benchmark(NamedTuple):
 def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) -> None:
     """Measure case by case, then print the page and with ``--out`` write it as .md and .json. What
     is there is reported also where an error or Ctrl-C is the end."""
+    global _in_run
     rows: list[Row] = []
     cases, page, device, variant, omissions = benchmark
-    _ends.clear()
+    _in_run = True
     try:
         for case in cases:
             rows += case
-            if _ends:
-                raise _ends.pop()
+            if _waiting:
+                raise _waiting.pop()
     finally:
+        _in_run = False
+        _waiting.clear()
         if rows:
             machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
             text = "\n\n".join([page(rows), *omissions, machine_line(machine), f"    {command}"])

@@ -182,6 +182,18 @@ def test_of_rounds_that_are_cut_off_the_whole_ones_are_reported(
     assert ", n = 5. " in capsys.readouterr().out
 
 
+def test_rounds_of_a_script_end_at_once() -> None:
+    calls = iter(range(9))
+
+    def clock(call: Callable[[], object]) -> float:
+        if next(calls) == 5:  # after a whole round
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.rounds({"one": lambda: None, "other": lambda: None}, 3, clock, warm_up=1)
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
