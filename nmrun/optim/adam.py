@@ -241,6 +241,8 @@ def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, as Adam's moments see them: with the sign and
     coupled weight decay. Of a sharded one it is this process's part."""
     grads = [local(p.grad) for p in params if p.grad is not None]
+    if not grads:  # torch's foreach functions take no empty lists
+        return []
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
     if group["weight_decay"] and not decoupled(group):

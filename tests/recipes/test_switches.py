@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from test_autoswitch import EPS, Rms, begin, gradients, one_step, run
+from torch import nn
 
+import nmrun
 from nmrun.errors import ConfigError
 
 T_MIN, T_MAX = 20, 100  # of 200 steps
@@ -200,6 +203,27 @@ def test_what_is_measured_is_logged(case, key):
         one_step(model, optimizer, g)
         if t > 11:
             assert handle.metrics()[key] == pytest.approx(expected[t - 1])
+
+
+@pytest.mark.parametrize("options", [{"switch": "variance_ratio"}, {"threshold": 0.01}])
+def test_rules_pass_over_a_group_without_gradients(options):
+    """Adam's weight decay is added to the gradients of the other group alone."""
+    used, unused = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+    groups = [{"params": layer.parameters()} for layer in (used, unused)]
+    optimizer = nmrun.optim.Adam(groups, betas=(0.9, 0.5), weight_decay=0.1)
+    handle = nmrun.sparsify(nn.ModuleList([used, unused]), optimizer, "step", "2:4", 20, **options)
+    sizes = [0.0]
+    for t in range(1, 5):
+        used.weight.grad = torch.full((4, 8), float(t))
+        with torch.no_grad():
+            sizes.append(sizes[-1] / 2 + float((t + 0.1 * used.weight).square().sum()) / 2)
+        optimizer.step()
+    expected = {"step/variance_ratio": sizes[2] / sizes[4]}
+    if "threshold" in options:  # the last two changes of v, over half of its mean
+        change = (sizes[4] - sizes[2]) / 2
+        expected = {"step/variance_change_relative": change / (sizes[4] / 2)}
+    for key, value in expected.items():
+        assert handle.metrics()[key] == pytest.approx(value, rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"window": "partial"}, {"threshold": 0.1}])
