@@ -208,7 +208,8 @@ class AutoSwitch(Switch):
         total, logs, nonzero = global_sum(weights, torch.stack(sums)).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
-            total = global_sum(weights, second_moment_sum(adam, parameters))
+            counted = [weight.parameter for weight in weights if weight.grad is not None]
+            total = global_sum(weights, second_moment_sum(adam, counted))
             self.size = self.rest * total / count
 
     def measure(self) -> Tensor:

@@ -206,22 +206,24 @@ def test_what_is_measured_is_logged(case, key):
 
 
 @pytest.mark.parametrize("options", [{"switch": "variance_ratio"}, {"threshold": 0.01}])
-def test_rules_pass_over_a_group_without_gradients(options):
-    """Adam's weight decay is added to the gradients of the other group alone."""
-    used, unused = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
-    groups = [{"params": layer.parameters()} for layer in (used, unused)]
+def test_a_group_without_gradients_from_the_second_step_on(options):
+    """Its second moment stays, and no mean over the weights that move counts it. Adam's weight
+    decay is added to the gradients of the other group alone."""
+    used, rare = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+    groups = [{"params": layer.parameters()} for layer in (used, rare)]
     optimizer = nmrun.optim.Adam(groups, betas=(0.9, 0.5), weight_decay=0.1)
-    handle = nmrun.sparsify(nn.ModuleList([used, unused]), optimizer, "step", "2:4", 20, **options)
-    sizes = [0.0]
+    handle = nmrun.sparsify(nn.ModuleList([used, rare]), optimizer, "step", "2:4", 20, **options)
+    rare.weight.grad = torch.full((4, 8), 9.0)
+    kept = float((9 + 0.1 * rare.weight).detach().square().sum()) / 2
+    v = [0.0]
     for t in range(1, 5):
         used.weight.grad = torch.full((4, 8), float(t))
-        with torch.no_grad():
-            sizes.append(sizes[-1] / 2 + float((t + 0.1 * used.weight).square().sum()) / 2)
+        v.append(v[-1] / 2 + float((t + 0.1 * used.weight).detach().square().sum()) / 2)
         optimizer.step()
-    expected = {"step/variance_ratio": sizes[2] / sizes[4]}
-    if "threshold" in options:  # the last two changes of v, over half of its mean
-        change = (sizes[4] - sizes[2]) / 2
-        expected = {"step/variance_change_relative": change / (sizes[4] / 2)}
+        rare.weight.grad = None
+    expected = {"step/variance_ratio": (v[2] + kept) / (v[4] + kept)}
+    if "threshold" in options:  # the mean of the last two changes, over half of v
+        expected = {"step/variance_change_relative": (v[4] - v[2]) / 2 / (v[4] / 2)}
     for key, value in expected.items():
         assert handle.metrics()[key] == pytest.approx(value, rel=1e-5)
 
