@@ -107,7 +107,8 @@ class MaskLLM(MaskScores, FrozenWeights):
         for weight in weights:
             logits = self.scores(weight)
             likeness = agreement(self.path, weight)
-            logits.add_(self.prior * logits.std() * likeness)
+            if logits.numel() > 1:  # else it is one group with one mask
+                logits.add_(self.prior * logits.std() * likeness)
         self.dense_forward = False
         self.say("MaskLLM freezes the weights and begins to learn masks")
 

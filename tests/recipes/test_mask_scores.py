@@ -135,6 +135,20 @@ def test_evaluation_is_by_the_likeliest_masks():
     assert handle.phase == "sparse"
 
 
+def test_a_weight_of_one_group_that_keeps_all_stays_as_it_is():
+    layer = nn.Linear(4, 1)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    handle = nmrun.sparsify(layer, optimizer, "maskllm", "4:4", 3, dense=0.0)
+    for _ in range(3):
+        assert torch.equal(layer.weight.detach(), before)
+        layer(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.finalize()
+    assert torch.equal(layer.weight.detach(), before)
+
+
 def test_each_step_draws_its_own_noise():
     """Where neither scores nor temperature move, the noise alone moves the blend of masks."""
     model = Net()
