@@ -58,7 +58,9 @@ class TSRSTE(PeriodicMask):
         if self.dense_end > 0:
             if total_steps is None:
                 raise ConfigError("t_sr_ste needs total_steps to know when its dense phase begins")
-            self.dense_from = round((1 - self.dense_end) * total_steps)
+            # a dense step at least, and a sparse one before it: a run of one step has no dense one
+            begins = round((1 - self.dense_end) * total_steps)
+            self.dense_from = max(1, min(total_steps - 1, begins))
 
     @property
     def ends_dense(self) -> str:

@@ -180,6 +180,25 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
     torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("dense_end", "steps", "sparse"),
+    [(0.01, 6, 5), (0.999, 6, 1), (0.5, 2, 1), (0.5, 1, 1), (0.75, 1, 1)],
+)
+def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "t_sr_ste", "2:4", steps, dense_end=dense_end)
+    batches, were_sparse = data(1), []
+    for t in range(steps):
+        were_sparse.append(handle.is_sparse)
+        assert handle.recipe.planned_dense(t) != handle.is_sparse
+        ((model(batches(t)[0][0]) - batches(t)[0][1]).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert were_sparse == [t < sparse for t in range(steps)]
+    assert not any(layer["holds"] for layer in handle.report()["layers"])
+
+
 def test_transposable_at_every_kernel_position():
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10)

@@ -81,8 +81,9 @@ def load(folder: Path, trusted: bool = False) -> FinishedRun:
 
 
 def read(folder: Path, trusted: bool = False) -> FinishedRun:
-    """Read a run, sparse or dense, and check it against the hashes of its files. ValueError if it
-    is damaged, changed, or not N:M after all; ConfigError if it is not finished."""
+    """Read a run, sparse or dense, and check it against the hashes of its files. Layers that did
+    not hold their pattern in the end, as after a dense end, are dense ones. ValueError if it is
+    damaged, changed, or not N:M after all; ConfigError if it is not finished."""
     run = RunFolder(folder)
     result, source = run.result, folder / FINAL
     if result and not run.is_finished:
@@ -109,6 +110,7 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
                 line.get("dim", 1),
             )
             for line in sparsity["layers"]
+            if line.get("holds", True)  # not so in a network that ends dense
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(

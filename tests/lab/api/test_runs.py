@@ -20,7 +20,7 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from runs import TINY, result_of
 from safetensors.torch import load_file
-from verbs import python
+from verbs import python, verb
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -143,6 +143,15 @@ def test_the_model_has_the_saved_weights(recipe):
     groups = state["inner.0.weight"].movedim(1, -1).unflatten(-1, (-1, 4))
     assert bool(((groups != 0).sum(-1) <= 2).all()) == (recipe != "dense")
     assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+
+
+def test_a_network_that_ends_dense_is_a_dense_model(tmp_path, capsys):
+    run = nmrun.run([*SHORT, "recipe=t_sr_ste", "recipe.interval=2", "recipe.dense_end=0.5"])
+    state, saved = run.model().state_dict(), load_file(run.folder / "model.safetensors")
+    assert all(torch.equal(state[name], saved[name]) for name in saved)
+    assert bool((state["inner.0.weight"] != 0).all())
+    assert verb("export", str(run.folder), "--to", str(tmp_path / "to")) == 2
+    assert "is a dense run" in capsys.readouterr().err
 
 
 def test_weights_that_were_changed_are_refused():
