@@ -272,7 +272,9 @@ class _Run:
             self.console.say(f"  goes on at step {loop.steps.step} of {loop.steps.total_steps}")
         loop.steps.accumulate = accumulate
         if ranks.leads():
-            step, say = loop.steps.step, self.console.say
+            # a row that a signal put off is still to come, also where it was logged and then a kill came
+            step = loop.steps.step - (loop.row is not None)
+            say = self.console.say
             self.tracker = Tracker(folder, config.plain, self.id, self.sweep, step, say, rows)
             for event in self.tracker.events:
                 loop.events.append(event)

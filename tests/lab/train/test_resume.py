@@ -209,6 +209,16 @@ def test_a_signal_stops_evaluations_and_the_last_files(
         assert outcome(cfg) == drawing_alone(tmp_path, patch, owner, name)
 
 
+def test_a_row_that_a_signal_put_off_is_logged_once(tmp_path):
+    words = ("trainer.eval_every=2steps",)
+    cfg = make(tmp_path, "step", *words)
+    with signal_after(4, signal.SIGTERM):  # in the midst of an epoch, before the evaluation
+        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
+    kill(cfg, TrainingSteps, "train_step", 1)  # the row is in the file, the checkpoint as before
+    assert [row["step"] for row in rows(run_folder(cfg))] == [2, 4]
+    assert outcome(cfg) == outcome(make(tmp_path / "alone", "step", *words))
+
+
 def drawing_alone(tmp_path: Path, patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
     """Left alone, where a function draws random numbers."""
     key = ("step", str(owner), name)
