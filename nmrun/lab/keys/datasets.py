@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.lab.keys.ranges import PATH
+from nmrun.lab.keys.ranges import PATH, SEED
 from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, number, one_of, whole
 
 Keys = TypeVar("Keys", bound=Group)
@@ -55,7 +55,7 @@ class Seeded(Group):
 
     split_seed: Annotated[
         int,
-        whole(0),
+        SEED,
         "which images are for training, validation and test; not changed by the run's seed",
     ] = 0
 

@@ -116,7 +116,7 @@ def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[
     times, each time over as many steps."""
     if options["name"] == "inverse_sqrt":
         return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
-    cycles = options["cycles"]
+    cycles = min(options["cycles"], max(1, total_steps))  # more would be of no steps
     begins = [round(cycle * total_steps / cycles) for cycle in range(cycles + 1)]
 
     def cycle_factor(steps: int) -> Callable[[int], float]:

@@ -129,6 +129,14 @@ def test_schedule_names_and_short_runs():
     )
 
 
+@pytest.mark.parametrize("cycles", [9, 10**23])
+def test_more_cycles_than_steps_are_cycles_of_one_step(cycles):
+    options = {"name": "linear", "warmup": 0.0, "final": 0.0}
+    factor = scheduled({**options, "cycles": cycles}, 0.1, 5)
+    one = scheduled({**options, "cycles": 1}, 0.1, 1)
+    assert [factor(step) for step in range(5)] == [one(0)] * 5
+
+
 @pytest.mark.parametrize("total", [20, 21, 40])
 @pytest.mark.parametrize("cycles", [1, 2, 3])
 def test_cycles_are_the_schedule_again_and_again(cycles, total):

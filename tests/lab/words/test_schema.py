@@ -43,7 +43,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
             [None, {"inner.1": "1:8"}, {"inner.*": "dense"}],
             ["1:8", ["1:8"], {"inner.1": "8:1"}, {"inner.1": 68}, {"(": "1:8"}],
         ),
-        "dataset.split_seed": ([0, 1], [-1, 0.5, None]),
+        "dataset.split_seed": ([0, 2**63 - 1], [-1, 2**63, 0.5, None]),
         "dataset.val_fraction": ([0.1, 0.5], [0, 0.51, "0.1", None]),
         "dataset.test_fraction": ([0.1, 0.5], [0.0, 1, True]),
         "model.channels": ([[8, 8], [8, 16, 8]], [[8], [], 8, [8, 0], [8, 8.0], [8, True], None]),
