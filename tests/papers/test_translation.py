@@ -18,7 +18,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from runs import config, cut_off, result_of, resumed
+from runs import config, cut_off, finished, result_of, resumed
 from torch import nn
 
 from nmrun.errors import ConfigError
@@ -621,6 +621,16 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
         "decoder.embed_tokens.weight",
         "decoder.output_projection.weight",
     }
+
+
+@pytest.mark.slow
+def test_a_budget_is_for_batches_of_all_lengths(tmp_path):
+    """Also where the first batch of an epoch is not like the others."""
+    budget = 2e8
+    data = ("dataset.size=100", "dataset.max_tokens=64", "trainer.limit_batches=null")
+    words = (*RUN, *data, "recipe=dense", f"trainer.budget=flops:{budget}")
+    result = finished(config(tmp_path, *words, "trainer.test=false"))
+    assert result["flops"]["training_arithmetic"] == pytest.approx(budget, rel=0.02)
 
 
 def test_inverse_sqrt_is_fairseqs_schedule():

@@ -70,6 +70,11 @@ class Task(ABC):
         """The :meth:`size` of each micro-batch of a whole batch, without preparing any if possible."""
         return [self.size(batch) for batch in self.micro_batches(epoch, index, parts)]
 
+    def mean_size(self) -> float:
+        """The items of a whole batch: the mean of the first epoch's, or of the first hundred."""
+        batches = range(min(self.batches_per_epoch, 100))
+        return sum(sum(self.sizes(0, index, 1)) for index in batches) / len(batches)
+
     @abstractmethod
     def size(self, batch: Batch) -> int:
         """How many items (images, tokens) the mean in :meth:`loss` is over."""

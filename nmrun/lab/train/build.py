@@ -191,8 +191,7 @@ def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.d
         trial = _attached(config, twin, optimizer_of(config.optimizer, twin), steps)
     activations = _activations(config, twin, steps)
     cost = flops.count(twin, task, trial.sparse, trainer.distill is not None, activations)
-    items = sum(task.sizes(0, 0, 1))
-    steps = flops.steps_in(str(trainer.budget), cost, trial.recipe, steps, items)
+    steps = flops.steps_in(str(trainer.budget), cost, trial.recipe, steps, task.mean_size())
     check_budget(config, steps, batches)
     return steps
 

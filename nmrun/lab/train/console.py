@@ -345,7 +345,7 @@ def planned_flops(parts: Parts) -> tuple[float, float, float]:
     """FLOPs of a whole training as planned: of a dense one, without the zeros, and on 2:4 tensor
     cores."""
     cost, recipe, steps = parts.cost, parts.handle.recipe, parts.total_steps
-    items = steps * sum(parts.task.sizes(0, 0, 1))
+    items = steps * parts.task.mean_size()
     without, hardware = (items * cost.planned(recipe, steps, on) for on in (False, True))
     return items * cost.dense, without, hardware
 

@@ -250,7 +250,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: int) -> int:
+def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: float) -> int:
     """How many steps use up a budget, arithmetically: ``flops:<number>``, or ``flops:dense`` for
     what ``total_steps`` dense steps would use.
 
