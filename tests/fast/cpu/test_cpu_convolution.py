@@ -129,6 +129,7 @@ def test_a_weight_of_another_dtype_is_packed_as_float32() -> None:
     assert torch.allclose(packed(x, weight, None), F.conv2d(x, weight.float()), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_operators_are_as_torch_wants_them() -> None:
     weight = hard_threshold(torch.randn(6, 8, 3, 3), "2:4", 1)
     packed = ConvolutionProducts((6, 8), Window((3, 3), padding=(1, 1)))

@@ -315,6 +315,7 @@ def test_the_functions_measure_what_they_say() -> None:
     assert columns.tolist() == [[True, False], [True, False], [False, True], [False, True]]
 
 
+@pytest.mark.slow
 def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--sparsity",
@@ -338,6 +339,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["copies"] == 1 or row["arm"] not in ("copy", "clone")
 
 
+@pytest.mark.slow
 def test_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--weights",
@@ -412,6 +414,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played_gpu.Machine:
     return machine
 
 
+@pytest.mark.slow
 def test_gemm(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--shapes",
@@ -438,6 +441,7 @@ def test_gemm(gpu: played_gpu.Machine, tmp_path: Path, capsys: pytest.CaptureFix
     assert dense["tflops"] == pytest.approx(2 * 16 * 32 * 64 / dense["ms"] / 1e9, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_layer_by_products(
     gpu: played_gpu.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

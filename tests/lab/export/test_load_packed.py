@@ -320,6 +320,7 @@ def test_int8_without_its_products_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "low").exists()
 
 
+@pytest.mark.slow
 def test_the_metric_before_int8_is_the_runs_own_with_its_pruned_activations(
     tmp_path, capsys, monkeypatch
 ):

@@ -565,6 +565,7 @@ def test_a_dry_sweep_lists_a_run_once(tmp_path, nmrun_cli):
     assert len(list(tmp_path.glob("outputs/**/result.json"))) == len(rows)
 
 
+@pytest.mark.slow
 def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     """How many FLOPs an epoch has is known once the run is built."""
     (tmp_path / "outputs").mkdir()
