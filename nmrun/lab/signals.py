@@ -132,14 +132,27 @@ def _foreign(handler: Any) -> bool:
     return callable(handler) and handler is not signal.default_int_handler
 
 
+@contextlib.contextmanager
+def blocked_while_forking() -> Iterator[None]:
+    """A context in which to start processes that call :func:`left_to_parent`. torch's own handler for
+    SIGTERM ends them whoever sent it, and any of their threads may take it, also one that a library
+    starts in each child: all are born with the signal blocked."""
+    if not hasattr(signal, "sigwaitinfo"):  # on macOS
+        yield
+        return
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
 def left_to_parent() -> None:
     """Let the training alone end this process, which reads data for it. A signal to the whole group
     ends a step first, and that step needs its data."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
-        # torch's own handler for SIGTERM ends the process whoever sent it
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_by_parent, args=(os.getppid(),), daemon=True).start()
 
 

@@ -113,7 +113,9 @@ class ItemReader:
 
 
 def _check(loader: DataLoader[Any]) -> Iterator[Collated]:
-    for *batch, problem in loader:
+    with signals.blocked_while_forking():
+        batches = iter(loader)
+    for *batch, problem in batches:
         if problem:
             raise RunError(problem)
         yield tuple(batch)

@@ -9,12 +9,15 @@ import gc
 import io
 import json
 import multiprocessing
+import multiprocessing.process
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import tarfile
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -635,7 +638,18 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(tmp_path, monkeypatch):
         assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
 
 
-def test_a_reader_goes_when_the_training_tells_it(tmp_path):
+@pytest.mark.parametrize("with_a_thread", [False, True])
+def test_a_reader_goes_when_the_training_tells_it(with_a_thread, tmp_path, monkeypatch):
+    """Also one in which a library starts a thread, as OpenTelemetry does in each process."""
+    base = multiprocessing.process.BaseProcess
+    run = base.run
+
+    def run_with_a_thread(process: Any) -> None:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        run(process)
+
+    if with_a_thread:
+        monkeypatch.setattr(base, "run", run_with_a_thread)
     make_folder(tmp_path / "data" / "some")
     task = stream(tmp_path, "dataset.workers=1")
     before = multiprocessing.active_children()  # of other tests
