@@ -201,14 +201,15 @@ class AutoSwitch(Switch):
         parameters = [weight.parameter for weight in weights]
         group = adam.groups_of(parameters)[0]  # a loaded one may have another eps
         self.eps, self.rest = float(group["eps"]), 1 - float(group["betas"][1])
-        count = sum(weight.shape.numel() for weight in weights if weight.grad is not None)
+        with_gradient = [weight for weight in weights if weight.grad is not None]
+        count = sum(weight.shape.numel() for weight in with_gradient)
         if not count:
             return
         sums = second_moment_change(adam, parameters, logs=self.geometric)
         total, logs, nonzero = global_sum(weights, torch.stack(sums)).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
-            counted = [weight.parameter for weight in weights if weight.grad is not None]
+            counted = [weight.parameter for weight in with_gradient]
             total = global_sum(weights, second_moment_sum(adam, counted))
             self.size = self.rest * total / count
 

@@ -42,6 +42,8 @@ class Task(ABC):
     """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.lab.compare.notation`` for which way is better."""
     has_test: bool = True
     """Whether there is a test split to evaluate. Without one, results have metrics of the validation split alone."""
+    equal_batches: bool = True
+    """Whether batches have as many items as the first one. Else a plan looks at the :meth:`sizes` of more."""
     counted_with_values: bool = False
     """Whether the network's shapes depend on values, so that FLOPs are counted by computing."""
     about: str = ""
@@ -71,8 +73,9 @@ class Task(ABC):
         return [self.size(batch) for batch in self.micro_batches(epoch, index, parts)]
 
     def mean_size(self) -> float:
-        """The items of a whole batch: the mean of the first epoch's, or of the first hundred."""
-        batches = range(min(self.batches_per_epoch, 100))
+        """The items of a whole batch. Of unequal ones it is the mean of the first epoch's, or of the
+        first hundred."""
+        batches = range(1 if self.equal_batches else min(self.batches_per_epoch, 100))
         return sum(sum(self.sizes(0, index, 1)) for index in batches) / len(batches)
 
     @abstractmethod

@@ -39,6 +39,8 @@ class TextToText(TextClassification):
     worth; a score's answer is the nearest one.
     """
 
+    equal_batches = False
+
     def __init__(
         self,
         splits: Mapping[str, tuple[Sequence[Text], Sequence[float]]],

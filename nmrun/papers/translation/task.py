@@ -55,6 +55,7 @@ class Translation(Categorical):
     """
 
     metric = "bleu"
+    equal_batches = False
 
     def __init__(
         self,
