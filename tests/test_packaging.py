@@ -36,9 +36,10 @@ def build(what: str, source: Path, to: Path) -> Path:
 def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "nmrun", source / "nmrun", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(source / "nmrun" / "conf", ignore_errors=True)  # a link to conf in some checkouts
-    shutil.copytree(ROOT / "conf", source / "conf", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("nmrun", "conf"):  # nmrun/conf is a link to conf, and stays one
+        shutil.copytree(
+            ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     wheel, sdist = build("wheel", source, tmp_path), build("sdist", source, tmp_path)
@@ -65,6 +66,43 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     )  # fmt: skip
     assert process.returncode == 0, process.stdout
     assert process.stdout.count("PASSED") == 2
+
+
+@pytest.mark.slow
+def test_imports_in_the_folder_that_holds_the_clone(tmp_path):
+    # The clone is called nmrun too. Without an __init__.py it is a namespace package there, which must
+    # not hide the package of an editable installation.
+    clone = tmp_path / "nmrun"
+    clone.mkdir()
+    for folder in ("nmrun", "conf"):
+        shutil.copytree(
+            ROOT / folder, clone / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone / name)
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with zipfile.ZipFile(build("editable", clone, wheels)) as archive:
+        archive.extractall(site)
+    code = f"""
+import sys, site
+for place in [path for path in sys.meta_path if "editable" in type(path).__name__.lower()]:
+    sys.meta_path.remove(place)
+sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]
+site.addsitedir({str(site)!r})
+import nmrun
+from importlib import resources
+assert nmrun.__file__ == {str(clone / "nmrun" / "__init__.py")!r}, nmrun.__file__
+assert resources.files("nmrun.conf").joinpath("nmrun.yaml").is_file()
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=without_path()
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def without_path() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def test_configs_and_kernel_are_found_as_resources():
