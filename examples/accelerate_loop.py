@@ -1,6 +1,6 @@
 """A loop of Hugging Face's accelerate: three lines make it sparse, before or after ``prepare``.
 
-pip install 'nmrun[huggingface]'
+pip install '.[huggingface]'
 accelerate launch examples/accelerate_loop.py [FILE.pt]
 """
 

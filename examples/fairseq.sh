@@ -2,7 +2,7 @@
 # Stock fairseq-train and fairseq-generate on sentences and the same backwards: the folder given as
 # --user-dir and the options --nm-... make the training sparse.
 #
-#   pip install 'nmrun[translation]'
+#   pip install '.[translation]'
 #   examples/fairseq.sh [FOLDER]
 set -e
 work=${1:-$(mktemp -d)}

@@ -1,6 +1,6 @@
 """GPT-2 in Hugging Face's Trainer, on the text of a Python module: a callback makes it sparse.
 
-pip install 'nmrun[huggingface]'
+pip install '.[huggingface]'
 python -m examples.huggingface_trainer [FOLDER]
 """
 

@@ -1,6 +1,6 @@
 """A Lightning module on the digits of scikit-learn: a callback makes it sparse.
 
-pip install 'nmrun[lightning]'
+pip install '.[lightning]'
 python -m examples.lightning_trainer [FILE.ckpt]
 """
 

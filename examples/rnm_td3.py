@@ -9,7 +9,7 @@ continuous actions will do; a file of runs is read by ``nmrun table``, whose ``t
 mean of ten episodes without exploration. The paper's own settings are not at hand: the constants
 below are our choice.
 
-    pip install 'nmrun[rl]'
+    pip install '.[rl]'
     python -m examples.rnm_td3 --pattern 2:4 --steps 10000
     python -m examples.rnm_td3 --task HalfCheetah-v5 --pattern 2:4 --steps 1000000 --out runs.csv
     nmrun table runs.csv

@@ -1,6 +1,6 @@
 """A network, an optimizer, a schedule and a scaler of timm: three lines make it sparse.
 
-pip install 'nmrun[timm]'
+pip install '.[timm]'
 python -m examples.timm_train [FILE.pt]
 """
 

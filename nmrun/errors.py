@@ -33,6 +33,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def extra(name: str) -> str:
+    """How to install an extra of nmrun, which is in no index of packages yet."""
+    return f"pip install '.[{name}]' in nmrun's checkout"
+
+
 def leads() -> bool:
     """Whether this process speaks, of those that torchrun starts for one run."""
     return os.environ.get("RANK", "0") == "0"

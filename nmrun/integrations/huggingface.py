@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, extra
 from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
@@ -17,7 +17,7 @@ try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError:
     raise ImportError(
-        "nmrun.integrations.huggingface needs transformers: pip install 'nmrun[huggingface]'"
+        f"nmrun.integrations.huggingface needs transformers: {extra('huggingface')}"
     ) from None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
@@ -18,7 +18,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 except ImportError:
     raise ImportError(
-        "nmrun.integrations.lightning needs lightning: pip install 'nmrun[lightning]'"
+        f"nmrun.integrations.lightning needs lightning: {extra('lightning')}"
     ) from None
 
 

@@ -59,7 +59,7 @@ def groups_hold(weights: dict[str, Tensor]) -> int:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_runs(name, tmp_path):
-    pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install 'nmrun[integrations]'")
+    pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install '.[integrations]'")
     out = tmp_path / ("folder" if name == "huggingface_trainer" else "model.pt")
     command = [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(out)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -79,7 +79,7 @@ def test_an_example_runs(name, tmp_path):
 
 @pytest.mark.minutes
 def test_fairseq(tmp_path):
-    pytest.importorskip("fairseq", reason="needs fairseq: pip install 'nmrun[translation]'")
+    pytest.importorskip("fairseq", reason="needs fairseq: pip install '.[translation]'")
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [str(ROOT / "examples" / "fairseq.sh"), str(tmp_path)]

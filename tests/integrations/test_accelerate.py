@@ -13,7 +13,7 @@ from training import OPTIONS, TOTAL, attach, batch, bits, everything, net
 
 import nmrun
 
-accelerate = pytest.importorskip("accelerate", reason="needs pip install 'nmrun[huggingface]'")
+accelerate = pytest.importorskip("accelerate", reason="needs pip install '.[huggingface]'")
 MICRO = 3
 
 

@@ -19,7 +19,7 @@ from nmrun.integrations import fairseq as plugin
 # not imported in this process: fairseq gives Hydra groups of its own, such as optimizer
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fairseq") is None,
-    reason="needs fairseq: pip install 'nmrun[translation]'",
+    reason="needs fairseq: pip install '.[translation]'",
 )
 
 FOLDER = Path(plugin.__file__).parent / "user_dir" / "nmrun_fairseq"

@@ -495,4 +495,4 @@ def test_without_transformers_the_import_names_the_extra():
     code = "import sys; sys.modules['transformers'] = None; import nmrun.integrations.huggingface"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = process.stderr.splitlines()[-1]
-    assert last.endswith("needs transformers: pip install 'nmrun[huggingface]'")
+    assert "needs transformers: pip install '.[huggingface]'" in last

@@ -522,4 +522,4 @@ def test_without_lightning_the_import_names_the_extra():
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = process.stderr.splitlines()[-1]
-    assert last.endswith("needs lightning: pip install 'nmrun[lightning]'")
+    assert "needs lightning: pip install '.[lightning]'" in last

@@ -31,7 +31,7 @@ def test_a_live_model_is_exported_and_trains_on(how, tmp_path):
     elif how == "trace":
         actual = torch.jit.trace(model, x)(x)
     else:
-        onnxruntime = pytest.importorskip("onnxruntime", reason="needs pip install 'nmrun[onnx]'")
+        onnxruntime = pytest.importorskip("onnxruntime", reason="needs pip install '.[onnx]'")
         torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True)
         session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
         name = session.get_inputs()[0].name
@@ -44,7 +44,7 @@ def test_a_live_model_is_exported_and_trains_on(how, tmp_path):
 
 def test_adapters_of_peft_are_refused_with_the_reason():
     """The base is frozen, and an N:M adapter would not make the merged weight N:M."""
-    peft = pytest.importorskip("peft", reason="needs peft: pip install 'nmrun[integrations]'")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
     model = peft.get_peft_model(net(), peft.LoraConfig(r=4, target_modules=["0", "2"]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     with pytest.raises(ConfigError, match=r"no weight of this model .*adapter") as e:
@@ -55,7 +55,7 @@ def test_adapters_of_peft_are_refused_with_the_reason():
 
 
 def test_peft_on_a_finished_model_leaves_its_base_nm():
-    peft = pytest.importorskip("peft", reason="needs peft: pip install 'nmrun[integrations]'")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
     model, optimizer, handle = start("sr_ste")
     train(model, optimizer, range(3))
     handle.finalize()

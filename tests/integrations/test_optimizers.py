@@ -32,7 +32,7 @@ def of(module: str, name: str, **options: Any) -> Make:
 
 def by_timm(name: str) -> Make:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        timm = pytest.importorskip("timm.optim", reason="needs timm: pip install 'nmrun[timm]'")
+        timm = pytest.importorskip("timm.optim", reason="needs timm: pip install '.[timm]'")
         optimizer: torch.optim.Optimizer = timm.create_optimizer_v2(parameters, name, lr=0.01)
         return optimizer
 

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from nmrun.errors import extra
 from nmrun.lab.verbs import Parser, quantity
 
 # inputs and outputs of the layers in the speed table
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     fairseq = (
         "installed"
         if importlib.util.find_spec("fairseq")
-        else "not installed (pip install 'nmrun[translation]')"
+        else f"not installed ({extra('translation')})"
     )
     writable = os.access(".", os.W_OK)
     for name, value in [

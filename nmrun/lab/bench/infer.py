@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.fast import acceleration
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
@@ -141,9 +141,7 @@ class Decoder(nn.Module):
             from transformers.cache_utils import DynamicLayer
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
         except ImportError:
-            raise ConfigError(
-                f"{name} needs transformers: pip install 'nmrun[transformers]'"
-            ) from None
+            raise ConfigError(f"{name} needs transformers: {extra('transformers')}") from None
         layers, width, heads = (GPT2 | LLAMA)[name]
         config: Any
         if name in LLAMA:

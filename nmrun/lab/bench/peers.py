@@ -1,6 +1,6 @@
 """What other people's runtimes make of a dense network: arms of ``nmrun bench infer``.
 
-None of them is needed (``pip install 'nmrun[bench]'``): one that is missing, or that cannot take a
+None of them is needed (nmrun's extra ``bench``): one that is missing, or that cannot take a
 network, is a line of the page.
 """
 
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.errors import extra
 from nmrun.kernels.compiler import processor_flags
 from nmrun.products.attention import slow_path
 
 Call = Callable[[Tensor], Tensor]
 FLOAT32, BF16, INT8 = "float32", "bf16", "int8"
-MISSING = "not installed: pip install 'nmrun[bench]'"
+MISSING = f"not installed: {extra('bench')}"
 
 
 def has_bf16() -> bool:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     SparseLayer,
@@ -80,9 +80,7 @@ def _config(run: FinishedRun) -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(
-            "--format hf needs transformers: pip install 'nmrun[transformers]'"
-        ) from None
+        raise ConfigError(f"--format hf needs transformers: {extra('transformers')}") from None
     options = run.result["config"]["model"]
     vocabulary, width = run.state["wte.weight"].shape
     values: dict[str, Any] = {

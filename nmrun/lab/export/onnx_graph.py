@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, extra, first_line
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     network,
@@ -50,7 +50,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
             importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript")
         )
     except ImportError as error:
-        raise ConfigError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
+        raise ConfigError(f"--format onnx needs {error.name}: {extra('onnx')}") from None
     refuse_pruned_activations(run)
     model, name, example, sizes = _build(run)
     graph = _graph(model, name, example(2), sizes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
 
@@ -319,7 +319,7 @@ def of_timm(
     try:
         import timm
     except ImportError:
-        raise ConfigError("model=timm needs timm: pip install 'nmrun[timm]'") from None
+        raise ConfigError(f"model=timm needs timm: {extra('timm')}") from None
     if not timm.is_model(name_in_timm):
         near = timm.list_models(f"*{name_in_timm}*")[:5]
         raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 
 # A network's vocabulary is made longer than its tokenizer's, by rows that no token has (1.8 % of
 # Phi-2's). More is another tokenizer.
@@ -25,7 +25,7 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            f"{key}={source} needs Hugging Face's transformers: pip install 'nmrun[transformers]'"
+            f"{key}={source} needs Hugging Face's transformers: {extra('transformers')}"
         ) from None
     place = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not place.is_dir():

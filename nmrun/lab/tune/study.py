@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
@@ -202,7 +202,7 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
+        raise ConfigError(f"nmrun tune needs Optuna: {extra('tune')}") from None
     return optuna
 
 

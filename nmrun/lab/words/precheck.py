@@ -18,7 +18,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys import options
 from nmrun.lab.words import command_line, rules, schema, suggestions
 from nmrun.lab.words.composition import RATIO, Cache, composed, composing, plain_errors
@@ -343,9 +343,7 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
             continue
         name, installed = str(override.value()), loader.get_group_options(LAUNCHER)
         if name not in installed and name in EXTRAS:
-            problems.append(
-                f"{LAUNCHER}={name} is not installed: pip install 'nmrun[{EXTRAS[name]}]'"
-            )
+            problems.append(f"{LAUNCHER}={name} is not installed: {extra(EXTRAS[name])}")
         elif name == "submitit_slurm" and shutil.which("srun") is None:
             problems.append(
                 f"{LAUNCHER}={name}: there is no srun here; submitit_local does without"

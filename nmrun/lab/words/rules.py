@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nmrun.errors import extra
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import START
@@ -242,9 +243,9 @@ def _not_installed(plain: dict[str, Any]) -> Iterator[str]:
     own = (group for group in ("dataset", "model") if "_target_" not in plain[group])
     chosen += [f"{group}={plain[group]['name']}" for group in own]
     for option in dict.fromkeys(chosen):
-        package, extra = PACKAGES.get(option, ("", ""))
+        package, its_extra = PACKAGES.get(option, ("", ""))
         if package and importlib.util.find_spec(package) is None:
-            yield f"{option} needs {package}, which is not installed: pip install 'nmrun[{extra}]'"
+            yield f"{option} needs {package}, which is not installed: {extra(its_extra)}"
 
 
 def _no_weights(plain: dict[str, Any]) -> Iterator[str]:

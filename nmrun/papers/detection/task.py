@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import Batch, Tally, generator
 from nmrun.lab.tasks.items import ItemTask, Key, Place, Split
@@ -194,9 +194,7 @@ def api(dataset: str) -> Any:
         import pycocotools.cocoeval
         import pycocotools.mask
     except ImportError:
-        raise ConfigError(
-            f"dataset={dataset} needs pycocotools: pip install 'nmrun[detection]'"
-        ) from None
+        raise ConfigError(f"dataset={dataset} needs pycocotools: {extra('detection')}") from None
     return pycocotools
 
 

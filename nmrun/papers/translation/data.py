@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, extra, first_line
 from nmrun.lab.tasks.storage import cache_folder
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.keys import CopyReverse, Fairseq, Multi30k
@@ -96,9 +96,7 @@ def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]]
     try:
         from sacremoses import MosesDetokenizer
     except ImportError:
-        raise ConfigError(
-            "dataset.moses=true needs sacremoses: pip install 'nmrun[translation]'"
-        ) from None
+        raise ConfigError(f"dataset.moses=true needs sacremoses: {extra('translation')}") from None
     detokenizer = MosesDetokenizer(lang=moses)
     return lambda symbols: str(detokenizer.detokenize(joined[subwords](symbols).split()))
 

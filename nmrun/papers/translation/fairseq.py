@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 
 if TYPE_CHECKING:
     from nmrun.papers.translation.fairseq_modules import TranslationTransformer
@@ -26,9 +26,7 @@ def fairseq(module: str) -> Any:
     name. Raises ConfigError if fairseq is not installed.
     """
     if importlib.util.find_spec("fairseq") is None:
-        raise ConfigError(
-            "this needs fairseq, which is not installed: pip install 'nmrun[translation]'"
-        )
+        raise ConfigError(f"this needs fairseq, which is not installed: {extra('translation')}")
     with undisturbed():
         return importlib.import_module(
             module if module.startswith("nmrun.") else f"fairseq.{module}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.lab.tasks.storage import data_folder
 from nmrun.lab.verbs import Parser
 from nmrun.papers.translation.fairseq import fairseq
@@ -69,7 +69,7 @@ def prepare(
     try:
         import sentencepiece
     except ImportError:
-        raise ConfigError("BPE needs sentencepiece: pip install 'nmrun[translation]'") from None
+        raise ConfigError(f"BPE needs sentencepiece: {extra('translation')}") from None
     lines = {split: [read(file) for file in files] for split, files in texts.items()}
     for split, (left, right) in lines.items():
         if len(left) != len(right):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from verbs import verb
 
+from nmrun.errors import extra
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.onednn import OneDNNLinear, dtypes
@@ -563,7 +564,7 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
 
     model, x, asked = infer.network("tiny", (1, 3)), infer.example("tiny", (1, 3)), ["float32"]
     for runtime, message in (
-        (absent, "far is not installed: pip install 'nmrun[bench]'"),
+        (absent, f"far is not installed: {extra('bench')}"),
         (unable, "cannot take this network: TypeError: no such"),
     ):
         monkeypatch.setitem(peers.RUNTIMES, name, runtime)

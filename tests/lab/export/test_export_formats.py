@@ -632,7 +632,7 @@ def test_onnx_of_small_networks(name, tmp_path):
 def test_onnx_needs_its_packages(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     line = refused(small(tmp_path / "run"), tmp_path / "to", capsys, "--format", "onnx", status=2)
-    assert "--format onnx needs onnx: pip install 'nmrun[onnx]'" in line
+    assert "--format onnx needs onnx: pip install '.[onnx]'" in line
 
 
 def test_onnx_is_for_images_and_gpt(tmp_path, capsys):

@@ -240,7 +240,7 @@ def test_timm_networks():
 
 def test_without_timm_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'nmrun\[timm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[timm\]'"):
         built("timm", 32, 10)
     assert importlib.util.find_spec("nmrun.lab.models.images") is not None
 

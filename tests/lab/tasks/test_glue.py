@@ -358,7 +358,7 @@ def test_what_cannot_be_loaded(encoder, tmp_path, monkeypatch):
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"model.pretrained={encoder}: cannot be loaded" in refusal(tmp_path, encoder)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'nmrun[transformers]'" in refusal(tmp_path, encoder)
+    assert "pip install '.[transformers]'" in refusal(tmp_path, encoder)
 
 
 def test_texts_that_do_not_fit_the_encoder(encoder, tmp_path):

@@ -110,5 +110,5 @@ def test_a_damaged_file_is_named_with_its_mistake(folder, tmp_path):
 
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'nmrun\[texts\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[texts\]'"):
         build(tmp_path, "dataset.path=somewhere")

@@ -87,9 +87,9 @@ def test_an_option_that_is_not_installed(words, option, monkeypatch):
     composition.register()
     there = dict.fromkeys(rules.PACKAGES, ("json", "more"))
     monkeypatch.setattr(rules, "PACKAGES", {**there, option: ("no_such_package", "some")})
-    assert precheck.look(words).problems == [
-        f"{option} needs no_such_package, which is not installed: pip install 'nmrun[some]'"
-    ]
+    (problem,) = precheck.look(words).problems
+    assert f"{option} needs no_such_package" in problem
+    assert "'.[some]'" in problem
 
 
 def test_slurm_where_there_is_none(tmp_path, monkeypatch):

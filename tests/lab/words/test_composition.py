@@ -125,7 +125,7 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path, nmrun_cli):
 @pytest.mark.minutes
 @pytest.mark.skipif(
     importlib.util.find_spec("fairseq") is None,
-    reason="needs fairseq: pip install 'nmrun[translation]'",
+    reason="needs fairseq: pip install '.[translation]'",
 )
 def test_a_run_in_a_process_that_has_imported_fairseq(tmp_path):
     words = [*TINY, "trainer.epochs=1", "recipe=ste"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, extra, first_line
 
 LEVELS = ("byte", "character", "word")
 END, UNKNOWN = "<eos>", "<unk>"
@@ -99,7 +99,7 @@ def _tokenizer(name: str) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise ConfigError(
-            f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: pip install 'nmrun[transformers]'"
+            f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: {extra('transformers')}"
         ) from None
     place = Path(name).expanduser()
     file = place / "tokenizer.json" if place.is_dir() else place

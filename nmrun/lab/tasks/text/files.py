@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus
@@ -163,7 +163,7 @@ def _rows(options: HubText, split: str) -> Any:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"dataset=hub_text needs Hugging Face's datasets: pip install 'nmrun[texts]' (dataset.path={options.path})"
+            f"dataset=hub_text needs Hugging Face's datasets: {extra('texts')} (dataset.path={options.path})"
         ) from None
     datasets.disable_progress_bars()
     try:
