@@ -74,7 +74,7 @@ class Run(Group):
         WEIGHTS,
         "a finished run whose weights this one begins with: its folder, its best.safetensors "
         "or its dense.safetensors. It is of the same network, pruned or not; gpt_classifier "
-        "and gpt_reader take gpt2's, mask_rcnn a ResNet's. null = the network's own",
+        "and gpt_reader take gpt2's. null = the network's own",
     ] = None
     output_dir: Annotated[
         str,

@@ -33,7 +33,7 @@ composition.register()
 COMPOSED: Cache = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (
-    *("digits", "generated_motion", "generated_shapes", "generated_text", "generated_questions"),
+    *("digits", "generated_text", "generated_questions"),
     *("stdlib_text", "stdlib_text_all", "copy_reverse"),
 )
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
@@ -212,21 +212,6 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
     of_dense = {("sr_ste dense", "dense"), ("t_sr_ste dense", "dense")}
     table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste"), *of_dense}
     assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
-
-
-def test_detectors_begin_with_the_classifiers_of_the_other_experiment():
-    left = {
-        str(identity.run_folder(config)): config for config in configs_of("sr_ste_resnet", "paper")
-    }
-    pairs = []
-    for config in configs_of("sr_ste_detection", "paper"):
-        of = left[config.init]
-        assert of.model.name == config.model.mapping()["backbone"]
-        pairs.append((str(config.pattern), str(of.pattern), config.recipe.name, of.recipe.name))
-    assert sorted(pairs) == sorted(
-        [("None", "None", "dense", "dense")]
-        + [(ratio, ratio, "sr_ste", "sr_ste") for ratio in ("2:4", "2:8")]
-    )
 
 
 def left_by(init: str) -> str:
