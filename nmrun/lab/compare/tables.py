@@ -325,12 +325,12 @@ def _cell(group: Sequence[Run]) -> Cell:
 
 
 def _of_failed(cells: Sequence[Sequence[Run]]) -> str:
-    """How to be rid of failed runs, where the others of each cell are alike."""
+    """How to find failed runs, where the others of each cell are alike."""
     others = [[run for run in runs if run["status"] != "failed"] for runs in cells]
     if any(map(settings_apart, others)):
         return ""
     count = sum(map(len, cells)) - sum(map(len, others))
-    return f"; {count} of these runs failed, and nmrun rm --failed deletes what failed"
+    return f"; {count} of these runs failed, which nmrun status lists"
 
 
 def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
