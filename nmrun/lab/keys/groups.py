@@ -264,12 +264,6 @@ class Trainer(Group):
         "micro-batches that make up a batch; the result is the same up to rounding, but for dropout and "
         "batch norm, which sees one of them at a time",
     ] = 1
-    on_oom: Annotated[
-        str,
-        one_of("fail", "halve"),
-        "when memory runs out: fail, or halve the micro-batches (twice the accumulation) and "
-        "go on from the last checkpoint",
-    ] = "fail"
     clip: Annotated[
         float | None,
         number(0, open_low=True, optional=True),
@@ -387,12 +381,6 @@ class Trainer(Group):
         "optimizer steps between lines of metrics.jsonl; a multiple of it where there would "
         "be more than 20,000 lines",
     ] = 10
-    diagnose_every: Annotated[
-        int | None,
-        whole(1, optional=True),
-        "optimizer steps between measurements of loss change, descent and mask oscillation "
-        "(slow); null = never",
-    ] = None
     checkpoint_every: Annotated[
         int | str,
         CHECKPOINTS,

@@ -162,7 +162,7 @@ KEYS = {
 VALUES = {
     **{f"trainer.epochs={value}": "a whole number, 1 or more" for value in ("0", "abc", "null", "1e3", "''")},
     **{f"trainer.{key}={value}": "it takes" for key, value in (
-        ("on_oom", "retry"), ("distributed", "dp"), ("average", 0), ("mvue", "dense"), ("device", "cuda:0"),
+        ("distributed", "dp"), ("average", 0), ("mvue", "dense"), ("device", "cuda:0"),
     )},
     "trainer.device=gpu": "did you mean cuda?",
     "trainer.device=mps": "one of auto, cpu, cuda, free",
@@ -253,7 +253,6 @@ TOGETHER = {
     "dataset=text dataset.train=nowhere.txt model=gpt_tiny": "nowhere.txt",
     "trainer.acceleration=cusparselt trainer.fp8=true": "trainer.fp8=false",
     "trainer.acceleration=cusparselt sparsity=3:4": "not 3:4",
-    "recipe=t_sr_ste recipe.decay=auto trainer.budget=flops:1e12": "on top of trainer.budget",
     "trainer.steps=10 trainer.budget=flops:1e12": "each say how long the run is",
     "trainer.steps=10 trainer.budget=seconds:60": "each say how long the run is",
     "trainer.eval_every=10min": "of steps such as 200steps",
@@ -365,7 +364,6 @@ VERBS = {
     "table nowhere": "no such folder",
     "table . --foo": "unrecognized arguments: --foo; usage: nmrun table [-h] [--rows KEYS]",
     "table . recipe=ste": "--filter recipe=ste",
-    "table . --test wilcoxon": "--baseline",
     "table . --runs --baseline dense": "--runs --baseline",
     "table --experiment step_cifar10 recipe=stpe": "did you mean step?",
     "report . --to a.pdf": "the suffix must be .html",
@@ -440,7 +438,7 @@ VERBS = {
     "prune nowhere --yes samples=2": "nowhere: no finished run is there",
     "table nowhere --baseline dense .": "nowhere: no such folder",
     "plot nowhere --kind curves .": "nowhere: no such folder",
-    "report nowhere --test t .": "nowhere: no such folder",
+    "report nowhere --rows recipe .": "nowhere: no such folder",
     "compare . .": "no run",
     "rerun": "required: RUN\n",
     "rerun nowhere": "nowhere",
