@@ -46,7 +46,6 @@ table-%: $(VENV)/installed  ## one table and its figures: make table-step-cifar1
 
 table-step-wmt table-s-ste-wmt table-s-ste-flips table-gradient-flow-transformer: $(VENV)/installed-all  # fairseq
 table-step-glue table-step-gpt2: $(VENV)/installed-all  # pretrained networks
-table-sr-ste-detection: $(VENV)/installed-all  # pycocotools
 
 compare-%: $(VENV)/installed-all  ## a comparison of recipes that are tuned equally: make compare-language SCALE=smoke|small|paper (hours)
 	$(BIN)/nmrun tune $* --trials $(TRIALS) experiment=compare_$* scale=$(SCALE)

@@ -144,11 +144,6 @@ SWITCH = Check(
     _is_switch,
     options=SWITCHES,
 )
-DECAY = Check(
-    "a number at least 0, or auto (t_sr_ste)",
-    lambda value: value == "auto" or number(0).holds(value),
-    lambda value: value if value == "auto" else float(value),
-)
 SPAN = Check(
     "two numbers above 0",
     lambda value: (

@@ -28,12 +28,10 @@ VERBS = {
     "export": "nmrun.lab.export.cli.main",
     "bench": "nmrun.lab.bench.main",
     "prune": "nmrun.lab.pruning.prune.main",
-    "ratios": "nmrun.lab.pruning.ratios.main",
     "tune": "nmrun.lab.tune.cli.main",
     "status": "nmrun.lab.folders.status.main",
     "compare": "nmrun.lab.folders.settings.main",
     "rerun": "nmrun.lab.api.rerun.main",
-    "rm": "nmrun.lab.folders.remove.main",
     "doctor": "nmrun.lab.bench.doctor.main",
     "help": "nmrun.lab.cli.explain",
 }

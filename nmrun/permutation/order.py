@@ -7,9 +7,8 @@ the pattern is any N:M, and several layers may read the same channels.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -18,7 +17,6 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 
-ENUMERATED_UP_TO = 1000  # ways to form groups: 35 for 8 channels at M = 4, 945 for 10 at M = 2
 # random swaps to leave a local optimum; after a single one, the best next swap mostly undoes it
 SWAPS_AT_ONCE = 4
 Columns = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern along its channels
@@ -38,10 +36,9 @@ def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> fl
 @torch.no_grad()
 def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) -> Tensor:
     """Search the order of channels with which the masks of all layers keep the most magnitude; the
-    present one where none is better. The search is exact where there are no more than 1,000 ways
-    to form groups of M. Else it climbs by greedy swaps from the present order, and then
-    ``regressions`` times from the best one so far with a few random swaps. The same input gives
-    the same order. ``layers``: matrices (rows, channels), all with the same channels, each with
+    present one where none is better. The search climbs by greedy swaps from the present order, and
+    then ``regressions`` times from the best one so far with a few random swaps. The same input
+    gives the same order. ``layers``: matrices (rows, channels), all with the same channels, each with
     its pattern, whose last group may be short. Returns the channel at each position: int64, on
     the CPU."""
     channels = layers[0][0].shape[1]
@@ -49,33 +46,8 @@ def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) 
     layers = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
     if not layers or not all(bool(matrix.isfinite().all()) for matrix, _ in layers):
         return start
-    lengths = {pattern.m for _, pattern in layers}
-    m = min(lengths)
-    if len(lengths) == 1 and channels % m == 0 and _ways(channels, m) <= ENUMERATED_UP_TO:
-        order = max(
-            (torch.tensor(order) for order in _partitions(list(range(channels)), m)),
-            key=lambda o: kept_magnitude(layers, o),
-        )
-    else:
-        order = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
+    order = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
     return order if kept_magnitude(layers, order) > kept_magnitude(layers) * (1 + 1e-9) else start
-
-
-def _ways(channels: int, m: int) -> int:
-    groups = channels // m
-    return math.factorial(channels) // (math.factorial(m) ** groups * math.factorial(groups))
-
-
-def _partitions(channels: list[int], m: int) -> Iterator[list[int]]:
-    """Every way to form groups of m, as an order; the first channel left begins a group."""
-    if not channels:
-        yield []
-        return
-    first, *rest = channels
-    for others in itertools.combinations(rest, m - 1):
-        remainder = [c for c in rest if c not in others]
-        for order in _partitions(remainder, m):
-            yield [first, *others, *order]
 
 
 class _Swaps:

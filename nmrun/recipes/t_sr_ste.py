@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.ranges import DECAY, FRACTION, log, whole
+from nmrun.ranges import FRACTION, log, number, whole
 from nmrun.recipes.ste import PeriodicMask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
@@ -37,7 +37,6 @@ class TSRSTE(PeriodicMask):
     Args:
         decay: the decay of pruned weights, the paper's lambda_W. Its scripts have 6e-6 (BERT), 6e-5 to 2e-4
             (GPT-2), 6e-3 (DeiT).
-            ``recipe.decay=auto`` on the command line finds one by the flip rate.
         interval: optimizer steps that a mask stays (the authors' DeiT: 10).
         dense_end: the fraction of all steps at the end that is dense.
     """
@@ -45,14 +44,12 @@ class TSRSTE(PeriodicMask):
     name: ClassVar[str] = "t_sr_ste"
     masks_are_largest: ClassVar[bool] = True
 
-    decay: Annotated[float, DECAY, log(1e-6, 1e-2)] = 2e-4
+    decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 40
     dense_end: Annotated[float, FRACTION] = 0.0
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
-        if isinstance(self.decay, str):
-            raise ConfigError("t_sr_ste: decay=auto is for the command line: give a number here")
         self.make_transposable()
         self.dense_from: int | None = None
         if self.dense_end > 0:

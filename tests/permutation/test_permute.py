@@ -20,7 +20,6 @@ import nmrun
 from nmrun.lab import models
 from nmrun.lab.models.images import MLPNetwork, SmallConvNetwork
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
@@ -61,7 +60,7 @@ def layers_of(
     "parts",
     [[(3, "1:2")], [(4, "2:3")], [(2, "1:3")], [(3, "1:3"), (2, "2:3")], [(5, "1:2"), (3, "2:2")]],
 )
-def test_few_channels_are_searched_exactly(parts):
+def test_of_few_channels_the_best_order_is_found(parts):
     """Against all 720 permutations of 6 channels."""
     for seed in range(3):
         layers = layers_of(*parts, channels=6, seed=seed)
@@ -639,7 +638,6 @@ def test_masks_that_are_remembered_follow():
     model, x = network("small_conv")
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*")
-    diagnostics = Diagnostics(model, handle, _Task().loss)
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 
@@ -651,32 +649,13 @@ def test_masks_that_are_remembered_follow():
 
     handle.stepper.followers.append(follow)
     handle.measure_flips = True
-    diagnostics.before()
     model(x).sum().backward()
     optimizer.step()
-    metrics = diagnostics.after(x)
     flips = sum(int((masks[w.name] != (w.weight != 0)).sum()) for w in handle.sparse)
     entries = sum(mask.numel() for mask in masks.values())
     assert flips > 0
     assert handle.metrics()["sparsity/sad"] == flips
     assert handle.metrics()["sparsity/sad_since_first"] == pytest.approx(flips / entries)
-    assert (
-        metrics["diagnose/flipped"] == metrics["diagnose/flips"] == pytest.approx(flips / entries)
-    )
-    reordered.eval()
-    _Task().loss(
-        reordered, x
-    ).backward()  # what the pruning took away, times the gradient before it
-    full = {w.name: reordered.get_parameter(w.name) for w in handle.sparse}
-    slopes = [
-        float((full[w.name].grad * (full[w.name] - w.dense).detach()).sum()) for w in handle.sparse
-    ]
-    assert metrics["diagnose/descent_predicted_dense"] == pytest.approx(sum(slopes), rel=1e-9)
-
-
-class _Task:
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
 
 
 def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path, monkeypatch):
@@ -689,7 +668,6 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path, monke
         "recipe.prune_at=0.58",
         "recipe.permute=true",
         "model.exclude=[stem,head.*]",
-        "trainer.diagnose_every=2",
     )
 
     alone = outcome(config(tmp_path / "alone", *overrides))

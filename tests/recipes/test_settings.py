@@ -11,7 +11,6 @@ import torch
 
 from nmrun import recipes
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern
 from nmrun.ranges import checks
 
 # of the papers or their code (docs/recipes says which); MaskLLM's dense start is ours
@@ -56,8 +55,3 @@ def test_numbers_of_numpy_and_torch_are_numbers():
             assert (getattr(recipe, key), type(getattr(recipe, key))) == (expected, type(expected))
     with pytest.raises(ConfigError, match=r"sr_ste: decay=-1\.0 must be a number at least 0"):
         recipes.build("sr_ste", {"decay": np.float64(-1)})
-
-
-def test_a_decay_that_the_command_line_alone_can_find():
-    with pytest.raises(ConfigError, match="t_sr_ste: decay=auto is for the command line"):
-        recipes.build("t_sr_ste", {"decay": "auto"}).begin(Pattern(2, 4), 10)

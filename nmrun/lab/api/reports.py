@@ -25,7 +25,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
     """Read the runs that have a result into a DataFrame.
 
     Args:
-        path: folders with runs in them, or ``wandb://entity/project``.
+        path: folders with runs in them.
         filter: conditions ``KEY=VALUE`` or ``KEY!=VALUE``. Runs without the key stay, as with ``nmrun table``.
 
     Returns:
@@ -48,7 +48,6 @@ def table(
     metric: Keys = None,
     filter: Sequence[str] | str = (),
     baseline: str | None = None,
-    test: str = "t",
     overall: bool = False,
     verify: bool = False,
 ) -> pd.DataFrame:
@@ -63,7 +62,6 @@ def table(
         cols: config keys that make the columns; ``sparsity`` by default.
         metric: the task's own by default; several with ``cols="metric"``.
         baseline: the row that each is compared with, seed by seed.
-        test: of the differences: ``t`` (paired t-test) or ``wilcoxon``.
         overall: give one difference a row, over all cells together.
         verify: refuse runs whose files changed after they finished.
 
@@ -80,10 +78,9 @@ def table(
         ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
             where runs of a cell differ in more than their seed.
     """
-    _check("test", test, cli.TESTS)
     query = Query(
         keys(rows), keys(cols), keys(metric), _conditions(filter),
-        baseline=baseline or "", test=test, overall=overall,
+        baseline=baseline or "", overall=overall,
     )  # fmt: skip
     with files_of_the_command():
         comparison = compare(read(_texts("path", path), strict=verify), query, intact=verify)

@@ -42,7 +42,7 @@ class Query:
     default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``. In a cell stands
     ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as many as
     the deviation leaves. ``baseline`` is the row that others are compared with, by a paired
-    ``test``, ``t`` or ``wilcoxon``; ``overall``: over all cells as well.
+    t-test; ``overall``: over all cells as well.
     """
 
     rows: tuple[str, ...] = ()
@@ -52,7 +52,6 @@ class Query:
     statistic: str = "mean"
     digits: int | None = None
     baseline: str = ""
-    test: str = "t"
     overall: bool = False
 
     def __post_init__(self) -> None:
@@ -61,10 +60,6 @@ class Query:
         if not self.baseline:
             raise ConfigError(
                 "over all cells each row is compared with one of them: name it with --baseline"
-            )
-        if self.test != "t":
-            raise ConfigError(
-                f"--overall --test {self.test}: over all cells there is the t-test only"
             )
         if "metric" in (*self.rows, *self.cols):
             raise ConfigError("--overall: one metric at a time, which is no row or column")
@@ -133,7 +128,7 @@ def _table(runs: pd.DataFrame, query: Query, one_of_several: bool) -> Table:
     places = query.row_keys, query.column_keys
     try:
         table = build(runs, metric, *places, query.statistic, query.digits, query.baseline)
-        return against(table, query.baseline, query.test) if query.baseline else table
+        return against(table, query.baseline) if query.baseline else table
     except ConfigError as error:
         if not one_of_several:
             raise

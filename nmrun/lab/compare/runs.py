@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.errors import ConfigError, RunError, first_line, tell
+from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
@@ -35,7 +35,6 @@ from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
 from nmrun.registry import did_you_mean
 
-WANDB = "wandb://"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for one
 Lines = list[list[Any]]  # the head, then a line for each cell or run
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
@@ -53,7 +52,7 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
     ``strict``.
     """
     for path in paths:
-        if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
+        if path.endswith(".csv") and Path(path).is_file():
             continue
         if Path(path).is_file():
             raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
@@ -70,7 +69,7 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
 def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none.
 
-    A path may be ``wandb://entity/project``, or a CSV file. What lies in a hidden folder below a
+    A path may be a CSV file. What lies in a hidden folder below a
     path, as the trials of ``nmrun tune`` do, is left out.
 
     Columns are the config's groups by name (``recipe``; ``sparsity`` as ``2:4`` or ``dense``) and
@@ -85,9 +84,6 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     rows, left_out, unread = [], [], list[str]()
     files: dict[Path, Path] = {}  # by their place, whatever links lead there
     for path in paths:
-        if str(path).startswith(WANDB):
-            rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
-            continue
         if str(path).endswith(".csv"):
             rows += from_csv(path)
         found = []
@@ -161,49 +157,6 @@ def _other_run(place: str, ratio: str) -> str:
 
 
 # --- elsewhere ------------------------------------------------------------------------------------
-
-
-def _from_wandb(project: str) -> list[dict[str, Any]]:
-    """The runs of ``entity/project`` that nmrun logged; others are counted on standard error."""
-    import wandb
-
-    rows, others = [], 0
-    try:
-        for run in wandb.Api(timeout=60).runs(project):
-            try:
-                summary, config = (documents.plain(_plain(p)) for p in (run.summary, run.config))
-                result = {**_nest(summary), "config": config, "id": run.id}
-                rows.append(row(result, Path(run.url)))
-            except (KeyError, TypeError, AttributeError, ValueError):
-                others += 1
-    except Exception as error:
-        raise ConfigError(f"{WANDB}{project}: {first_line(error)}") from None
-    if others:
-        tell([f"{WANDB}{project}: {others} runs left out, not of nmrun or not ended"])
-    return rows
-
-
-def _nest(summary: dict[str, Any]) -> dict[str, Any]:
-    """A flat summary as ``result.json`` has it; runs of earlier versions are so already."""
-    if "metrics" in summary:
-        return summary
-    best = {k.removeprefix("best/"): v for k, v in summary.items() if k.startswith("best/")}
-    flops = {k.removeprefix("flops/"): v for k, v in summary.items() if k.startswith("flops/")}
-    final = {k: v for k, v in summary.items() if k.startswith(("test/", "eval/"))}
-    rest = {key: value for key, value in summary.items() if "/" not in key}
-    return {
-        **rest,
-        "metrics": {"final": final, "best": best},
-        "flops": flops,
-        "environment": {"commit": summary.get("commit")},
-    }
-
-
-def _plain(value: Any) -> Any:
-    """W&B's own mappings as dictionaries, without what it adds (``_step``, ``_runtime``)."""
-    if hasattr(value, "items"):
-        return {key: _plain(item) for key, item in value.items() if not str(key).startswith("_")}
-    return value
 
 
 def from_csv(path: str | Path) -> list[dict[str, Any]]:

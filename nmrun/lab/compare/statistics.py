@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ Floats = NDArray[np.float64]
 LEVEL = 0.95
 POWER = 0.8
 FEWEST = 3  # pairs, for a test
-EXACT = 2**16  # sign patterns at most that a test goes through; of more it draws as many
 BISECTIONS = 50  # of the interval in which a difference is searched for
 DIGITS = 12  # beyond these, values differ by rounding
 
@@ -141,12 +140,9 @@ def t_two_sided(value: Floats, freedom: float) -> Floats:
     return np.asarray(2 * special.stdtr(freedom, -value))
 
 
-def paired(ours: Cell, baseline: Cell, grain: float, test: str = "t") -> Difference | None:
-    """The first cell less the second, over the seeds that both have; None where they share none.
-
-    ``test`` is ``"t"``, Student's paired test, or ``"wilcoxon"``, the signed-rank test. The latter
-    is exact up to n = 16, with ties as well; its p cannot be below 2 / 2^n. Both are two-sided.
-    """
+def paired(ours: Cell, baseline: Cell, grain: float) -> Difference | None:
+    """The first cell less the second, over the seeds that both have, with Student's paired test,
+    two-sided; None where they share none."""
     common = [seed for seed in ours.values if seed in baseline.values]
     if not common:
         return None
@@ -156,25 +152,11 @@ def paired(ours: Cell, baseline: Cell, grain: float, test: str = "t") -> Differe
         return Difference(float(gaps[0]), n)
     t = student(gaps, grain)
     mean, spread = float(t.mean), float(t.spread)
-    p = None if n < FEWEST else float(t.p) if test == "t" else _wilcoxon(gaps)
+    p = None if n < FEWEST else float(t.p)
     # nothing to judge by but that all is equal
     if spread <= 10.0**-DIGITS * np.abs(values).max():
         return Difference(mean, n, p=None if p is None or gaps.any() else 1.0)
     return Difference(mean, n, spread, float(t.low), float(t.high), p)
-
-
-def _wilcoxon(gaps: Floats) -> float:
-    """Wilcoxon's signed-rank test by all sign patterns; zeros have ranks and no sign (Pratt 1959)."""
-    from scipy import stats
-
-    def signed_ranks(x: Floats, axis: int) -> Any:
-        return (np.sign(x) * stats.rankdata(np.abs(x), axis=axis)).sum(axis)
-
-    return float(
-        stats.permutation_test(
-            (gaps,), signed_ranks, permutation_type="samples", n_resamples=EXACT, random_state=0
-        ).pvalue
-    )
 
 
 def _without_noise(values: Floats, size: float | None = None) -> Floats:
@@ -202,17 +184,14 @@ def corrected(p_values: Sequence[float | None]) -> tuple[list[float | None], flo
     return [None if p is None else next(by_test) for p in p_values], level
 
 
-def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place, Difference]:
+def holm(differences: Mapping[Place, Difference]) -> dict[Place, Difference]:
     """The differences with p-values as of :func:`corrected`, and ``least`` at its level."""
     p_values, level = corrected([d.p for d in differences.values()])
     judged = dict(differences)
     for (place, d), p in zip(differences.items(), p_values, strict=True):
         if p is None:
             continue
-        least = None
-        if d.spread is not None:
-            never = test == "wilcoxon" and 2.0 ** (1 - d.n) >= level
-            least = math.inf if never else d.spread * detectable(d.n, level)
+        least = None if d.spread is None else d.spread * detectable(d.n, level)
         judged[place] = replace(d, p=p, least=least)
     return judged
 

@@ -81,7 +81,6 @@ class Table:
     commits: list[str]
     candidates: dict[str, list[Key]] = field(default_factory=dict)
     baseline: list[Key] = field(default_factory=list)
-    test: str = ""
     differences: dict[Place, Difference] = field(default_factory=dict)
     across: list[str] = field(default_factory=list)
     unpaired: list[Place] = field(default_factory=list)
@@ -325,12 +324,12 @@ def _cell(group: Sequence[Run]) -> Cell:
 
 
 def _of_failed(cells: Sequence[Sequence[Run]]) -> str:
-    """How to be rid of failed runs, where the others of each cell are alike."""
+    """How to find failed runs, where the others of each cell are alike."""
     others = [[run for run in runs if run["status"] != "failed"] for runs in cells]
     if any(map(settings_apart, others)):
         return ""
     count = sum(map(len, cells)) - sum(map(len, others))
-    return f"; {count} of these runs failed, and nmrun rm --failed deletes what failed"
+    return f"; {count} of these runs failed, which nmrun status lists"
 
 
 def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
@@ -402,7 +401,7 @@ def _best(table: Table) -> list[Place]:
         metric = table.metric_of(row, column)
         value = cell_value(cell, table.statistic, higher_is_better(metric))
         # of what was logged neither way is better
-        if value is None or row in table.references or metric.startswith(("mean/", "positive/")):
+        if value is None or row in table.references or metric.startswith("mean/"):
             continue
         along, across = (row, column) if axis == "column" else (column, row)
         same = tuple(text for key, text in zip(keys, along, strict=True) if key in agree)
@@ -440,7 +439,7 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
 # --- against a baseline ---------------------------------------------------------------------------
 
 
-def against(table: Table, baseline: str, test: str = "t") -> Table:
+def against(table: Table, baseline: str) -> Table:
     """A table with the differences of its rows to a baseline, seed by seed, within each data set.
 
     ``baseline`` is a row by all its labels, or by that of the recipe alone. Then each row is
@@ -453,7 +452,7 @@ def against(table: Table, baseline: str, test: str = "t") -> Table:
     unpaired: list[Place] = []
     for (row, column), rival in rivals.items():
         cell, other = table.cells[row, column], table.cells[rival, column]
-        if (gap := paired(cell, other, step(table, row, column), test)) is not None:
+        if (gap := paired(cell, other, step(table, row, column))) is not None:
             differences[row, column] = gap
             across |= _unlike(table, row, rival)
         elif cell.n and other.n:
@@ -462,11 +461,10 @@ def against(table: Table, baseline: str, test: str = "t") -> Table:
         raise ConfigError(
             f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
         )
-    corrected = holm(differences, test)
+    corrected = holm(differences)
     return replace(
         table,
         baseline=every,
-        test=test,
         differences=corrected,
         across=sorted(across),
         unpaired=unpaired,

@@ -1,1 +1,1 @@
-"""Verbs that look into run folders: ``nmrun status``, ``compare`` and ``rm``."""
+"""Verbs that look into run folders: ``nmrun status`` and ``compare``."""

@@ -29,7 +29,6 @@ STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
 MOST_RUNS = 20  # runs that are listed, without --all
 PROGRESS = ("epoch", "step", "validation", "left")  # columns
-DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
 FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has one of them
 
 
@@ -72,11 +71,7 @@ def _folders(path: Path) -> Iterator[Path]:
             not below and locks.is_locked(folder)
         ):
             yield folder
-        below[:] = [
-            name
-            for name in below
-            if not named and name != ".sweeps" and not name.startswith(DELETED)
-        ]
+        below[:] = [name for name in below if not named and name != ".sweeps"]
 
 
 def _has_config(folder: Path) -> bool:
@@ -280,7 +275,7 @@ def _lines(
     path: Path, last: list[tuple[Path, bool]], states: list[RunState], most: int | None
 ) -> list[str]:
     """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
-    how to repeat those that did not finish."""
+    how to repeat those that did not finish or delete those that failed."""
     lines = [line for folder, running in last for line in sweep_lines(folder, running)]
     counts = ", ".join(f"{number} {state}" for state, number in _counts(states).items())
     lines.append(f"runs in {path}: {counts or 'none yet'}")
@@ -291,7 +286,10 @@ def _lines(
     if more := len(states) - len(head):
         lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
     rest = [run for run in head if run.state not in ("finished", "running")]
-    return lines + [line for run in rest for line in _block(run)]
+    lines += [line for run in rest for line in _block(run)]
+    if failed := [run.folder for run in states if run.state == "failed"]:
+        lines.append(f"to delete what failed: rm -r {shlex.join(failed)}")
+    return lines
 
 
 def _rank(run: RunState) -> tuple[int, float]:

@@ -74,7 +74,7 @@ class Run(Group):
         WEIGHTS,
         "a finished run whose weights this one begins with: its folder, its best.safetensors "
         "or its dense.safetensors. It is of the same network, pruned or not; gpt_classifier "
-        "and gpt_reader take gpt2's, mask_rcnn a ResNet's. null = the network's own",
+        "and gpt_reader take gpt2's. null = the network's own",
     ] = None
     output_dir: Annotated[
         str,
@@ -264,12 +264,6 @@ class Trainer(Group):
         "micro-batches that make up a batch; the result is the same up to rounding, but for dropout and "
         "batch norm, which sees one of them at a time",
     ] = 1
-    on_oom: Annotated[
-        str,
-        one_of("fail", "halve"),
-        "when memory runs out: fail, or halve the micro-batches (twice the accumulation) and "
-        "go on from the last checkpoint",
-    ] = "fail"
     clip: Annotated[
         float | None,
         number(0, open_low=True, optional=True),
@@ -387,12 +381,6 @@ class Trainer(Group):
         "optimizer steps between lines of metrics.jsonl; a multiple of it where there would "
         "be more than 20,000 lines",
     ] = 10
-    diagnose_every: Annotated[
-        int | None,
-        whole(1, optional=True),
-        "optimizer steps between measurements of loss change, descent and mask oscillation "
-        "(slow); null = never",
-    ] = None
     checkpoint_every: Annotated[
         int | str,
         CHECKPOINTS,

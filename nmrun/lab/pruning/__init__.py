@@ -1,1 +1,1 @@
-"""What is done with a trained network: the verbs ``prune`` and ``ratios``."""
+"""What is done with a trained network: the verb ``prune``."""

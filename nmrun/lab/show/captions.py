@@ -5,7 +5,6 @@ Each is a line, the last only where there is something; :func:`method` has the r
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,8 +21,6 @@ from nmrun.lab.show import cautions
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 STAR = "*: p < 0.05"
 POWER = "80 % power to find a true difference"
-NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
-TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
 
 
@@ -128,8 +125,8 @@ def comparison(table: Table) -> list[str]:
     least = smallest(table, ends=False)
     power = f"{POWER} of {least} (median)"
     count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
-    line = [f"{TESTS[table.test]}, Holm's correction for {count}{star}", *few]
-    line += [power if least else NOTHING_SHOWN]
+    line = [f"paired t-test, Holm's correction for {count}{star}", *few]
+    line += [power] if least else []
     return [*notes, "; ".join(line), *_line(cautions.of_differences(table))]
 
 
@@ -175,31 +172,27 @@ def _line(notes: list[str]) -> list[str]:
 
 def smallest(table: Table, ends: bool = True) -> str:
     """The smallest difference that could have been shown in each metric, median over the cells, and
-    with ``ends`` the range. Empty where none could have been.
+    with ``ends`` the range. Empty where no deviation is known.
     """
-    by_metric: dict[str, list[Difference]] = {}
+    by_metric: dict[str, list[float]] = {}
     for place, gap in table.differences.items():
         if gap.least is not None:
-            by_metric.setdefault(table.metric_of(*place), []).append(gap)
+            by_metric.setdefault(table.metric_of(*place), []).append(gap.least)
     texts = []
-    for metric, gaps in by_metric.items():
-        finite = sorted(gap.least for gap in gaps if gap.least is not None and gap.least < math.inf)
-        if not finite:
-            return ""
+    for metric, least in by_metric.items():
 
         def text(value: float, name: str = metric) -> str:
             return printed(value, name, places(value, name, value / 5))  # two digits
 
         where = f" in {metric}" if len(by_metric) > 1 else ""
-        rest = f" ({text(finite[0])} to {text(finite[-1])})" if ends and len(finite) > 1 else ""
-        texts.append(f"{text(statistics.median(finite))}{rest}{where}")
+        rest = f" ({text(min(least))} to {text(max(least))})" if ends and len(least) > 1 else ""
+        texts.append(f"{text(statistics.median(least))}{rest}{where}")
     return ", ".join(texts)
 
 
 def _least(table: Table, tests: int) -> list[str]:
     if not (difference := smallest(table)):
         return []
-    by = "" if table.test == "t" else " (computed for the t-test)"
     counts = {gap.n for gap in table.differences.values() if gap.least is not None}
     more = (
         []
@@ -207,7 +200,7 @@ def _least(table: Table, tests: int) -> list[str]:
         else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
     )
     return [
-        f"At that level there is {POWER} of {difference}{by}, "
+        f"At that level there is {POWER} of {difference}, "
         f"{'; '.join(['median (and range) over the cells', *more])}"
     ]
 

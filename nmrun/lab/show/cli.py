@@ -16,7 +16,6 @@ from nmrun.lab.verbs import Parser, files_of_the_command
 if TYPE_CHECKING:
     from nmrun.lab.compare.comparison import Query
 
-TESTS = ("t", "wilcoxon")
 OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json")  # for programs
 FORMATS = ("markdown", "latex", "html", *RECORDS)
@@ -110,10 +109,6 @@ def _content(options: argparse.Namespace) -> str:
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read, summary, verify
 
     style = _format(options)
-    if options.test != "t" and not options.baseline:
-        raise ConfigError(
-            f"--test {options.test}: of differences to a row: name it with --baseline"
-        )
     if options.runs:
         of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method")
         if asked := [f"--{name}" for name in of_cells if vars(options)[name] not in (None, False)]:
@@ -146,7 +141,6 @@ def _query(options: argparse.Namespace, **more: Any) -> Query:
         statistic=words.get("show", "mean"),
         digits=words.get("digits"),
         baseline=options.baseline or "",
-        test=words.get("test", "t"),
         **more,
     )
 
@@ -258,10 +252,6 @@ def report(argv: Sequence[str]) -> int:
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
         paths = _paths(options)
-        if any(path.startswith("wandb://") for path in paths):
-            raise ConfigError(
-                "a report needs run folders: curves, errors and environments are not in W&B"
-            )
         from nmrun.lab.compare.comparison import divide
         from nmrun.lab.compare.runs import read
         from nmrun.lab.show import report
@@ -271,7 +261,7 @@ def report(argv: Sequence[str]) -> int:
             raise ConfigError(f"--to {target}: a report is HTML; the suffix must be .html")
         query = _query(options)
         parts = divide(read(paths), replace(query, baseline=""))
-        report.write(paths, parts, target, query.baseline, query.test)
+        report.write(paths, parts, target, query.baseline)
         sys.stdout.write(f"{target}\n")
     return 0
 
@@ -282,7 +272,7 @@ def _parser(verb: str, description: str) -> Parser:
         "paths",
         nargs="*",
         metavar="PATH",
-        help=f"folders with runs in them (default: {OUTPUTS}), or wandb://entity/project",
+        help=f"folders with runs in them (default: {OUTPUTS})",
     )
     parser.add_argument(
         "--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default: recipe)"
@@ -317,9 +307,6 @@ def _comparison(parser: Parser, which: str) -> None:
         "--baseline",
         metavar="ROW",
         help=f"compare every row with this one, seed by seed ({which})",
-    )
-    parser.add_argument(
-        "--test", default="t", choices=TESTS, help="paired test of the comparison (default: t)"
     )
 
 

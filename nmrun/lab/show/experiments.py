@@ -22,11 +22,6 @@ from nmrun.lab.show import curves, formats, plots, style
 from nmrun.lab.words.experiment import Experiment, configs
 from nmrun.lab.words.identity import run_folder
 
-SUMMARIES = {
-    "mean": lambda values: sum(values) / len(values),
-    "positive": lambda values: sum(value > 0 for value in values) / len(values),
-}
-
 
 class Unfinished(ConfigError):
     """An experiment of which there is nothing to show yet."""
@@ -92,7 +87,7 @@ def _section(experiment: Experiment, scale: str, query: Query, collected: pd.Dat
     query = replace(query, rows=rows, cols=cols)
     tables = compare(collected, query).tables
     if experiment.baseline and not query.baseline:
-        tables = [compared(table, experiment.baseline, query.test) for table in tables]
+        tables = [compared(table, experiment.baseline) for table in tables]
     if own:
         tables = [
             replace(table, paper=experiment.paper, paper_source=experiment.paper_source)
@@ -111,8 +106,7 @@ def runs(
     without a result has the status ``missing``.
 
     ``test/score`` is the task's metric. Of what training logged there are those of ``metrics``:
-    ``mean/<key>`` over all values, and ``positive/<key>``, the share of those above 0. Raises
-    Unfinished if no run is finished.
+    ``mean/<key>`` over all values. Raises Unfinished if no run is finished.
     """
     rows = []
     for config in configs(experiment, scale, overrides):
@@ -143,16 +137,16 @@ def runs(
 
 def _from_log(folder: Path, metric: str) -> float | None:
     kind, _, key = metric.partition("/")
-    if kind not in SUMMARIES:
+    if kind != "mean":
         return None
     values = [line[key] for line in curves.rows(str(folder)) if line.get(key) is not None]
-    return SUMMARIES[kind](values) if values else None
+    return sum(values) / len(values) if values else None
 
 
-def compared(table: Table, baseline: str, test: str) -> Table:
+def compared(table: Table, baseline: str) -> Table:
     """With differences to the experiment's baseline, unless too little is finished for that."""
     with contextlib.suppress(ConfigError):
-        return against(table, baseline, test)
+        return against(table, baseline)
     return table
 
 

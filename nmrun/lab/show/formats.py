@@ -431,7 +431,7 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
     if table.baseline:
         gaps = table.differences.values()
         whom = escape(", ".join({notation.written(row[0], aliases) for row in table.baseline}))
-        test = f"({captions.TESTS[table.test]}, Holm's correction, $p < 0.05$)"
+        test = "(paired t-test, Holm's correction, $p < 0.05$)"
         if any(gap.significant for gap in gaps):
             notes.append(f"$^{{*}}$: differs from {whom} {test}")
         elif any(gap.p is not None for gap in gaps):

@@ -34,9 +34,7 @@ MOST_LINES = 200  # lines of a list; what is more is counted
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
-def write(
-    paths: Sequence[str], parts: Sequence[TableSection], target: Path, baseline: str, test: str
-) -> None:
+def write(paths: Sequence[str], parts: Sequence[TableSection], target: Path, baseline: str) -> None:
     """Write the report of the runs below ``paths``, whole or not at all.
 
     An empty ``baseline`` is dense, where there is such a row. Raises ConfigError for a baseline
@@ -57,7 +55,7 @@ def write(
         made=time.strftime("%Y-%m-%d %H:%M"),
         counted=", ".join(f"{counts[state]} {state}" for state in order if counts[state]),
         command=shlex.join(["nmrun", *sys.argv[1:]]),
-        sections=_sections(parts, baseline, test),
+        sections=_sections(parts, baseline),
         unfinished=[run for run in states if run.state != "finished"],
         run_keys=[*differing, "status"],
         run_metric=", ".join(dict.fromkeys(notation.labelled(part.table.metric) for part in parts)),
@@ -74,12 +72,12 @@ def write(
     atomic.write(target, text, shared=True)
 
 
-def _sections(parts: Sequence[TableSection], baseline: str, test: str) -> list[dict[str, Any]]:
+def _sections(parts: Sequence[TableSection], baseline: str) -> list[dict[str, Any]]:
     sections, refused = [], []
     for number, part in enumerate(parts, 1):
         table = part.table
         try:
-            table = against(table, baseline or "dense", test)
+            table = against(table, baseline or "dense")
         except ConfigError as error:
             refused.append(error)
         pictures = []

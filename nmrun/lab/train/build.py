@@ -45,9 +45,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Parts:
     """What a loop trains with. ``cost`` is that of one item.
 
-    Before the first step something has happened already: the recipe has begun, with a search for a
-    permutation perhaps, and trials were made. It took ``seconds`` and ``flops``, by the names of
-    ``TrainingSteps.flops``; ``events`` say what trials found out.
+    Before the first step the recipe has begun, perhaps with a search for a permutation, which took
+    ``seconds``. ``events`` say what a trial found out.
     """
 
     task: Task
@@ -62,7 +61,6 @@ class Parts:
     activations: SparseActivations
     seconds: float
     accelerated: list[Choice] = field(default_factory=list)
-    flops: Mapping[str, int] = field(default_factory=dict)
     events: Sequence[str] = ()
 
 

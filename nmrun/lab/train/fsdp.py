@@ -38,7 +38,7 @@ from nmrun.recipes.base import Recipe
 from nmrun.sparsity.select import select
 
 # of the trainer: what each option has to be
-ALONE: dict[str, Any] = {"compile": False, "diagnose_every": None, "input_gradient": "exact"}
+ALONE: dict[str, Any] = {"compile": False, "input_gradient": "exact"}
 FROM_LEADER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 HINT = "use trainer.distributed=ddp"
 

@@ -24,7 +24,6 @@ from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console, RunProgress
-from nmrun.lab.train.diagnostics import Diagnostics
 from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import (
     TrainingSteps,
@@ -51,7 +50,6 @@ class Due(NamedTuple):
     log: bool
     evaluate: bool
     save: bool
-    diagnose: bool
 
 
 class Evaluation:
@@ -195,9 +193,6 @@ class Loop:
         self.evaluation = Evaluation(steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         self.events = [*parts.events, *self.handle.pop_events()]
-        self.diagnostics: Diagnostics | None = None
-        if self.trainer.diagnose_every is not None:
-            self.diagnostics = Diagnostics(self.model, self.handle, steps.loss)
         self.seconds, self.training_seconds = parts.seconds, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
         self.progress = RunProgress(steps)
@@ -266,16 +261,12 @@ class Loop:
             log=last or (step + 1) % self.log_every == 0,
             evaluate=last or evaluate,
             save=last or (epoch_ends and (epoch + 1) % epochs == 0),
-            diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,
         )
 
     def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
         """Make one step; what is logged of it. The first of a sitting is not warm."""
-        diagnostics = self.diagnostics if due.diagnose else None
-        if diagnostics is not None:
-            diagnostics.before()
         began = time.perf_counter()
-        first = self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
+        self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
         self.progress.step(self.steps.losses[-1])
         if due.epoch_ends:
             self.average.add(remaining=self.epochs - due.epoch - 1)
@@ -287,7 +278,7 @@ class Loop:
             synchronize(self.steps.device)
         if warm:
             self.training_seconds += time.perf_counter() - began
-        return row if diagnostics is None else row | diagnostics.after(first)
+        return row
 
     def _save(self, folder: Path, tracker: Tracker | None) -> None:
         with self.clock.saving():
@@ -363,7 +354,6 @@ class Loop:
             "precision": self.steps.precision,
             "total_steps": self.steps.total_steps,
             "id": self.id,
-            **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,5 +367,3 @@ class Loop:
         # checkpoints of earlier versions have none
         self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)
         self.evaluation.load_state_dict(state["loop"])
-        if self.diagnostics is not None:
-            self.diagnostics.load_state_dict(state.get("diagnostics"))

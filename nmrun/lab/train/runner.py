@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 import signal
 import time
@@ -11,7 +10,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from nmrun import atomic
@@ -82,7 +80,7 @@ def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
     """The outcome of a dry run; ``failed`` where its parts, such as the user's own, cannot be
     built."""
     try:
-        parts = trials.parts(config, None, config.trainer.accumulate, search=False)
+        parts = trials.parts(config, None)
         lines, row = console.plan_lines(config, parts), console.plan_row(config, parts)
     except ConfigError:
         raise
@@ -199,49 +197,23 @@ class _Run:
         return ended
 
     def _train(self) -> dict[str, Any]:
-        """Train to the end, with smaller and smaller micro-batches where memory runs out and
-        ``trainer.on_oom=halve``."""
-        outcome, trainer = None, self.config.trainer
-        accumulate = trainer.accumulate
-        fresh = not self.config.resume or (self.config.force and not _forced_before(self.folder))
-        while outcome is None:
-            try:
-                outcome = self._sitting(accumulate, fresh)
-            except Exception as error:
-                several = ranks.world() > 1
-                if not checkpoint.out_of_memory(error) or (self.loop is None and several):
-                    raise
-                self.alone = several  # the others wait for a gradient that never comes
-                if self.loop is None:  # a pass that looks at the sizes of layers, or a trial
-                    accumulate, where = 2 * accumulate, "before training"
-                else:
-                    accumulate, fresh = 2 * self.loop.steps.accumulate, False
-                    where = f"step {self.loop.steps.step + 1}"
-                message = f"{where}: out of memory ({first_line(error)})"
-                size = trainer.batch_size
-                if trainer.on_oom != "halve" or accumulate > size or several:
-                    # a config takes only equal parts
-                    equal = [n for n in range(accumulate, size + 1) if size % n == 0]
-                    tries = f". Try trainer.accumulate={equal[0]}" if equal else ""
-                    tries += " or trainer.on_oom=halve" if equal and not several else ""
-                    raise RunError(f"{message}{tries}") from error
-            # out of the handler, so that nothing holds on to the tensors of the failed step
-            if outcome is None:
-                self._free()
-                self.console.say(f"  {message}; on with trainer.accumulate={accumulate}")
-        return outcome
+        """Train to the end. RunError where memory runs out, with what to try."""
+        try:
+            return self._sitting()
+        except Exception as error:
+            if not checkpoint.out_of_memory(error):
+                raise
+            self.alone = ranks.world() > 1  # the others wait for a gradient that never comes
+            size, accumulate = self.config.trainer.batch_size, self.config.trainer.accumulate
+            where = "before training" if self.loop is None else f"step {self.loop.steps.step + 1}"
+            # a config takes only equal parts
+            equal = [n for n in range(2 * accumulate, size + 1) if size % n == 0]
+            tries = f". Try trainer.accumulate={equal[0]}" if equal else ""
+            raise RunError(f"{where}: out of memory ({first_line(error)}){tries}") from error
 
-    def _free(self) -> None:
-        self.loop = None
-        if self.tracker is not None:
-            self.tracker.finish({}, 1)
-            self.tracker = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
+    def _sitting(self) -> dict[str, Any]:
         config, folder = self.config, self.folder
+        fresh = not config.resume or (config.force and not _forced_before(folder))
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         if state is None and not (fresh or complaints) and (folder / CONFIG).exists():
             complaints = ["begins anew: it ended before its first checkpoint"]
@@ -250,8 +222,7 @@ class _Run:
         prefix = "finished before, but " if run_dir.is_finished else ""
         complaints += [f"{prefix}{name}: {what}" for name, what in run_dir.broken().items()]
         rows = (state or {}).get("rows")
-        accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
-        parts = trials.parts(config, state, accumulate)
+        parts = trials.parts(config, state)
         if ranks.leads():
             if state is None:
                 checkpoint.remove(folder)
@@ -270,7 +241,6 @@ class _Run:
             _restore(loop, folder, state)
             state = None  # or else it would be kept beside what the loop has
             self.console.say(f"  goes on at step {loop.steps.step} of {loop.steps.total_steps}")
-        loop.steps.accumulate = accumulate
         if ranks.leads():
             # a row that a signal put off is still to come, also where it was logged and then a kill came
             step = loop.steps.step - (loop.row is not None)

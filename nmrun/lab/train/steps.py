@@ -27,7 +27,7 @@ from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.train.weights import Replicated
 
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
-COUNTS = ("step", "accumulate", "updates", "logged_step", "losses", "flops")  # of a checkpoint
+COUNTS = ("step", "updates", "logged_step", "losses", "flops")  # of a checkpoint
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
 
@@ -73,10 +73,9 @@ class TrainingSteps:
         self.step = self.updates = self.logged_step = self.items = 0
         self.losses: list[Tensor] = []
         self.flops = {f"training_{kind}": 0 for kind in ("arithmetic", "hardware", "dense")}
-        self.flops |= parts.flops
         self.handle.stepper.mask_metrics.begin()
 
-    def train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
+    def train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
         """Make one step; ``epoch`` and ``index`` of the batch count from 0. RunError on a CPU, if
         the loss is not finite."""
         self.activations.at(self.step)
@@ -111,7 +110,6 @@ class TrainingSteps:
         # a lower scale: this step was skipped
         self.updates += int(self.scaler.get_scale() >= scale)
         self.optimizer.zero_grad(set_to_none=True)
-        return shares[0][0]
 
     def _shares(self, epoch: int, index: int) -> list[tuple[Batch, float]]:
         """This rank's micro-batches and their shares in the batch's loss. A rank that has none

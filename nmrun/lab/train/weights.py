@@ -28,8 +28,8 @@ def network(config: Config, task: Task) -> nn.Module:
     model = models.build(config.model.mapping(), task.inputs)
     # on meta, another process has the values
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
-        heads, part = (getattr(model, name, ()) for name in ("heads_of_tasks", "part_of_tasks"))
-        load(model, config.init, f"init={config.init}", heads, part)
+        heads = getattr(model, "heads_of_tasks", ())
+        load(model, config.init, f"init={config.init}", heads)
         # another activation may be what the run is about
         check_alike(config, config.init, f"init={config.init}", ("heads",))
     return model
@@ -59,21 +59,13 @@ def check(place: str, setting: str) -> None:
         folder.tell_unverified()
 
 
-def load(
-    model: nn.Module,
-    place: str,
-    setting: str,
-    heads: Collection[str] = (),
-    part: Collection[str] = (),
-) -> None:
+def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()) -> None:
     """Give a network the weights of a finished run: ``place`` is its folder, for its last weights,
     or a file of weights in it.
 
     ``heads`` are modules that may be another task's: they stay where the run has none of the same
-    shape. ``part`` is the module that may be another task's whole network: where the run has
-    nothing of that name, the module gets its weights. ``setting`` is the key and value for errors.
-    ConfigError where no finished run is there, another network's, or weights that were changed
-    since.
+    shape. ``setting`` is the key and value for errors. ConfigError where no finished run is there,
+    another network's, or weights that were changed since.
     """
     folder, file = weights_in(place)
     if why := folder.without(file):
@@ -83,9 +75,6 @@ def load(
         state = load_file(folder.path / file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{setting}: {file} cannot be read ({error})") from None
-    for name in part:
-        if not any(key.startswith(f"{name}.") for key in state):
-            model = model.get_submodule(name)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
     unlike = {*expected.items()} ^ {*saved.items()}

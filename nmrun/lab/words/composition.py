@@ -77,7 +77,7 @@ class ClassSource(ConfigSource):
         return (group == RATIO and ":" in name) or name in options.names(group)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Answer a config, as Hydra asks for it: ``sparsity/2:8``, ``recipe/step``, ``model/mask_rcnn``."""
+        """Answer a config, as Hydra asks for it: ``sparsity/2:8``, ``recipe/step``, ``model/resnet18``."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         try:
             content = _node(group, name)

@@ -19,8 +19,8 @@ OF_COMMAND = {"output_dir", "resume", "force", "dry"}  # and not of the training
 IRRELEVANT = {
     "dataset": {"workers"},
     "trainer": {
-        *("device", "deterministic", "threads", "on_oom", "distributed", "acceleration"),
-        *("log_every", "diagnose_every", "checkpoint_every"),
+        *("device", "deterministic", "threads", "distributed", "acceleration"),
+        *("log_every", "checkpoint_every"),
     },
 }
 GPTS = ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")

@@ -130,12 +130,6 @@ def _wrong_recipe(facts: Facts) -> Iterator[str]:
                 "use optimizer=adam or adamw"
             )
     if facts.good("recipe.*"):
-        searched = recipe.get("decay") == "auto"
-        if searched and facts.good("trainer.budget") and facts.trainer["budget"] is not None:
-            yield (
-                "recipe.decay=auto is a search that comes on top of trainer.budget; "
-                "give the decay that a run without a budget finds"
-            )
         for low, high in (("t_min", "t_max"), ("t_i", "t_f")):
             if low in recipe and high in recipe and recipe[low] > recipe[high]:
                 yield f"recipe.{low}={recipe[low]} is above recipe.{high}={recipe[high]}"

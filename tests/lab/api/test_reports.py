@@ -118,8 +118,6 @@ def test_a_table_is_that_of_the_verb(outputs, table):
     assert ours["optimizer.lr"].dtype == "float64"
     with pytest.raises(ConfigError, match=r"would average over runs that differ in optimizer\.lr"):
         nmrun.table(outputs)
-    with pytest.raises(ConfigError, match=r"^test=wilcoxn: no such test; did you mean wilcoxon\?"):
-        nmrun.table(outputs, test="wilcoxn")
 
 
 def test_several_metrics(outputs):

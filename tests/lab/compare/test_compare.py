@@ -64,7 +64,6 @@ def test_what_would_be_averaged_over_is_divided(outputs):
     ("settings", "message"),
     [
         ({}, "name it with --baseline"),
-        ({"baseline": "dense", "test": "wilcoxon"}, "the t-test only"),
         ({"baseline": "dense", "cols": ("metric",)}, "one metric at a time"),
     ],
 )

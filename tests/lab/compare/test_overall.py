@@ -514,7 +514,6 @@ def test_the_picture_on_the_command_line(runs, tmp_path, capsys):
             ("--overall",),
             "nmrun: over all cells each row is compared with one of them: name it with --baseline",
         ),
-        (("--overall", "--baseline", "sr_ste", "--test", "wilcoxon"), "the t-test only"),
         (("--overall", "--baseline", "sr_ste", "--rows", "recipe,metric"), "no row or column"),
         (("--overall", "--baseline", "srste"), "no such row; did you mean sr_ste?"),
     ],

@@ -331,7 +331,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table):
 def test_a_refusal_names_failed_runs_where_the_others_are_alike(write, table):
     write("ste", "2:4", 0, 0.9)
     write("ste", "2:4", 1, 0.0, status="failed", optimizer__lr=9.0)
-    failed = "; 1 of these runs failed, and nmrun rm --failed deletes what failed\n"
+    failed = "; 1 of these runs failed, which nmrun status lists\n"
     assert table()[2].endswith(f"--filter optimizer.lr=0.001{failed}")
     write("ste", "2:4", 2, 0.9, optimizer__lr=0.5)
     assert "optimizer.lr" in table()[2]

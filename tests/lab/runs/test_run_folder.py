@@ -218,7 +218,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 LOOKS, WORKS = (
-    ("status", "table", "compare", "rerun", "rm"),
+    ("status", "table", "compare", "rerun"),
     ("report", "export", "ratios", "prune", ""),
 )
 
@@ -240,7 +240,6 @@ def test_odd_files(kind, verbs, folder, tmp_path, capsys):
         ("report", str(tmp_path), "--to", str(tmp_path / "report.html")),
         ("compare", there, there),
         ("rerun", there, "--yes"),
-        ("rm", str(tmp_path), "--filter", "recipe=nosuch", "--yes"),
         ("export", there, "--to", beside),
         ("ratios", there),
         ("prune", there),

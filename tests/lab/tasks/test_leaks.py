@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from pictures import make_folder
-from PIL import Image
 from runs import config
 
 from nmrun.errors import ConfigError
@@ -21,8 +20,6 @@ from nmrun.lab.keys import options
 from nmrun.lab.tasks.text import files, labelled
 from nmrun.lab.tasks.vision import images
 from nmrun.lab.words.identity import identity
-from nmrun.papers.detection.data import generated as generated_shapes
-from nmrun.papers.flow.data import generated as generated_motion
 from nmrun.papers.reading.data import generated as generated_questions
 from nmrun.papers.reading.data import load_squad
 from nmrun.papers.reading.task import Question
@@ -142,91 +139,11 @@ def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
     }
 
 
-def shapes(*_: Any) -> Splits:
-    pytest.importorskip("pycocotools")
-    return {
-        name: [split.source.images[row].tobytes() for row in split.rows]
-        for name, split in generated_shapes().items()
-    }
-
-
-def motion(*_: Any) -> Splits:
-    return {
-        name: [split.source.pairs[row][0].tobytes() for row in split.rows]
-        for name, split in generated_motion().items()
-    }
-
-
-def flow_of(tmp_path: Path, name: str, *words: str) -> Splits:
-    words = (f"dataset.path={tmp_path}", "dataset.workers=0", "model=raft_small", *words)
-    splits = task(tmp_path, f"dataset={name}", *words).splits
-    return {
-        part: [split.source._flow_list[row] for row in split.rows] for part, split in splits.items()
-    }
-
-
-def some_films(tmp_path: Path, *_: Any) -> Splits:
-    for scene in "abcdefghij":
-        for kind, count in (("clean", 4), ("flow", 3)):
-            folder = tmp_path / "Sintel" / "training" / kind / scene
-            folder.mkdir(parents=True)
-            for number in range(count):
-                (folder / f"frame_{number}.{'flo' if kind == 'flow' else 'png'}").touch()
-    splits = flow_of(tmp_path, "sintel")
-    return {
-        name: sorted({Path(file).parent.name for file in files}) for name, files in splits.items()
-    }
-
-
-def some_chairs(tmp_path: Path, *_: Any) -> Splits:
-    (tmp_path / "FlyingChairs" / "data").mkdir(parents=True)
-    for number in range(50):
-        for name in ("flow.flo", "img1.ppm", "img2.ppm"):
-            (tmp_path / "FlyingChairs" / "data" / f"{number:05}_{name}").touch()
-    numbers = "".join(f"{1 + (number % 5 == 0)}\n" for number in range(50))
-    (tmp_path / "FlyingChairs" / "FlyingChairs_train_val.txt").write_text(numbers)
-    return flow_of(tmp_path, "flying_chairs")
-
-
-def some_coco(tmp_path: Path, *_: Any) -> Splits:
-    pytest.importorskip("pycocotools")
-    for part, first, last in (("train2017", 0, 40), ("val2017", 40, 50)):
-        (tmp_path / "coco" / part).mkdir(parents=True)
-        numbers = range(first, last)
-        names = [f"{number}.png" for number in numbers]
-        for name in names:
-            Image.new("RGB", (9, 8)).save(tmp_path / "coco" / part / name)
-        images = [
-            {"id": number % 40, "file_name": f"{number}.png", "height": 8, "width": 9}
-            for number in numbers
-        ]
-        instances = [
-            {"id": n + 1, "image_id": image["id"], "category_id": 1, "iscrowd": 0, "area": 4,
-             "bbox": [1, 1, 2, 2], "segmentation": [[1, 1, 3, 1, 3, 3, 1, 3]]}
-            for n, image in enumerate(images)
-        ]  # fmt: skip
-        data = {"images": images, "annotations": instances, "categories": [{"id": 1, "name": "x"}]}
-        file = tmp_path / "coco" / "annotations" / f"instances_{part}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(data))
-    words = (f"dataset.path={tmp_path / 'coco'}", "dataset.workers=0", "model=mask_rcnn")
-    splits = task(tmp_path, "dataset=coco", *words).splits
-    return {
-        name: [split.source.coco.imgs[split.source.ids[row]]["file_name"] for row in split.rows]
-        for name, split in splits.items()
-    }
-
-
 MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "digits": lambda *_: pixels(images.load_digits()),
     **{name: from_pool(name) for name in ("cifar10", "cifar100", "fashion_mnist")},
     "image_folder": folder,
     "imagenet": imagenet,
-    "generated_shapes": shapes,
-    "coco": some_coco,
-    "generated_motion": motion,
-    "sintel": some_films,
-    "flying_chairs": some_chairs,
     "generated_text": lambda *_: {name: texts for name, (texts, _) in labelled.generated_reviews().items()},
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise

@@ -130,7 +130,7 @@ def test_an_installed_package_adds_names(installed, nmrun_cli, tmp_path):
         ("model.width=0", "model.width=0: it takes a whole number, 1 or more"),
         ("model.depth=3", "model.depth: no such key"),
         ("dataset=tumour", "dataset=tumour: no such dataset; did you mean tumours?"),
-        ("model=mask_rcnn", "model=mask_rcnn is for images with instances"),
+        ("model=gpt_reader", "model=gpt_reader is for questions on texts"),
     ):
         wrong = nmrun_cli(*words, word, **installed)
         assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr

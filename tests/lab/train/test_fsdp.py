@@ -145,7 +145,6 @@ def test_a_run_is_the_same_on_shards(tmp_path):
             "trainer.input_gradient=double_prune needs whole weights",
         ),
         (("trainer.compile=true",), "trainer.compile=True"),
-        (("trainer.diagnose_every=5",), "trainer.diagnose_every=5"),
         (("trainer.precision=fp16",), "trainer.precision=fp16"),
     ],
 )

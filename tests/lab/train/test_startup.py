@@ -9,7 +9,7 @@ LINES = (
     "recipe=step sparsity=2:8",
     "recipe=sr_ste sparsity=2:4 optimizer=sgd trainer.clip=1",
     "recipe=s_ste sparsity=2:4 optimizer=adamw model=mlp",
-    "sparsity=dense optimizer=adamw trainer.diagnose_every=2",
+    "sparsity=dense optimizer=adamw",
 )
 SMALL = "trainer.epochs=2 trainer.limit_batches=2 trainer.device=cpu track=local"
 PROBE = """

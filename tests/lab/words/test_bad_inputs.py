@@ -15,8 +15,6 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.options import find_builder
 from nmrun.lab.words import composition, precheck, rules
-from nmrun.papers.detection.keys import INSTANCES
-from nmrun.papers.flow.keys import FRAMES
 from nmrun.papers.reading.keys import QUESTIONS
 from nmrun.papers.text_to_text.keys import ANSWERED
 from nmrun.papers.translation.keys import PAIRS
@@ -58,8 +56,6 @@ GIVEN = {
     RUNNING_TEXT: {"vocabulary", "context"},
     QUESTIONS: {"vocabulary", "max_length"},
     ANSWERED: {"vocabulary", "max_length"},
-    INSTANCES: {"categories"},
-    FRAMES: set(),
 }
 
 

@@ -20,7 +20,7 @@ from nmrun.lab.words.identity import completed, identity, run_folder
 # decides which epoch is the best.
 IRRELEVANT = {
     "output_dir", "resume", "force", "dry", "track.mode", "track.project", "trainer.device", "trainer.threads",
-    "trainer.log_every", "trainer.diagnose_every", "trainer.checkpoint_every", "trainer.acceleration",
+    "trainer.log_every", "trainer.checkpoint_every", "trainer.acceleration",
     "trainer.deterministic",
 }  # fmt: skip
 
@@ -189,7 +189,6 @@ IDS = {
     "recipe=asp sparsity=1:4": "808d952892",
     "recipe=sr_ste recipe.decay=1e-4 sparsity=1:16 optimizer=adamw seed=3": "7a5dba4530",
     "recipe=ste optimizer=sgd schedule=cosine trainer.epochs=20": "cd319c4873",
-    "recipe=t_sr_ste recipe.decay=auto": "96977313f8",
     "recipe=maskllm dataset=copy_reverse model=fairseq_transformer": "ca1c8090ce",
     "recipe=lbc dataset=cifar10 model=resnet18": "ead661f259",
     "recipe=s_ste dataset=imagenet model=vit_small dataset.workers=2": "aa682fe47d",

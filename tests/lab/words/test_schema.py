@@ -71,7 +71,6 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.eval_every": ([1, 5, "1steps", "200steps"], [*NO_COUNT, "0steps", "2.5steps", "steps", "200", "2epochs"]),
         "trainer.steps": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.log_every": ([1, 5], NO_COUNT),
-        "trainer.diagnose_every": ([None, 1, 5], [0, 1.5, "never"]),
         "trainer.checkpoint_every": (
             ["10min", "30s", "2h", "0.5h", 1, 5],
             [*NO_COUNT, "0s", "10", "10m", "-1s", "1e3s", "min"],
@@ -115,7 +114,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     },
     "recipe=ste_periodic": {"recipe.interval": ([1, 5], NO_COUNT), "recipe.gradient": (["ste", "masked"], ["mask", None])},
     "recipe=bi_mask": {"recipe.candidates": ([1, 5], NO_COUNT)},
-    "recipe=t_sr_ste": {"recipe.dense_end": ([0.0, 0.2], NO_SHARE), "recipe.decay": (["auto", 0.1], ["outo", -1])},
+    "recipe=t_sr_ste": {"recipe.dense_end": ([0.0, 0.2], NO_SHARE), "recipe.decay": ([0.0, 0.1], ["auto", -1])},
     "recipe=mdgf_linear": {
         "recipe.tau": ([None, 0.1, 2], [0, -1, "auto", float("nan")]), "recipe.dense": ([0.0, 0.3], NO_SHARE),
         "recipe.final": ([0.1, 0.3], [0, 1.1, None]), "recipe.grad_mode": (["scaled", "ste"], ["scale", None]),

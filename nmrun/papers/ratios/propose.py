@@ -19,7 +19,7 @@ from nmrun.patterns import Pattern
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.pruning.ratio_search import Costs, LayerTimes, Proposal
+    from nmrun.papers.ratios.search import Costs, LayerTimes, Proposal
 
 GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
 
@@ -75,9 +75,9 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     from safetensors.torch import load_file
 
     from nmrun.lab import models, tasks
-    from nmrun.lab.pruning import ratio_search
     from nmrun.lab.words import command_line, schema
     from nmrun.lab.words.identity import completed
+    from nmrun.papers.ratios import search
     from nmrun.sparsity.select import select
 
     config = schema.check(OmegaConf.create(completed(run.result["config"])))
@@ -95,14 +95,14 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     timed: LayerTimes | None = None
     if cost == "flops":
         names = [c.module_name for c in select(model, Pattern(1, m), **limits)[0]]
-        costs = ratio_search.flops_by_layer(model, names, task, m)
+        costs = search.flops_by_layer(model, names, task, m)
     if cost == "time":
         plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
-        timed = ratio_search.times_by_layer(
+        timed = search.times_by_layer(
             lambda ratio: _composed([*plain, _sparsity_word(ratio)], config_dir), m
         )
         costs = timed.costs
-    proposal = ratio_search.search_ratios(model, budget, m, costs, **limits)
+    proposal = search.search_ratios(model, budget, m, costs, **limits)
     base = Pattern(min(max(1, round(proposal.density * m)), m - 1), m)
     ratios = ", ".join(
         f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items()

@@ -29,8 +29,8 @@ from nmrun.fast.cpu import onednn
 from nmrun.fast.measurement import ONEDNN, Choice, is_faster
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.train import flops, trials
-from nmrun.lab.train.build import Parts
+from nmrun.lab.train import flops
+from nmrun.lab.train.build import Parts, build
 from nmrun.patterns import Pattern
 from nmrun.sparsity.reference import by_group
 from nmrun.sparsity.select import candidates, select
@@ -208,7 +208,7 @@ def times_by_layer(config_of: Callable[[Pattern], Config], m: int) -> LayerTimes
     reasons: dict[str, str] = {}
     for n in halved(m)[1:]:
         config = config_of(Pattern(n, m))
-        parts = trials.parts(config, None, config.trainer.accumulate, search=False)
+        parts = build(config)
         choices = {c.name: c for c in parts.accelerated if not c.always_dense}
         for weight in parts.handle.sparse:
             choice = choices.get(weight.name)

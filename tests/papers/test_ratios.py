@@ -22,15 +22,15 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import probe
 from nmrun.fast.measurement import Times
-from nmrun.lab.pruning import ratio_search
-from nmrun.lab.pruning.ratio_search import (
+from nmrun.lab.words.identity import run_folder
+from nmrun.papers.ratios import search
+from nmrun.papers.ratios.propose import main
+from nmrun.papers.ratios.search import (
     best_choice,
     flops_by_layer,
     search_ratios,
     times_by_layer,
 )
-from nmrun.lab.pruning.ratios import main
-from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity.weight import LIVE
 
 M = 16
@@ -108,7 +108,7 @@ def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
 
 def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
     """Ten layers, 59,049 choices and 300 entries: as good as with ten of 300 parts less to spend."""
-    monkeypatch.setattr(ratio_search, "LONGEST", 300)
+    monkeypatch.setattr(search, "LONGEST", 300)
     draw = random.Random(0)
     costs = [[1.0, draw.uniform(0.3, 0.9), draw.uniform(0.1, 0.3)] for _ in range(10)]
     gains = [[1.0, draw.uniform(0.7, 1.0), draw.uniform(0.2, 0.7)] for _ in range(10)]

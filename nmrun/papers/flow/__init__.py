@@ -1,1 +1,0 @@
-"""Pairs of frames with optical flow, and RAFT: a table of SR-STE."""

@@ -1,0 +1,1 @@
+"""Ratios by layer under a budget, after DominoSearch: ``nmrun ratios``."""
