@@ -89,11 +89,17 @@ def bandwidth(columns: int = 4096) -> list[float]:
     import torch
 
     from nmrun.fast.cpu.probe import side_by_side
-    from nmrun.lab.bench.masks import dispatch
+    from nmrun.kernels import projection
     from nmrun.patterns import Pattern
+    from nmrun.sparsity import reference
 
-    weight, out = torch.randn(1024, columns), torch.empty(1024, columns)
-    times = side_by_side(partial(dispatch, weight, out, Pattern(2, 4)), partial(out.copy_, weight))
+    weight, out, pattern = torch.randn(1024, columns), torch.empty(1024, columns), Pattern(2, 4)
+
+    def project() -> None:
+        if not projection.project(weight, out, pattern, 1):
+            out.copy_(reference.hard_threshold(weight, pattern, 1))
+
+    times = side_by_side(project, partial(out.copy_, weight))
     return [2 * weight.nbytes / ms / 1e6 for ms in times]
 
 
@@ -171,9 +177,9 @@ def packed() -> Iterator[tuple[str, str]]:
     import torch
 
     from nmrun.fast.cpu.kernels import products
+    from nmrun.fast.cpu.onednn import OneDNNLinear
     from nmrun.fast.cpu.packed_linear import PackedLinear
     from nmrun.fast.deploy import milliseconds
-    from nmrun.lab.bench.infer import OneDNN
     from nmrun.sparsity.masks import hard_threshold
 
     if products.KERNELS.obstacle():
@@ -188,7 +194,7 @@ def packed() -> Iterator[tuple[str, str]]:
             dense = partial(torch.nn.functional.linear, x, weight)
             calls = {"torch": [dense], "packed": [partial(layer, x)]}
             if torch.backends.mkldnn.is_available():
-                calls["oneDNN"] = [partial(OneDNN(weight, None, tokens), x)]
+                calls["oneDNN"] = [partial(OneDNNLinear(weight, None), x)]
             with torch.no_grad():
                 times = milliseconds(calls, x.device)
             best = min(ms for name, ms in times.items() if name != "packed")
