@@ -137,17 +137,12 @@ def accelerated() -> Iterator[tuple[str, str]]:
 
     from nmrun.errors import first_line
     from nmrun.fast.gpu import semi_structured
+    from nmrun.fast.gpu.probe import obstacle
     from nmrun.fast.measurement import ERRORS
     from nmrun.products import simulation
 
-    if not torch.cuda.is_available():
-        yield (
-            "2:4 products",
-            "none: they need an NVIDIA GPU of compute capability 8.0 or more; masks train anywhere",
-        )
-        return
-    if torch.cuda.get_device_capability()[0] < 8:
-        yield "2:4 products", "none: this GPU has no sparse tensor cores; masks train anywhere"
+    if why := obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        yield "2:4 products", f"none: {why}; masks train anywhere"
         return
     right = {}
     for name, path in semi_structured.PATHS.items():

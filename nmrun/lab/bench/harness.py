@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,12 +42,6 @@ Machine = dict[str, Any]
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def hardware(device: torch.device | str = "cpu") -> Machine:
     """Where the numbers come from, as plain data: what is needed to compare them with others."""
     device, cpu = torch.device(device), platform.processor() or platform.machine()
@@ -66,17 +59,12 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
     }
     if device.type == "cuda":
         library, gpu = loaded_cusparselt(), torch.cuda.get_device_properties(device)
-        try:
-            triton = version("triton")
-        except PackageNotFoundError:
-            triton = None
         about |= {
             "gpu": gpu.name,
             "compute_capability": f"{gpu.major}.{gpu.minor}",
             "memory_gib": round(gpu.total_memory / 2**30),
             "cuda": torch.version.cuda,
             "cusparselt": ".".join(map(str, library[0])) if library else None,
-            "triton": triton,
             **dict(zip(ON_GPU, nvidia_smi(*ON_GPU.values(), gpu=f"GPU-{gpu.uuid}"), strict=False)),
         }
     return about

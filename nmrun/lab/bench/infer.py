@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.fast import acceleration
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.onednn_copy import OneDNNCopy
 from nmrun.fast.deploy import deploy
+from nmrun.fast.gpu.probe import obstacle
 from nmrun.fast.sites import sites
 from nmrun.lab.bench import harness, peers
 from nmrun.lab.bench.harness import Benchmark, Call, Case, Row, quartiles, ratios
@@ -117,10 +117,10 @@ class Arms:
     def rows(
         self, about: Row, times: Mapping[Arm, list[float]], wrong: Mapping[Arm, str]
     ) -> list[Row]:
-        """A row for each arm: its times, and how many times as fast as the first and as the
-        fastest dense arm of each precision that is right."""
+        """A row for each arm: its times, and how many times as fast as the fastest right dense arm of
+        each precision."""
         dense = [arm for arm in times if not arm[2] and self.off[arm] <= TOLERANCES[arm[0]]]
-        over = {"torch": next(iter(times))} if times else {}
+        over: dict[str, Arm] = {}
         for precision in PRECISIONS:
             if own := [arm for arm in dense if arm[0] == precision]:
                 over[precision] = min(own, key=lambda arm: statistics.median(times[arm]))
@@ -208,12 +208,11 @@ def benchmark(
 
 def device_of(name: str) -> torch.device:
     """The device of an option; ``auto`` is a GPU that has 2:4 products."""
-    place = harness.device_of(name)
-    if why := acceleration.obstacle(place) if place.type == "cuda" else "":
-        if name == "cuda":
-            raise ConfigError(f"{why}: there are no 2:4 products to measure")
-        return torch.device("cpu")
-    return place
+    gpu = torch.device("cuda")
+    why = obstacle(gpu) if torch.cuda.is_available() else "torch sees no CUDA device here"
+    if why and name == "cuda":
+        raise ConfigError(f"--device cuda: {why}")
+    return torch.device("cpu") if why or name == "cpu" else gpu
 
 
 def of(cases: Iterator[Case], device: torch.device, rounds: int) -> Benchmark:
@@ -237,8 +236,8 @@ def page(rows: list[Row], device: torch.device) -> str:
         if row["pattern"]:
             line = f"{lines[-1]['network']} in {row['precision']}"
             over += [
-                {**row, "network": line, "over": title, "base": f"over_{base}"}
-                for base, title in TITLES.items()
+                {**row, "network": line, "over": f"best {base}", "base": f"over_{base}"}
+                for base in PRECISIONS
                 if f"over_{base}" in row
             ]
     clock = f"{harness.cpu_clock_name()}, {quantity(torch.get_num_threads(), 'thread')}"
@@ -251,7 +250,7 @@ def page(rows: list[Row], device: torch.device) -> str:
     ]
     if over:
         parts += [
-            "How many times as fast packed is as torch and as the fastest dense arm of each precision, median [quartiles] of pairs:",
+            "How many times as fast packed is as the fastest dense arm of each precision, median [quartiles] of pairs:",
             harness.grid(
                 over,
                 "network",
@@ -261,9 +260,6 @@ def page(rows: list[Row], device: torch.device) -> str:
         ]
     numbers = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
     return "\n\n".join([*parts, *([numbers] if numbers else [])])
-
-
-TITLES = {"torch": "torch", **{precision: f"best {precision}" for precision in PRECISIONS}}
 
 
 def size_text(row: Row) -> str:

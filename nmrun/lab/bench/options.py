@@ -32,9 +32,8 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         options.overrides = words
         for ratio in options.sparsity:
             _check(options.models, [*words, f"sparsity='{ratio}'"])
-        for arm in options.arms:
-            if arm not in PLAIN_LOOPS:
-                _check(options.models[:1], [f"recipe={arm}"])
+        if recipes := [arm for arm in options.arms if arm not in PLAIN_LOOPS]:
+            _check(options.models[:1], [f"recipe={','.join(recipes)}"], multirun=True)
     elif words:
         raise ConfigError(f"{words[0]}: nmrun bench infer takes no overrides")
     elif options.device == "cuda" and no_gpu():
@@ -47,10 +46,11 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     return vars(options)
 
 
-def _check(models: Sequence[str], words: Sequence[str]) -> None:
+def _check(models: Sequence[str], words: Sequence[str], multirun: bool = False) -> None:
     composition.register()
     for model in models:
-        if problems := precheck.look(overrides(Path(), [*NETWORKS[model], *words])).problems:
+        job = overrides(Path(), [*NETWORKS[model], *words])
+        if problems := precheck.look(job, multirun).problems:
             raise ConfigError(problems)
 
 
@@ -58,20 +58,16 @@ def _parser() -> Parser:
     parser = Parser(prog="nmrun bench", description="How fast this machine trains and infers.")
     parsers = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
 
-    def of(what: str, about: str, rounds: int) -> Parser:
+    def of(what: str, about: str) -> Parser:
         one: Parser = parsers.add_parser(what, help=about, description=f"{about}.")
-        add = one.add_argument
-        add(
-            "--rounds",
-            type=positive,
-            default=rounds,
-            help=f"measurements of each (default: {rounds})",
-        )
-        add("--out", type=Path, metavar="DIR", help="write the results there, as .md and .json")
+        text = "measurements of each (default: 10)"
+        one.add_argument("--rounds", type=positive, default=10, help=text)
+        text = "write the results there, as .md and .json"
+        one.add_argument("--out", type=Path, metavar="DIR", help=text)
         return one
 
     recipes = [name for name in names("recipe") if name not in ("dense", "custom")]
-    train = of("train", "Training steps of recipes and of plain loops, beside dense ones", 10)
+    train = of("train", "Training steps of recipes and of plain loops, beside dense ones")
     _list(train, "--models", ["gpt_tiny"], choices=NETWORKS)
     _list(train, "--sparsity", ["2:4"], metavar="N:M")
     text = f"recipes, {' and '.join(PLAIN_LOOPS)} (default: all of them)"
@@ -80,7 +76,7 @@ def _parser() -> Parser:
     train.add_argument("--steps", type=positive, default=10, help=text)
     train.epilog = "key=value anywhere is for all arms, such as trainer.compile=true."
 
-    infer = of("infer", "Forward passes of networks, dense and packed", 10)
+    infer = of("infer", "Forward passes of networks, dense and packed")
     _list(infer, "--models", ["transformer"], choices=INFERRED)
     text = "default: 2:4 1:4 1:8 1:16, on a GPU 2:4"
     infer.add_argument("--sparsity", nargs="+", type=pattern, metavar="N:M", help=text)

@@ -163,7 +163,6 @@ def test_an_arm_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("infer --device cpu --tokens 8x0", "8x0: a whole number, or two such as"),
         ("infer --device cuda", "torch sees no CUDA device here"),
         ("infer trainer.batch_size=3", "takes no overrides"),
-        ("infer --device cpu --precisions int8 --arms compiled", "--arms compiled"),
         ("train --arms sr_tse", "did you mean sr_ste?"),
     ],
 )
@@ -183,6 +182,23 @@ def test_a_precision_without_instructions_is_one_line(
     assert verb("bench", "infer", "--device", "cpu", "--precisions", "bf16") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--precisions bf16" in line
+
+
+def test_the_arms_that_a_processor_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "has_bf16", lambda: False)
+    monkeypatch.setattr(infer.int8.KERNELS, "obstacle", lambda: "")
+    kinds, patterns = ("compiled", "openvino", "packed"), [Pattern(2, 4), Pattern(1, 8)]
+    assert infer.chosen(kinds, patterns, None, CPU) == [
+        ("float32", "compiled", ""),
+        ("float32", "openvino", ""),
+        ("float32", "packed", "2:4"),
+        ("float32", "packed", "1:8"),
+        ("int8", "openvino", ""),
+        ("int8", "packed", "2:4"),
+        ("int8", "packed", "1:8"),
+    ]
+    with pytest.raises(ConfigError, match="--arms compiled"):
+        infer.chosen(["compiled"], patterns, ["int8"], CPU)
 
 
 # --- infer ----------------------------------------------------------------------------------------
@@ -205,7 +221,7 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for row in rows:
         if row["arm"] == "packed":
             assert row["layers"].endswith(" of 5")
-            assert row["over_torch_by"] == row["over_float32_by"] == "torch"
+            assert row["over_float32_by"] == "torch"
             assert 0 < row["over_float32_q1"] <= row["over_float32"] <= row["over_float32_q3"]
 
 
