@@ -62,8 +62,9 @@ class Decoder(nn.Module):
         layers, width, heads = SIZES[name]
         config: Any = GPT2Config(n_layer=layers, n_embd=width, n_head=heads)
         if name.startswith("llama"):
-            sizes = {"num_hidden_layers": layers, "num_attention_heads": heads}
-            config = LlamaConfig(hidden_size=width, **sizes)
+            config = LlamaConfig(
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads
+            )
         # transformers makes a mask for attention of its own names when it is compiled, and with a
         # mask there is no flash attention
         AttentionInterface.register(ATTENTION, sdpa_attention_forward)

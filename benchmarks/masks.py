@@ -20,11 +20,15 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import Benchmark, Case
+from nmrun.lab.bench.harness import Benchmark, Call, Case
 from nmrun.patterns import Pattern
 from nmrun.sparsity import reference
 
 COLUMNS = 4096
+
+
+def copy(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    out.copy_(weight)
 
 
 def in_torch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
@@ -48,12 +52,19 @@ def argsort(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
     torch.mul(weight, torch.ones_like(groups).scatter_(1, pruned, 0).view_as(weight), out=out)
 
 
-WAYS: dict[str, Callable[[Tensor, Tensor, Pattern], None]] = {
+Way = Callable[[Tensor, Tensor, Pattern], None]
+WAYS: dict[str, Way] = {
+    "copy": copy,
     "nmrun": nmruns,
     "reference": in_torch,
     "topk": topk,
     "argsort": argsort,
 }
+
+
+def call(way: Way, weight: Tensor, out: Tensor, pattern: Pattern) -> Call:
+    """One projection, ready to be timed."""
+    return partial(way, weight, out, pattern)
 
 
 def main() -> None:
@@ -72,11 +83,10 @@ def main() -> None:
             columns = COLUMNS // pattern.m * pattern.m
             weight = torch.randn(round(options.weights * 1e6 / columns), columns, device=device)
             out = torch.empty_like(weight)
-            calls = {name: partial(way, weight, out, pattern) for name, way in WAYS.items()}
-            arms = {"copy": partial(out.copy_, weight), **calls}
+            arms = {name: partial(call, way, weight, out, pattern) for name, way in WAYS.items()}
             about = {"N:M": str(pattern), "millions": options.weights}
             rows = partial(harness.beside_first, about)
-            yield Case(str(pattern), {arm: lambda c=call: c for arm, call in arms.items()}, rows)
+            yield Case(str(pattern), arms, rows)
 
     title = f"Projections of {options.weights:g} million float32 weights, times as fast as a copy"
     page = partial(harness.speeds, title, "N:M")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ def step(
     model = nn.Sequential(*layers)
     optimizer = optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     # asp prunes and STEP switches after the first step; no other mask is searched again
-    options = {"asp": {"prune_at": 0.0}, "step": {"switch": 1e-9}}.get(recipe, {})
+    options: dict[str, Any] = {"asp": {"prune_at": 0.0}, "step": {"switch": 1e-9}}.get(recipe, {})
     options |= {"interval": 10**9} if recipe in ("t_sr_ste", "bi_mask") else {}
     sparsify(model, optimizer, recipe, "2:4", total_steps=10**9, exclude=(), **options)
     if not in_one_pass:

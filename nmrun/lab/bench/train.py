@@ -138,11 +138,14 @@ def loops(
     def plain(pattern: Pattern | None, facts: Row) -> Call:
         return plain_loop(config("dense"), steps, pattern)
 
-    by_name = {
-        "plain_loop": partial(plain, None),
-        "masked_loop": lambda facts: plain(Pattern.parse(ratio), facts),
-    }
-    return {arm: by_name.get(arm, partial(recipe, arm)) for arm in dict.fromkeys(("dense", *arms))}
+    def loop(arm: str) -> Callable[[Row], Call]:
+        if arm == "plain_loop":
+            return partial(plain, None)
+        if arm == "masked_loop":
+            return partial(plain, Pattern.parse(ratio))
+        return partial(recipe, arm)
+
+    return {arm: loop(arm) for arm in dict.fromkeys(("dense", *arms))}
 
 
 HEAD = "model", "N:M", "arm", "ms a step", "times as fast", "items/s", "layers by N:M products"
