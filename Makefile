@@ -50,8 +50,8 @@ table-step-glue table-step-gpt2: $(VENV)/installed-all  # pretrained networks
 compare-%: $(VENV)/installed-all  ## a comparison of recipes that are tuned equally: make compare-language SCALE=smoke|small|paper (hours)
 	$(BIN)/nmrun tune $* --trials $(TRIALS) experiment=compare_$* scale=$(SCALE)
 
-bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
-	$(BIN)/nmrun bench
+bench: $(VENV)/installed  ## a training step of every recipe, and of plain loops, beside the dense step
+	$(BIN)/nmrun bench train
 
 bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, tests, inference, training, products (ten minutes a call; again does the rest)
 	PYTHON=$(BIN)/python benchmarks/gpu.sh

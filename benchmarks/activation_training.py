@@ -25,7 +25,7 @@ from nmrun.lab.train.steps import TrainingSteps
 WORDS = (
     *("recipe=dense", "dataset=stdlib_text", "dataset.context=256", "model=gpt2", "model.layers=4"),
     *("model.width=384", "model.heads=6", "model.activation=relu2", "trainer.activations=2:4"),
-    *("trainer.batch_size=4", "trainer.device=cpu", "optimizer.lr=1e-3"),
+    *("trainer.batch_size=4", "trainer.device=cpu", "optimizer.lr=1e-3", "trainer.epochs=1000000"),
 )
 
 

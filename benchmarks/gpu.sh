@@ -31,11 +31,11 @@ part() { # name, most seconds, command
   echo "=== $name took $((SECONDS - began)) s"
 }
 
-bench() { # name of the results, most seconds, what, options
-  local name=$1 most=$2 what=$3 folder measured before
-  shift 3
+bench() { # name of the results, most seconds, command that writes into a folder
+  local name=$1 most=$2 folder measured before
+  shift 2
   folder=$(mktemp -d)
-  part "$name" "$most" "$PYTHON" -m nmrun bench "$what" --device cuda --out "$folder" "$@"
+  part "$name" "$most" "$PYTHON" "$@" --out "$folder"
   # a try that was cut off does not replace a longer one
   measured=$(cat "$folder"/*_gpu.json 2>/dev/null | awk '/"n": / { sum += $2 } END { print sum + 0 }')
   before=$(cat "$finished/$name.measured" 2>/dev/null || echo 1)
@@ -47,45 +47,51 @@ bench() { # name of the results, most seconds, what, options
 }
 
 # a part is one model, so that it ends within a call; the first ones say most
-train() { # model, most seconds, options
-  local model=$1 most=$2
-  shift 2
-  bench "train_$model" "$most" train --models "$model" "$@" --rounds 8 trainer.deterministic=false
+train() { # name, most seconds, model, options and overrides
+  local name=$1 most=$2 model=$3
+  shift 3
+  bench "train_$name" "$most" benchmarks/training_products.py --model "$model" --steps 10 --rounds 8 "$@" \
+    trainer.compile=true trainer.deterministic=false
 }
 
 infer() { # model, most seconds, sizes
   local model=$1 most=$2
   shift 2
-  bench "infer_$model" "$most" infer --models "$model" --rounds 8 --tokens "$@"
+  bench "infer_$model" "$most" -m nmrun bench infer --device cuda --models "$model" --rounds 8 --tokens "$@"
 }
 
+language() { # model, most seconds, sizes, of prompts with --prompt behind them
+  local model=$1 most=$2 name=infer_$1
+  shift 2
+  [[ " $* " == *" --prompt "* ]] && name+=_prompt
+  bench "$name" "$most" benchmarks/language_inference.py --device cuda --models "$model" --rounds 8 --tokens "$@"
+}
+
+products=benchmarks/gpu_products.py
 part doctor 60 "$PYTHON" -m nmrun doctor
 part tests_gpu 300 "$PYTHON" -m pytest -rs -m gpu tests/lab/bench/test_gpu.py
-bench layer_wide 100 layer --shapes 4096x16384 --rounds 12
-train gpt_4096 150
-infer llama_7b_block_prompt 150 16x1024
-infer llama_7b_block 100 1 32
+bench layer_wide 100 $products --layer --shapes 4096x16384
+train gpt_4096 150 gpt_4096
+language llama_7b_block 150 16x1024 --prompt
+language llama_7b_block 100 1 32
 infer bert_large 120 32x512
-train gpt2_medium 300 --arms masked accelerated
-infer gpt2_medium_prompt 120 16x1024
+train gpt2_medium 300 gpt2 model=gpt2_medium
+language gpt2_medium 120 16x1024 --prompt
 part tests_triton 240 "$PYTHON" -m pytest -rs -m gpu tests/kernels/test_triton.py
-bench train_t_sr_ste 150 train --models gpt_4096 --recipe t_sr_ste --arms accelerated --rounds 8 trainer.deterministic=false
-bench train_s_ste 150 train --models gpt_4096 --recipe s_ste --arms accelerated --rounds 8 trainer.deterministic=false trainer.mvue=2:4
+train t_sr_ste 150 gpt_4096 --recipe t_sr_ste
+train s_ste 150 gpt_4096 --recipe s_ste trainer.mvue=2:4
 infer vit_large 120 32
-infer gpt2_xl_prompt 300 16x1024
-infer gpt2_xl 200 1 32
+language gpt2_xl 300 16x1024 --prompt
+language gpt2_xl 200 1 32
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # the largest ones need all memory
-bench train_gpt2_large 300 train --models gpt2_large --arms masked accelerated --rounds 8 trainer.deterministic=false trainer.batch_size=8
-train gpt_1_3b 300 --arms accelerated
-train gpt2 200
-train vit_large 250 --arms masked accelerated
+train gpt2_large 300 gpt2 model=gpt2_large trainer.batch_size=8
+train gpt2 200 gpt2
+train vit_large 250 vit_large
 unset PYTORCH_CUDA_ALLOC_CONF
-bench train_t_sr_ste_medium 300 train --models gpt2_medium --recipe t_sr_ste --arms accelerated --rounds 8 trainer.deterministic=false
-infer gpt2_prompt 80 16x1024
-infer gpt2 60 1 32
-bench gemm 100 gemm --tokens 2048 8192 32768
-bench gemm_fp8 40 gemm --fp8 --shapes 1024x4096 4096x16384 --tokens 8192 --rounds 10
-bench masks 60 masks --arms nmrun reference topk nm_mask
-bench update 60 update --weights 85
-bench layer 120 layer --shapes 768x3072 3072x768 1600x6400 6400x1600
+bench recipes 300 -m nmrun bench train --models gpt2 --rounds 8 trainer.precision=bf16
+bench gemm 100 $products --shapes 768x3072 3072x768 2048x8192 4096x16384 16384x4096 --tokens 2048 8192 32768
+bench gemm_fp8 40 $products --fp8 --shapes 1024x4096 4096x16384
+bench masks 60 benchmarks/masks.py --device cuda
+bench updates 60 benchmarks/updates.py --device cuda --weights 85
+bench layer 120 $products --layer --shapes 768x3072 3072x768 1600x6400 6400x1600
 exit $status

@@ -1,6 +1,6 @@
-"""N:M products of int8 or bfloat16 on a CPU against oneDNN's dense ones.
+"""N:M products of float32, bfloat16 or int8 on a CPU against oneDNN's dense ones.
 
-    python benchmarks/packed_products.py --precision int8|bf16 [--rounds 15] [--out FILE.md]
+    python benchmarks/packed_products.py --precision float32|bf16|int8 [--rounds 15] [--out FILE.md]
 
 Results are checked against float32. CPU time of one thread; a sample of one token is the mean of 50
 calls.
@@ -13,12 +13,13 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bf16, int8
-from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear
+from nmrun.fast.cpu.kernels import bf16, int8, products
+from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
@@ -26,7 +27,10 @@ from nmrun.sparsity.masks import hard_threshold
 # tokens, inputs, outputs
 SIZES = ((1024, 768, 3072), (1024, 3072, 768), (512, 512, 2048), (1, 768, 3072))
 PATTERNS = ("2:4", "1:4", "1:8", "1:16")
+LAYERS: dict[str, Any] = {"float32": PackedLinear, "bf16": Bf16Linear, "int8": Int8Linear}
+KERNELS = {"float32": products.KERNELS, "bf16": bf16.KERNELS, "int8": int8.KERNELS}
 ABOUT = {
+    "float32": "N:M by nmrun, and dense: as torch calls it (linear), and by oneDNN (float32).",
     "int8": (
         "N:M by nmrun, quantising included, and dense by oneDNN: in int8 with quantising (dynamic), in int8 without it\n"
         "(alone), in float32."
@@ -73,18 +77,26 @@ def dense_bf16(x: Tensor, weight: Tensor, bias: Tensor) -> Arms:
     }
 
 
+def dense_float32(x: Tensor, weight: Tensor, bias: Tensor) -> Arms:
+    """torch's layer."""
+    return {"linear": lambda: torch.nn.functional.linear(x, weight, bias)}
+
+
+DENSE = {"float32": dense_float32, "bf16": dense_bf16, "int8": dense_int8}
+
+
 def lines(precision: str, tokens: int, inputs: int, outputs: int, count: int) -> list[str]:
     """The lines of one size."""
     torch.manual_seed(0)
     x, full, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     own = torch.ops.mkldnn._reorder_linear_weight(full, len(x))
-    dense = (dense_int8 if precision == "int8" else dense_bf16)(x, full, bias)
+    dense = DENSE[precision](x, full, bias)
     dense["float32"] = lambda: torch.ops.mkldnn._linear_pointwise(x, own, bias, "none", [], "")
     arms, expected = dict(dense), dict.fromkeys(dense, full)
     for pattern in PATTERNS:
         weight = hard_threshold(full, Pattern.parse(pattern), 1).contiguous()
-        layer = (Int8Linear if precision == "int8" else Bf16Linear).of(weight, bias)
-        given = x if precision == "int8" else x.bfloat16()
+        layer = LAYERS[precision].of(weight, bias)
+        given = x.bfloat16() if precision == "bf16" else x
         expected[pattern], arms[pattern] = weight, partial(layer, given)
     off = {}
     for name, call in arms.items():
@@ -119,12 +131,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
     precision = options.precision
-    if why := (int8 if precision == "int8" else bf16).KERNELS.obstacle():
+    if why := KERNELS[precision].obstacle():
         parser.error(f"--precision {precision}: {why}")
     torch.set_num_threads(1)
     with torch.no_grad():
         table = [line for size in SIZES for line in lines(precision, *size, options.rounds)]
-    bases = ("dynamic", "alone") if precision == "int8" else ("linear", "reordered")
+    bases = {"int8": ["dynamic", "alone"], "bf16": ["linear", "reordered"]}.get(
+        precision, ["linear"]
+    )
+    head = ["tokens x inputs x outputs", "arm", "ms", *(f"over {base}" for base in bases)]
     text = "\n".join(
         [
             f"# Products of {precision} on a CPU",
@@ -134,8 +149,8 @@ def main() -> None:
             "",
             f"{machine_line(hardware())}. `python benchmarks/packed_products.py --precision {precision}`",
             "",
-            f"| tokens x inputs x outputs | arm | ms | over {bases[0]} | over {bases[1]} | over float32 | off |",
-            "|---|---|---|---|---|---|---|",
+            f"| {' | '.join([*head, 'over float32', 'off'])} |",
+            "|---" * (len(head) + 2) + "|",
             *table,
             "",
         ]

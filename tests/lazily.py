@@ -24,4 +24,4 @@ class Lazily:
 def needs(extra: str, *libraries: str) -> pytest.MarkDecorator:
     """Skips tests where a library of nmrun's extra is not installed."""
     missing = any(find_spec(name) is None for name in libraries)
-    return pytest.mark.skipif(missing, reason=f"needs pip install 'nmrun[{extra}]'")
+    return pytest.mark.skipif(missing, reason=f"needs nmrun[{extra}]")

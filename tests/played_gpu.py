@@ -51,7 +51,12 @@ def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     )
 
 
-COMPRESSED = semi_structured.Path(semi_structured.separately(two_values), multiply)
+def pack(weight: Tensor, other: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """As of a path; the second weight along its rows."""
+    return two_values(weight), [] if other is None else two_values(other.t().contiguous())
+
+
+COMPRESSED = semi_structured.Path(pack, multiply)
 
 
 def cslt_compress(weight: Tensor) -> Tensor:

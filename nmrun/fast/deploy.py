@@ -214,14 +214,8 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
         raise ValueError(f"{short}: 2:4 products are of bfloat16 or float16")
     if not pattern.fits_2_4:
         raise ValueError(f"{pattern} does not fit into 2:4, all that this GPU multiplies")
-    names = semi_structured.candidates(fp8=False).keys() - {"one_pass"}  # which prunes both ways
-    # elsewhere it would refuse each layer, after its weight was packed
-    if (
-        "cutlass" in names
-        and torch.cuda.get_device_capability(device)[0] != semi_structured.CUTLASS_MAJOR
-    ):
-        names -= {"cutlass"}
-    return {name: partial(SemiStructuredLinear, path=name) for name in sorted(names)}
+    names = semi_structured.candidates(fp8=False)
+    return {name: partial(SemiStructuredLinear, path=name) for name in names}
 
 
 def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:

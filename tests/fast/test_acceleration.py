@@ -158,11 +158,11 @@ def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         semi_structured,
         "PATHS",
-        {"cutlass": COMPRESSED, "cusparselt": semi_structured.Path(COMPRESSED.pack, wrong)},
+        {"packed": COMPRESSED, "cusparselt": semi_structured.Path(COMPRESSED.pack, wrong)},
     )
-    assert [c.path for c in accelerate(handle, passing(model), "cutlass")] == [
-        "cutlass",
-        "cutlass",
+    assert [c.path for c in accelerate(handle, passing(model), "packed")] == [
+        "packed",
+        "packed",
         None,
     ]
     with pytest.raises(

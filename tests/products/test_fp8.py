@@ -245,22 +245,3 @@ def test_what_is_said(tmp_path):
         ConfigError, match=r"cusparselt_fp8: 2:4 products by it go with trainer\.fp8=true"
     ):
         config(tmp_path, *network[:-1], "trainer.acceleration=cusparselt_fp8")
-
-
-def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers(monkeypatch):
-    """Summed as fast as the sparse ones are."""
-    from nmrun.lab.bench import gemm
-
-    product = torch._scaled_mm
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda *o, use_fast_accum, **how: product(*o, **how) * use_fast_accum
-    )
-    x, weight = (
-        normal(16, 32, dtype=torch.float32).bfloat16(),
-        normal(48, 32, seed=1, dtype=torch.float32).bfloat16(),
-    )
-    near(
-        gemm.dense_fp8(weight, x)(),
-        rounded(x, torch.float8_e4m3fn) @ rounded(weight, torch.float8_e4m3fn).t(),
-        torch.bfloat16,
-    )

@@ -1,11 +1,10 @@
-"""The ways in which torch multiplies with a 2:4 weight on sparse tensor cores, each with a test of
-its own before it is believed.
+"""Products with a 2:4 weight on sparse tensor cores, by cuSPARSELt: each is tested before it is
+believed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
-from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 from nmrun.errors import first_line
 from nmrun.fast.gpu.kernels import compression, cusparselt
@@ -26,7 +23,6 @@ from nmrun.sparsity import estimators
 Parts = list[Tensor]
 # tokens: a dense operand of 16-bit numbers has to have a multiple of 8, and fp8 of 16
 ROUND_UP = 16
-CUTLASS_MAJOR = 8  # the compute capability that torch's own kernels are compiled for
 
 
 def padded(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
@@ -62,47 +58,6 @@ class Path:
         if self.estimate is not None:
             return self.estimate(x, pattern)
         return self.pack(estimators.mvue(x, pattern, 0).t(), None)[0]
-
-
-def separately(
-    compress: Callable[[Tensor], Parts],
-) -> Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]:
-    return lambda w, v: (
-        compress(w.contiguous()),
-        [] if v is None else compress(v.t().contiguous()),
-    )
-
-
-def _cutlass_compress(weight: Tensor) -> Parts:
-    Cutlass._validate_device_dim_dtype_shape(weight)
-    return list(sparse_semi_structured_from_dense_cutlass(weight))
-
-
-def _cutlass(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
-    tokens = len(x)
-    x = padded(x, ROUND_UP)
-    if bias is None:
-        product = torch._sparse_semi_structured_mm(parts[0], parts[1], x.t())
-    else:
-        product = torch._sparse_semi_structured_addmm(bias, parts[0], parts[1], x.t())
-    return product[:, :tokens].t()
-
-
-def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
-    major = torch.cuda.get_device_capability(weight.device)[0]
-    if major != CUTLASS_MAJOR:
-        raise NotImplementedError(
-            f"not tried: it writes the layout of compute capability 8.x, and this is {major}.x"
-        )
-    if other is not weight:
-        raise NotImplementedError(
-            "it packs one weight for both products, and prunes what is not 2:4 both ways"
-        )
-    # by default it compares signed values
-    packed, meta, packed_t, meta_t, _ = torch._sparse_semi_structured_tile(
-        weight, algorithm="largest_abs_values_greedy", use_cutlass=True
-    )
-    return [packed, meta], [packed_t, meta_t]
 
 
 def cusparselt_pack(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
@@ -189,11 +144,6 @@ CUSPARSELT = Path(
     algorithms=cusparselt_algorithms,
     estimate=lambda x, pattern: [compression.estimated(x, pattern)],
 )
-# torch's kernel: compiled for compute capability 8.x, refused elsewhere
-CUTLASS = Path(separately(_cutlass_compress), _cutlass)
-# Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs:
-# elsewhere results are wrong. What is not 2:4 both ways it prunes by a rule of its own.
-ONE_PASS = Path(_one_pass, _cutlass)
 CUSPARSELT_FP8 = Path(  # Ada, Hopper and later
     cusparselt_pack_fp8,
     cusparselt_multiply_fp8,
@@ -201,12 +151,7 @@ CUSPARSELT_FP8 = Path(  # Ada, Hopper and later
     rewrite=cusparselt_rewrite_fp8,
     algorithms=cusparselt_algorithms_fp8,
 )
-PATHS: dict[str, Path] = {
-    "cusparselt": CUSPARSELT,
-    "cutlass": CUTLASS,
-    "one_pass": ONE_PASS,
-    "cusparselt_fp8": CUSPARSELT_FP8,
-}
+PATHS = {"cusparselt": CUSPARSELT, "cusparselt_fp8": CUSPARSELT_FP8}
 # The reference, on any device: the zeros are multiplied too.
 MASKED = Path(
     lambda w, v: ([w.clone()], [] if v is None else [v.t().contiguous()]),
@@ -283,11 +228,9 @@ def verdict(path: Path, device: torch.device | str = "cuda") -> str:
     weight = transposable(256, 512, device)
     x = torch.randn(384, 512, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the format is a prototype
-            parts, _ = path.pack(weight, weight)
-            expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
-            problem = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
+        parts, _ = path.pack(weight, weight)
+        expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
+        problem = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
     except ERRORS as error:
         return first_line(error)
     return (

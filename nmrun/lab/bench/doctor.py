@@ -90,11 +90,17 @@ def bandwidth(columns: int = 4096) -> list[float]:
     import torch
 
     from nmrun.fast.cpu.probe import side_by_side
-    from nmrun.lab.bench.masks import dispatch
+    from nmrun.kernels import projection
     from nmrun.patterns import Pattern
+    from nmrun.sparsity import reference
 
-    weight, out = torch.randn(1024, columns), torch.empty(1024, columns)
-    times = side_by_side(partial(dispatch, weight, out, Pattern(2, 4)), partial(out.copy_, weight))
+    weight, out, pattern = torch.randn(1024, columns), torch.empty(1024, columns), Pattern(2, 4)
+
+    def project() -> None:
+        if not projection.project(weight, out, pattern, 1):
+            out.copy_(reference.hard_threshold(weight, pattern, 1))
+
+    times = side_by_side(project, partial(out.copy_, weight))
     return [2 * weight.nbytes / ms / 1e6 for ms in times]
 
 
@@ -132,17 +138,12 @@ def accelerated() -> Iterator[tuple[str, str]]:
 
     from nmrun.errors import first_line
     from nmrun.fast.gpu import semi_structured
+    from nmrun.fast.gpu.probe import obstacle
     from nmrun.fast.measurement import ERRORS
     from nmrun.products import simulation
 
-    if not torch.cuda.is_available():
-        yield (
-            "2:4 products",
-            "none: they need an NVIDIA GPU of compute capability 8.0 or more; masks train anywhere",
-        )
-        return
-    if torch.cuda.get_device_capability()[0] < 8:
-        yield "2:4 products", "none: this GPU has no sparse tensor cores; masks train anywhere"
+    if why := obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        yield "2:4 products", f"none: {why}; masks train anywhere"
         return
     right = {}
     for name, path in semi_structured.PATHS.items():
@@ -172,9 +173,9 @@ def packed() -> Iterator[tuple[str, str]]:
     import torch
 
     from nmrun.fast.cpu.kernels import products
+    from nmrun.fast.cpu.onednn import OneDNNLinear
     from nmrun.fast.cpu.packed_linear import PackedLinear
     from nmrun.fast.deploy import milliseconds
-    from nmrun.lab.bench.infer import OneDNN
     from nmrun.sparsity.masks import hard_threshold
 
     if products.KERNELS.obstacle():
@@ -189,7 +190,7 @@ def packed() -> Iterator[tuple[str, str]]:
             dense = partial(torch.nn.functional.linear, x, weight)
             calls = {"torch": [dense], "packed": [partial(layer, x)]}
             if torch.backends.mkldnn.is_available():
-                calls["oneDNN"] = [partial(OneDNN(weight, None, tokens), x)]
+                calls["oneDNN"] = [partial(OneDNNLinear(weight, None), x)]
             with torch.no_grad():
                 times = milliseconds(calls, x.device)
             best = min(ms for name, ms in times.items() if name != "packed")

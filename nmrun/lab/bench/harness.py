@@ -1,31 +1,28 @@
-"""What all benchmarks share: clocks, rounds in which the arms take turns, what these sum up to, on what
+"""What benchmarks share: clocks, rounds in which the arms take turns, what these sum up to, on what
 machine it was, and how it is printed and written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import itertools
 import json
 import math
 import os
 import platform
 import random
-import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nmrun.errors import ConfigError, first_line
-from nmrun.fast import acceleration
+from nmrun.errors import ConfigError, RunError, first_line
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.kernels.compiler import cpuinfo
 from nmrun.lab.show.formats import aligned
@@ -34,26 +31,15 @@ from nmrun.lab.verbs import quantity
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host
 # to get ahead
 FLUSHED = 1 << 29
-NO_MEMORY = "out of memory"
+WARM_UP = 2  # the first call compiles, the second captures a graph
 # of nvidia-smi's query
 ON_GPU = {"power": "power.limit", "clock": "clocks.max.sm", "driver": "driver_version"}
 Row = dict[str, Any]
+Call = Callable[[], object]
 Arm = TypeVar("Arm", bound=Hashable)  # its name
 Machine = dict[str, Any]
 
 # --- the machine ----------------------------------------------------------------------------------
-
-
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def needs_products(device: torch.device) -> None:
-    """Raise ConfigError where this device has no 2:4 products."""
-    if why := acceleration.obstacle(device):
-        raise ConfigError(f"{why}: there are no 2:4 products to measure")
 
 
 def hardware(device: torch.device | str = "cpu") -> Machine:
@@ -73,17 +59,12 @@ def hardware(device: torch.device | str = "cpu") -> Machine:
     }
     if device.type == "cuda":
         library, gpu = loaded_cusparselt(), torch.cuda.get_device_properties(device)
-        try:
-            triton = version("triton")
-        except PackageNotFoundError:
-            triton = None
         about |= {
             "gpu": gpu.name,
             "compute_capability": f"{gpu.major}.{gpu.minor}",
             "memory_gib": round(gpu.total_memory / 2**30),
             "cuda": torch.version.cuda,
             "cusparselt": ".".join(map(str, library[0])) if library else None,
-            "triton": triton,
             **dict(zip(ON_GPU, nvidia_smi(*ON_GPU.values(), gpu=f"GPU-{gpu.uuid}"), strict=False)),
         }
     return about
@@ -110,10 +91,6 @@ def machine_line(machine: Machine) -> str:
     cores, threads = quantity(machine["cores"], "core"), quantity(machine["threads"], "thread")
     return f"{machine['cpu']}, {cores}, {threads}, load {machine['load']}, torch {machine['torch']}"
 
-
-# Ctrl-C in the middle of rounds waits here while `run` is there to report them and to raise it then
-_waiting: list[KeyboardInterrupt] = []
-_in_run = False
 
 # --- time -----------------------------------------------------------------------------------------
 
@@ -156,75 +133,34 @@ def cpu_clock_name() -> str:
     return "CPU time" if torch.get_num_threads() == 1 else "wall time"
 
 
-@contextlib.contextmanager
-def spared(
-    wrong: dict[str, str], arm: str, *errors: type[Exception], base: bool = False
-) -> Iterator[None]:
-    """An arm that fails by one of these ``errors`` is a line in ``wrong``, and costs the others nothing.
-    Not so without memory, and of the ``base`` that all are compared with."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except errors as error:
-        if base:
-            raise
-        wrong[arm] = first_line(error)
-
-
 def rounds(
-    arms: Mapping[Arm, Callable[[], object]],
-    count: int,
-    clock: Callable[[Callable[[], object]], float],
-    warm_up: int = 2,
+    arms: Mapping[Arm, Call], count: int, clock: Callable[[Call], float], warm_up: int = 2
 ) -> dict[Arm, list[float]]:
-    """Time arms in turns: a round runs every arm once, in an order shuffled anew, so that a machine
-    that grows slower or faster meanwhile favours none. ``warm_up`` rounds before do not count. Ctrl-C
-    under :func:`run` leaves the whole rounds before it: it is raised once these are reported."""
-    if _waiting:
-        raise _waiting.pop()
-    shuffled, times = random.Random(0), {name: list[float]() for name in arms}
+    """The times of ``count`` rounds, as of :func:`turns`; ``warm_up`` rounds before do not count."""
     for _ in range(warm_up):
         for call in arms.values():
             clock(call)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(count):
-            order = shuffled.sample(list(arms), len(arms))
-            for name, ms in [(name, clock(arms[name])) for name in order]:
-                times[name].append(ms)
-            gc.collect()
-    except KeyboardInterrupt as end:
-        if not _in_run or not all(times.values()):
-            raise
-        _waiting.append(end)
-    finally:
-        if collecting:
-            gc.enable()
-    return times
+    return by_arm(list(itertools.islice(turns(arms, clock), count)))
 
 
-def cut_off() -> bool:
-    """Whether Ctrl-C has ended the rounds of this case: only their rows are still to be made."""
-    return bool(_waiting)
+def turns(arms: Mapping[Arm, Call], clock: Callable[[Call], float]) -> Iterator[dict[Arm, float]]:
+    """Rounds without an end: each times every arm once, in an order shuffled anew, so that a machine
+    that grows slower or faster meanwhile favours none."""
+    shuffled, collecting = random.Random(0), gc.isenabled()
+    while True:
+        gc.disable()
+        try:
+            measured = {arm: clock(arms[arm]) for arm in shuffled.sample(list(arms), len(arms))}
+        finally:
+            if collecting:
+                gc.enable()
+        gc.collect()
+        yield {arm: measured[arm] for arm in arms}
 
 
-@contextlib.contextmanager
-def reported_first() -> Iterator[None]:
-    """A context for what a report can do without: Ctrl-C ends it, and is raised after the report."""
-    try:
-        yield
-    except KeyboardInterrupt as end:
-        if not _in_run:
-            raise
-        _waiting.append(end)
-
-
-def samples(rows: Sequence[Row]) -> str:
-    """How many rounds rows are of: ``8``, or ``3 to 8`` where one was cut off."""
-    counts = sorted({row["n"] for row in rows if "n" in row}) or [0]
-    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+def by_arm(whole: Sequence[Mapping[Arm, float]]) -> dict[Arm, list[float]]:
+    """The times of each arm, from those of each round."""
+    return {arm: [times[arm] for times in whole] for arm in (whole[0] if whole else ())}
 
 
 def quartiles(name: str, values: Sequence[float]) -> Row:
@@ -248,22 +184,89 @@ def speedup(times: Sequence[float], base: Sequence[float]) -> Row:
     }
 
 
+# --- one comparison -------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """Arms that are compared.
+
+    Attributes:
+        name: what is measured, for the reader.
+        arms: how each arm is made; the others are compared with the first.
+        rows: of the results, from the times of each arm and, of those that failed, the reasons.
+    """
+
+    name: str
+    arms: Mapping[Any, Callable[[], Call]]
+    rows: Callable[[dict[Any, list[float]], dict[Any, str]], list[Row]]
+
+
+class Comparison:
+    """The measurement of a case. What is known of it so far is there at any moment."""
+
+    def __init__(self) -> None:
+        self.first: dict[Any, float] = {}
+        self.whole: list[dict[Any, float]] = []
+        self.wrong: dict[Any, str] = {}
+
+    def measure(self, case: Case, count: int, clock: Callable[[Call], float]) -> None:
+        """Make each arm and print its first time, then let the arms take turns.
+
+        An arm that fails is left out with its reason, and with the first all others.
+        """
+        calls: dict[Any, Call] = {}
+        for arm, make in case.arms.items():
+            try:
+                call = make()
+                for _ in range(WARM_UP):
+                    clock(call)
+                self.first[arm] = clock(call)
+            except (ConfigError, RuntimeError) as error:  # the compiler's and out of memory, too
+                if isinstance(error, ConfigError) and not calls:
+                    raise
+                self.wrong[arm] = first_line(error)
+                if not calls:
+                    return
+            else:
+                calls[arm] = call
+                note(f"{case.name}, {label(arm)}: {self.first[arm]:.3g} ms at first")
+        for times in itertools.islice(turns(calls, clock), count):
+            self.whole.append(times)
+
+    @property
+    def times(self) -> dict[Any, list[float]]:
+        """Of whole rounds; before there is one, the first times."""
+        return by_arm(self.whole or [self.first])
+
+
+def beside_first(about: Row, times: dict[str, list[float]], wrong: dict[str, str]) -> list[Row]:
+    """The rows of a case whose arms are strings: how many times as fast as the first they are."""
+    base = next(iter(times.values()), [])
+    rows = [{**about, "arm": arm, **speedup(each, base)} for arm, each in times.items()]
+    return rows + [{**about, "arm": arm, "wrong": why} for arm, why in wrong.items()]
+
+
+def label(arm: Any) -> str:
+    return arm if isinstance(arm, str) else " ".join(filter(None, arm))
+
+
 # --- what is printed and written ------------------------------------------------------------------
 
 
 def note(text: str) -> None:
-    print(f"measuring {text} ...", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
+
+
+def samples(rows: Sequence[Row]) -> str:
+    """How many rounds rows are of: ``8``, or ``3 to 8`` where one was cut off."""
+    counts = sorted({row["n"] for row in rows if "n" in row}) or [0]
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
 def spread(row: Row, name: str) -> str:
     """A median and its quartiles: ``1.32 [1.30, 1.35]``."""
     middle, q1, q3 = (f"{row[key]:#.3g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3"))
     return f"{middle} [{q1}, {q3}]"
-
-
-def speed(row: Row, base: str = "dense") -> str:
-    """Milliseconds of the arm ``base``, of others how many times as fast they are."""
-    return f"{row['ms']:.3g} ms" if row["arm"] == base else spread(row, "speedup")
 
 
 def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
@@ -280,45 +283,65 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
     return aligned([down, *map(str, columns)], lines)
 
 
-class Benchmark(NamedTuple):
-    """The ``cases`` of a benchmark, measured as they are asked for, and the ``page`` of their rows.
-    ``omissions`` says what cannot be measured, a line each below the page; where that is all, it is a
-    mistake in the command."""
+def speeds(title: str, down: str, rows: list[Row]) -> str:
+    """The page of rows of :func:`beside_first`, a line for each value of the key ``down``."""
 
-    cases: Iterable[list[Row]]
+    def cell(row: Row) -> str:
+        first = row["arm"] == rows[0]["arm"]
+        return f"{row['ms']:.3g} ms" if first else spread(row, "speedup")
+
+    about = f"{title}. Median [quartiles] of paired rounds, n = {samples(rows)}."
+    return f"{about}\n\n{grid(rows, down, 'arm', cell)}"
+
+
+class Benchmark(NamedTuple):
+    """The cases of a benchmark, made as they are asked for, and the ``page`` of their rows."""
+
+    cases: Iterable[Case]
     page: Callable[[list[Row]], str]
     device: torch.device
-    variant: str = ""
-    omissions: Sequence[str] = ()
+    clock: Callable[[Call], float]
+    rounds: int
 
 
-def run(name: str, benchmark: Benchmark, out: Path | None, argv: Sequence[str]) -> None:
-    """Measure case by case, then print the page and with ``--out`` write it as .md and .json. What
-    is there is reported also where an error or Ctrl-C is the end."""
-    global _in_run
+def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None:
+    """Measure case by case, then print the page and with ``out`` write it as .md and .json.
+
+    What is there is reported also where an error or Ctrl-C is the end.
+    """
     rows: list[Row] = []
-    cases, page, device, variant, omissions = benchmark
-    _in_run = True
     try:
-        for case in cases:
-            rows += case
-            if _waiting:
-                raise _waiting.pop()
+        for case in benchmark.cases:
+            comparison = Comparison()
+            try:
+                comparison.measure(case, benchmark.rounds, benchmark.clock)
+            finally:
+                rows += case.rows(comparison.times, comparison.wrong)
+            torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
+            gc.collect()
+            torch.cuda.empty_cache()
+    except torch.OutOfMemoryError as error:
+        raise RunError(first_line(error)) from None
     finally:
-        _in_run = False
-        _waiting.clear()
-        if rows:
-            machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
-            text = "\n\n".join([page(rows), *omissions, machine_line(machine), f"    {command}"])
-            print(text)
-            if out:
-                stem = f"{name}{variant}_{'gpu' if device.type == 'cuda' else 'cpu'}"
-                about = {"benchmark": name, "command": command, "hardware": machine}
-                record = {**about, "rows": [_plain(row) for row in rows]}
-                (out / f"{stem}.md").write_text(text + "\n")
-                (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-    if omissions and not rows:
-        raise ConfigError(list(omissions))
+        if any("ms" in row for row in rows):
+            report(name, rows, benchmark, out, command)
+    if not any("ms" in row for row in rows):
+        raise RunError("; ".join(dict.fromkeys(f"{row['arm']}: {row['wrong']}" for row in rows)))
+
+
+def report(
+    name: str, rows: list[Row], benchmark: Benchmark, out: Path | None, command: str
+) -> None:
+    """Print the page of some rows, and write both into the folder ``out``."""
+    machine = hardware(benchmark.device)
+    text = "\n\n".join([benchmark.page(rows), machine_line(machine), f"    {command}"])
+    print(text)
+    if out:
+        stem = f"{name}_{'gpu' if benchmark.device.type == 'cuda' else 'cpu'}"
+        about = {"benchmark": name, "command": command, "hardware": machine}
+        record = {**about, "rows": [_plain(row) for row in rows]}
+        (out / f"{stem}.md").write_text(text + "\n")
+        (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _plain(row: Row) -> Row:

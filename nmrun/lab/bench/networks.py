@@ -1,9 +1,9 @@
-"""The networks that ``nmrun bench train`` measures, as overrides, and their random data."""
+"""The networks that are measured: of ``nmrun bench train`` as overrides, with random data, and of
+``nmrun bench infer`` by their sizes."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,80 +16,40 @@ from nmrun.lab.words.composition import config_of
 if TYPE_CHECKING:  # a mistake in the options is answered without torch
     import torch
 
-    from nmrun.lab.bench.harness import Row
     from nmrun.lab.tasks.vision import Classification
 
-VOCABULARY = 50304
-GPT = ("dataset=token_bin", f"dataset.vocabulary={VOCABULARY}")
+GPT = ("dataset=token_bin", "dataset.vocabulary=50304")
 IMAGES = ("dataset=digits", "+dataset._target_=nmrun.lab.bench.networks.random_images")
-VIT = ("model=vit_base", "model.heads=16")
 NETWORKS: dict[str, tuple[str, ...]] = {
     "gpt_tiny": (
-        *GPT,
-        "dataset.vocabulary=256",
-        "dataset.context=64",
-        "model=gpt_tiny",
-        "trainer.batch_size=16",
+        *GPT, "dataset.vocabulary=256", "dataset.context=64", "model=gpt_tiny", "trainer.batch_size=16",
     ),
     "gpt_512": (
-        *GPT,
-        "dataset.vocabulary=256",
-        "dataset.context=128",
-        "model=gpt2",
-        "model.layers=6",
-        "model.width=512",
-        "model.heads=8",
-        "trainer.batch_size=8",
+        *GPT, "dataset.vocabulary=256", "dataset.context=128", "model=gpt2", "model.layers=6",
+        "model.width=512", "model.heads=8", "trainer.batch_size=8",
     ),
     "gpt2": (*GPT, "model=gpt2", "trainer.batch_size=16"),
-    "gpt2_medium": (*GPT, "model=gpt2_medium", "trainer.batch_size=16"),
-    "gpt2_large": (*GPT, "model=gpt2_large", "trainer.batch_size=16"),
-    "gpt_1_3b": (  # GPT-3 XL's sizes
-        *GPT,
-        "model=gpt2",
-        "model.layers=24",
-        "model.width=2048",
-        "model.heads=16",
-        "trainer.batch_size=8",
-    ),
     # two blocks as wide as those of language models of 7 thousand million parameters
     "gpt_4096": (
-        *GPT,
-        "dataset.vocabulary=8192",
-        "dataset.context=2048",
-        "model=gpt2",
-        "model.layers=2",
-        "model.width=4096",
-        "model.heads=32",
-        "trainer.batch_size=4",
-    ),
-    "vit_small_32": (
-        *IMAGES,
-        "+dataset.side=32",
-        "model=vit_tiny",
-        "model.layers=2",
-        "trainer.batch_size=16",
+        *GPT, "dataset.vocabulary=8192", "dataset.context=2048", "model=gpt2", "model.layers=2",
+        "model.width=4096", "model.heads=32", "trainer.batch_size=4",
     ),
     "vit_large": (
-        *IMAGES,
-        "+dataset.side=224",
-        *VIT,
-        "model.layers=24",
-        "model.width=1024",
-        "trainer.batch_size=64",
+        *IMAGES, "+dataset.side=224", "model=vit_base", "model.heads=16", "model.layers=24",
+        "model.width=1024", "trainer.batch_size=64",
     ),
-    "vit_huge": (
-        *IMAGES,
-        "+dataset.side=224",
-        *VIT,
-        "model.layers=32",
-        "model.width=1280",
-        "model.patch=14",
-        "trainer.batch_size=64",
-    ),
-    "resnet18": (*IMAGES, "+dataset.side=32", "model=resnet18", "trainer.batch_size=512"),
+    "resnet18": (*IMAGES, "+dataset.side=32", "model=resnet18", "trainer.batch_size=64"),
+}  # fmt: skip
+# of encoders: layers, width, heads
+ENCODERS = {
+    "transformer": (6, 512, 8),
+    "bert_base": (12, 768, 12),
+    "bert_large": (24, 1024, 16),
+    "tiny": (1, 64, 2),
 }
-COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.clip=1")
+IMAGE_SIDES = {"resnet18": 32, "vit_large": 224}
+INFERRED = (*ENCODERS, *IMAGE_SIDES)
+COMMON = ("optimizer=adamw", "track=local", "trainer.clip=1")
 
 
 def overrides(folder: Path, words: Sequence[str]) -> list[str]:
@@ -99,7 +59,10 @@ def overrides(folder: Path, words: Sequence[str]) -> list[str]:
 
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
-    return config_of(overrides(folder, words))
+    try:
+        return config_of(overrides(folder, words))
+    except HydraException as error:
+        raise ConfigError(first_line(error)) from None
 
 
 def random_images(config: Config, device: torch.device) -> Classification:
@@ -124,23 +87,3 @@ def random_text(folder: Path) -> None:
     for name in ("train", "val"):
         tokens = np.random.default_rng(0).integers(256, size=1 << 20)
         tokens.astype(np.uint16).tofile(folder / f"{name}.bin")
-
-
-def each(
-    names: Sequence[str], measure: Callable[[tuple[str, ...]], list[Row]]
-) -> Iterator[list[Row]]:
-    """The rows of some networks of ``NETWORKS``, which ``measure`` gives by a network's
-    overrides."""
-    import torch
-
-    from nmrun.lab.bench import harness
-
-    for name in names:
-        harness.note(name)
-        try:
-            yield [{"model": name, **row} for row in measure(NETWORKS[name])]
-        except (ConfigError, HydraException) as error:
-            raise ConfigError(first_line(error)) from None
-        torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
-        gc.collect()
-        torch.cuda.empty_cache()

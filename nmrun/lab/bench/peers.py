@@ -1,31 +1,29 @@
-"""What other people's runtimes make of a dense network: arms of ``nmrun bench infer``.
+"""What others make of a dense network: arms of ``nmrun bench infer``.
 
-None of them is needed (nmrun's extra ``bench``): one that is missing, or that cannot take a
-network, is a line of the page.
+OpenVINO is not needed (nmrun's extra ``bench``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import io
 import logging
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import extra
+from nmrun.errors import ConfigError, first_line
 from nmrun.kernels.compiler import processor_flags
 from nmrun.products.attention import slow_path
 
 Call = Callable[[Tensor], Tensor]
 FLOAT32, BF16, INT8 = "float32", "bf16", "int8"
-MISSING = f"not installed: {extra('bench')}"
 
 
 def has_bf16() -> bool:
@@ -36,44 +34,20 @@ def has_bf16() -> bool:
 def versions() -> dict[str, str]:
     """Of the packages that arms come from, where they are installed."""
     numbers = {}
-    for name in ("onnxruntime", "openvino", "nncf"):
+    for name in ("openvino", "nncf"):
         with contextlib.suppress(PackageNotFoundError):
             numbers[name] = version(name)
     return numbers
 
 
-def arms(
-    names: Sequence[str], model: nn.Module, x: Tensor, precisions: Sequence[str]
-) -> tuple[dict[tuple[str, str], Call], dict[str, str]]:
-    """What runtimes make of a model.
-
-    Args:
-        names: of ``RUNTIMES``.
-        model: in float32 and evaluation.
-        x: an input of the size that is measured; int8 is calibrated with it.
-        precisions: that are wanted.
-
-    Returns:
-        A forward pass by precision and runtime, and why there are no more, by runtime.
-    """
-    calls: dict[tuple[str, str], Call] = {}
-    missing: dict[str, str] = {}
-    for name in names:
-        try:
-            with _quiet(), torch.no_grad(), slow_path():
-                for precision, call in RUNTIMES[name](model, x, precisions):
-                    calls[precision, name] = call
-        except ImportError as error:
-            missing[name] = f"{error.name} is {MISSING}"
-        except Exception as error:  # converters have many kinds, each with pages of text
-            first = str(error).strip().partition("\n")[0]
-            missing[name] = f"cannot take this network: {type(error).__name__}: {first}"
-    return calls, missing
-
-
 def cast(x: Tensor, precision: str) -> Tensor:
     """An input in a precision; token numbers stay."""
     return x.bfloat16() if precision == BF16 and x.is_floating_point() else x
+
+
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    """The model, in bf16 a copy."""
+    return copy.deepcopy(model).bfloat16() if precision == BF16 else model
 
 
 def by_layers(model: Call, x: Tensor) -> Tensor:
@@ -82,100 +56,48 @@ def by_layers(model: Call, x: Tensor) -> Tensor:
         return model(x)
 
 
-def compiled(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator[tuple[str, Call]]:
+def compiled(model: nn.Module, x: Tensor, precision: str) -> Call:
     """``torch.compile``: on a GPU into CUDA graphs, on a CPU with the weights as constants, which lets
     oneDNN lay them out."""
-    import copy
-
     how: dict[str, Any] = {"options": {"freezing": True}}
     if x.device.type == "cuda":
         how = {"mode": "reduce-overhead"}
-
-    for precision in precisions:
-        if precision == INT8:
-            continue
-        dense = copy.deepcopy(model).bfloat16() if precision == BF16 else model
-        inner = torch.compile(dense, **how)
-
-        def call(x: Tensor, inner: Any = inner, precision: str = precision) -> Tensor:
-            return by_layers(inner, cast(x, precision))
-
-        call(x)
-        yield precision, call
+    inner: Any = torch.compile(in_precision(model, precision), **how)
+    return lambda x: by_layers(inner, cast(x, precision))
 
 
-def onnxruntime(
-    model: nn.Module, x: Tensor, precisions: Sequence[str]
-) -> Iterator[tuple[str, Call]]:
-    """ONNX Runtime: float32, and weights and activations of its dynamic quantisation in int8.
+def openvino(model: nn.Module, x: Tensor, precision: str) -> Call:
+    """OpenVINO: float32, bfloat16, and int8 by NNCF's static quantisation, calibrated with ``x``.
 
-    It has no bfloat16 on x86.
+    Raises ConfigError where it is not installed, and RuntimeError for a network that it cannot take.
     """
-    runtime = importlib.import_module("onnxruntime")
-    onnx, _ = (importlib.import_module(name) for name in ("onnx", "onnxscript"))
-    exported = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
-    assert exported is not None
-    graph = exported.model_proto
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors alone
-    for precision in precisions:
-        if precision == BF16:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            file = f"{folder}/model.onnx"
-            if precision == INT8:
-                tool = importlib.import_module("onnxruntime.quantization")
-                tool.quantize_dynamic(graph, file, weight_type=tool.QuantType.QInt8)
-            else:
-                onnx.save_model(graph, file)
-            session = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        name = session.get_inputs()[0].name
-
-        def call(x: Tensor, session: Any = session, name: str = name) -> Tensor:
-            return torch.from_numpy(session.run(None, {name: x.numpy()})[0])
-
-        yield precision, call
+    try:
+        with _quiet(), torch.no_grad(), slow_path():
+            network = _openvino(model, x, precision)
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed: {extra('bench')}") from None
+    except Exception as error:  # converters have many kinds, each with pages of text
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise RuntimeError(f"it cannot take this network: {why}") from None
+    return lambda x: torch.from_numpy(network(x.numpy())[0])
 
 
-def openvino(model: nn.Module, x: Tensor, precisions: Sequence[str]) -> Iterator[tuple[str, Call]]:
-    """OpenVINO: float32, bfloat16, and int8 by NNCF's static quantisation."""
+def _openvino(model: nn.Module, x: Tensor, precision: str) -> Any:
     runtime = importlib.import_module("openvino")
-    core = runtime.Core()
-    converted = runtime.convert_model(model, example_input=x)
-    settings = {
+    graph = runtime.convert_model(model, example_input=x)
+    config = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
     }
-    for precision in precisions:
-        graph, config = converted, dict(settings)
-        if precision == BF16:
-            config["INFERENCE_PRECISION_HINT"] = "bf16"
-        if precision == INT8:
-            nncf = importlib.import_module("nncf")
-            nncf.set_log_level(logging.ERROR)
-            graph = nncf.quantize(
-                converted,
-                nncf.Dataset([x.numpy()]),
-                model_type=nncf.ModelType.TRANSFORMER,
-                subset_size=1,
-            )
-            if has_bf16():  # what is not int8 is as fast as it can be
-                config["INFERENCE_PRECISION_HINT"] = "bf16"
-        network = core.compile_model(graph, "CPU", config)
-
-        def call(x: Tensor, network: Any = network) -> Tensor:
-            return torch.from_numpy(network(x.numpy())[0])
-
-        yield precision, call
-
-
-RUNTIMES: dict[str, Callable[..., Iterator[tuple[str, Call]]]] = {
-    "compiled": compiled,
-    "onnxruntime": onnxruntime,
-    "openvino": openvino,
-}
+    if precision == INT8:
+        nncf = importlib.import_module("nncf")
+        nncf.set_log_level(logging.ERROR)
+        samples, kind = nncf.Dataset([x.numpy()]), nncf.ModelType.TRANSFORMER
+        graph = nncf.quantize(graph, samples, model_type=kind, subset_size=1)
+    if precision == BF16 or (precision == INT8 and has_bf16()):  # of int8 what is left
+        config["INFERENCE_PRECISION_HINT"] = "bf16"
+    return runtime.Core().compile_model(graph, "CPU", config)
 
 
 @contextlib.contextmanager

@@ -1,40 +1,43 @@
-"""``nmrun bench train``: whole training steps by nmrun's own loop, dense, masked and accelerated,
-and by a bare loop.
+"""``nmrun bench train``: a training step of each recipe beside the dense step, by nmrun's own loop, and
+by loops of a few lines.
 
-Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``, on
-a CPU by oneDNN where that is faster, and ``torch``, by torch's default products; the recipe with
-``trainer.acceleration=off`` and ``=auto``; ``bare``, the same dense network, compiled alike, with
-torch's fused AdamW on one batch that stays where it is: what a loop of one's own could reach at
-best. On a GPU a last stretch of each arm is profiled: where a step goes.
+``plain_loop`` trains the dense network, compiled alike, with torch's fused AdamW on one batch that
+stays where it is: what a loop of one's own could reach at best. ``masked_loop`` is the same with
+masks as most people write them, found by topk in each forward pass. A run is as long as its
+measurement, so each recipe goes through its phases by its defaults.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from nmrun.lab.bench import harness, kernel_times
-from nmrun.lab.bench.harness import NO_MEMORY, Benchmark, Clock, Row, rounds, speedup
-from nmrun.lab.bench.networks import composed, each, random_text
-from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
+from nmrun.errors import ConfigError
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import WARM_UP, Benchmark, Call, Case, Row
+from nmrun.lab.bench.networks import NETWORKS, composed, random_text
 from nmrun.lab.keys.config import Config
 from nmrun.lab.show.formats import aligned
-from nmrun.lab.train.build import autocast, build
-from nmrun.lab.train.flops import peak_flops
+from nmrun.lab.train.build import autocast, build, prepare
 from nmrun.lab.train.steps import TrainingSteps
+from nmrun.patterns import Pattern
+from nmrun.sparsity.select import select
 
-OFF = "trainer.acceleration=off"
-Prepared = tuple[Callable[[], None], Row]
 
-
-def ours(config: Config, steps: int) -> Prepared:
-    """A stretch of nmrun's training, and what there is to say of it."""
+def nmruns_loop(config: Config, steps: int, facts: Row) -> Call:
+    """A stretch of nmrun's training; ``facts`` gets what there is to say of it."""
     loop = TrainingSteps(config, parts := build(config))
     loop.model.train()
-    items = sum(loop.task.sizes(0, 0, 1))
+    facts["items"] = sum(loop.task.sizes(0, 0, 1))
+    if loop.handle.sparse:
+        by_products = sum(choice.is_sparse for choice in parts.accelerated)
+        facts["layers"] = f"{by_products} of {len(loop.handle.sparse)}"
 
     def stretch() -> None:
         for _ in range(steps):
@@ -42,21 +45,15 @@ def ours(config: Config, steps: int) -> Prepared:
             # as if a row was logged
             loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1
 
-    by_products = sum(choice.is_sparse for choice in parts.accelerated)
-    about = {
-        "items": items,
-        "flops": loop.cost.dense,
-        "peak": peak_flops(loop.device, loop.precision),
-    }
-    return stretch, about | (
-        {"layers": f"{by_products} of {len(loop.handle.sparse)}"} if loop.handle.sparse else {}
-    )
+    return stretch
 
 
-def bare(config: Config, steps: int) -> Prepared:
-    """A stretch of a loop of a few lines, and what there is to say of it."""
+def plain_loop(config: Config, steps: int, pattern: Pattern | None = None) -> Call:
+    """A stretch of a loop of a few lines, with the masks of a pattern or dense."""
     parts = build(config)
     model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
+    if pattern:
+        mask(model, pattern, config)
     forward = torch.compile(model, fullgraph=True) if config.trainer.compile else model
     batches = task.micro_batches(0, 0, accumulate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -74,128 +71,121 @@ def bare(config: Config, steps: int) -> Prepared:
             optimizer.zero_grad(set_to_none=True)
         torch.set_deterministic_debug_mode(mode)
 
-    return stretch, {}
+    return stretch
 
 
-def measure(
-    words: Sequence[str],
-    recipe: str,
+class TopK(nn.Module):
+    """The parametrization w -> m * w, whose gradient goes straight through: m keeps the N largest
+    magnitudes of every M along a dimension."""
+
+    def __init__(self, pattern: Pattern, dim: int) -> None:
+        super().__init__()
+        self.n, self.m, self.dim = pattern.n, pattern.m, dim
+
+    def forward(self, weight: Tensor) -> Tensor:
+        groups = weight.detach().abs().movedim(self.dim, -1).unflatten(-1, (-1, self.m))
+        kept = groups.topk(self.n, dim=-1).indices
+        mask = torch.zeros_like(groups).scatter_(-1, kept, 1.0)
+        pruned = weight * mask.flatten(-2).movedim(-1, self.dim)
+        return weight + (pruned - weight).detach()
+
+
+def mask(model: nn.Module, pattern: Pattern, config: Config) -> None:
+    """Mask the weights that nmrun would make sparse, without nmrun."""
+    options = config.model.include, config.model.exclude or ()
+    sparse, _ = select(model, pattern, *options, overrides=config.sparsity.overrides)
+    for entry in sparse:
+        if entry.pattern is None or entry.pattern.v > 1:
+            raise ConfigError(f"{entry.name}: this loop masks N:M")
+        parametrization = TopK(entry.pattern, entry.dim)
+        parametrize.register_parametrization(entry.module, entry.attribute, parametrization)
+
+
+def case(
+    name: str,
     ratio: str,
-    arms: Sequence[str],
+    loops: Mapping[str, Callable[[Row], Call]],
     steps: int,
-    count: int,
-    device: torch.device,
-) -> list[Row]:
-    dense, sparse = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
-    prepared, wrong = dict[str, Prepared](), dict[str, str]()
-    with tempfile.TemporaryDirectory() as name:
-        random_text(Path(name))
-        make = {
-            "dense": lambda: ours(composed(Path(name), [*words, *dense]), steps),
-            "torch": lambda: ours(composed(Path(name), [*words, *dense, OFF]), steps),
-            "masked": lambda: ours(composed(Path(name), [*words, *sparse, OFF]), steps),
-            "accelerated": lambda: ours(composed(Path(name), [*words, *sparse]), steps),
-            "bare": lambda: bare(composed(Path(name), [*words, *dense]), steps),
-        }
-        try:
-            for arm in dict.fromkeys(("dense", *arms)):
-                call, about = make[arm]()
-                # the compiler may raise it
-                with harness.spared(wrong, arm, RuntimeError, base=arm == "dense"):
-                    call()  # of the warm-up; here it is compiled
-                    prepared[arm] = call, about
-            times = rounds(
-                {arm: call for arm, (call, _) in prepared.items()},
-                count,
-                Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock(),
-                warm_up=1,
-            )
-            kernels = dict[str, dict[str, float]]()
-            for arm, (call, _) in prepared.items() if device.type == "cuda" else ():
-                with harness.reported_first():
-                    kernels[arm] = {} if harness.cut_off() else kernel_times.kernels_of(call, steps)
-        except torch.OutOfMemoryError:
-            return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
-    facts = prepared["dense"][1]
-    rows: list[Row] = [{"arm": arm, "sparsity": ratio, "wrong": why} for arm, why in wrong.items()]
-    for arm, samples in times.items():
-        figures = speedup([ms / steps for ms in samples], [ms / steps for ms in times["dense"]])
-        rate = facts["items"] / figures["ms"] * 1e3
-        mfu = {"mfu": rate * facts["flops"] / facts["peak"]} if facts["peak"] else {}
-        layers = {"layers": prepared[arm][1]["layers"]} if "layers" in prepared[arm][1] else {}
-        where = (
-            {"kinds": kernel_times.by_kind(kernels[arm], figures["ms"])} if kernels.get(arm) else {}
-        )
-        row = {"arm": arm, "sparsity": ratio, **figures, "items_per_second": rate}
-        rows.append({**row, **mfu, **layers, **where})
-    return rows
+) -> Case:
+    """The comparison of some loops of ``steps`` steps a stretch, dense first; each gets a row for
+    what there is to say of it."""
+    facts: dict[str, Row] = {arm: {} for arm in loops}
+
+    def rows(times: dict[str, list[float]], wrong: dict[str, str]) -> list[Row]:
+        each = {arm: [ms / steps for ms in stretches] for arm, stretches in times.items()}
+        rows = harness.beside_first({"model": name, "sparsity": ratio}, each, wrong)
+        for row in rows:
+            row |= facts[row["arm"]]
+            if "ms" in row:
+                row["items_per_second"] = facts["dense"]["items"] / row["ms"] * 1e3
+        return rows
+
+    arms = {arm: partial(make, facts[arm]) for arm, make in loops.items()}
+    return Case(f"{name} {ratio}", arms, rows)
 
 
-HEAD = (
-    "model",
-    "N:M",
-    "arm",
-    "ms a step",
-    "times as fast",
-    "items/s",
-    "MFU",
-    "layers by N:M products",
-)
+def loops(
+    folder: Path, words: Sequence[str], ratio: str, arms: Sequence[str], steps: int
+) -> dict[str, Callable[[Row], Call]]:
+    """The loops of some arms, recipes and the plain ones, dense first."""
+
+    def config(recipe: str) -> Config:
+        return composed(folder, [*words, f"recipe={recipe}", f"sparsity='{ratio}'"])
+
+    def recipe(arm: str, facts: Row) -> Call:
+        return nmruns_loop(config(arm), steps, facts)
+
+    def plain(pattern: Pattern | None, facts: Row) -> Call:
+        return plain_loop(config("dense"), steps, pattern)
+
+    def loop(arm: str) -> Callable[[Row], Call]:
+        if arm == "plain_loop":
+            return partial(plain, None)
+        if arm == "masked_loop":
+            return partial(plain, Pattern.parse(ratio))
+        return partial(recipe, arm)
+
+    return {arm: loop(arm) for arm in dict.fromkeys(("dense", *arms))}
+
+
+HEAD = "model", "N:M", "arm", "ms a step", "times as fast", "items/s", "layers by N:M products"
 
 
 def line(row: Row) -> list[str]:
+    first = [row["model"], row["sparsity"], row["arm"]]
     if "wrong" in row:
-        return [row["model"], row.get("sparsity", ""), row["arm"], row["wrong"], "", "", "", ""]
+        return [*first, row["wrong"], "", "", ""]
+    rate = f"{row['items_per_second']:,.0f}"
     return [
-        *(row["model"], row["sparsity"], row["arm"]),
-        *(f"{row['ms']:.4g}", harness.spread(row, "speedup"), f"{row['items_per_second']:,.0f}"),
-        *(f"{row['mfu']:.1%}" if "mfu" in row else "", row.get("layers", "")),
-    ]
+        *first, f"{row['ms']:.4g}", harness.spread(row, "speedup"), rate, row.get("layers", ""),
+    ]  # fmt: skip
 
 
-def profiled(rows: Sequence[Row]) -> str:
-    """Where the steps go, a line an arm; nothing where nothing was profiled."""
-    found = [row for row in rows if "kinds" in row]
-    if not found:
-        return ""
-    kinds = [kind for kind in found[0]["kinds"] if any(row["kinds"][kind] for row in found)]
-    lines = [
-        [
-            row["model"],
-            row["sparsity"],
-            row["arm"],
-            *(f"{row['kinds'][kind]:.3g}" for kind in kinds),
-        ]
-        for row in found
-    ]
-    title = "Where a step goes, in ms of the GPU by kinds of kernels, one profiled stretch:"
-    return f"\n\n{title}\n\n{aligned([*HEAD[:3], *kinds], lines)}"
+def page(rows: list[Row], steps: int, device: torch.device) -> str:
+    clock = "" if device.type == "cuda" else f" of {harness.cpu_clock_name()}"
+    title = (
+        f"Training steps: milliseconds{clock}, and times as fast as dense. Median [quartiles] of paired "
+        f"stretches of {steps} steps, n = {harness.samples(rows)}. Items are tokens or images."
+    )
+    return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}"
 
 
 def benchmark(
-    models: Sequence[str] | None, recipe: str, sparsity: Sequence[str], arms: Sequence[str] | None, steps: int,
-    compile: bool | None, overrides: Sequence[str], rounds: int, device: str,
+    models: Sequence[str], sparsity: Sequence[str], arms: Sequence[str], steps: int,
+    overrides: Sequence[str], rounds: int,
 ) -> Benchmark:  # fmt: skip
-    place = harness.device_of(device)
-    compiled = place.type == "cuda" if compile is None else compile
-    arms = arms or [arm for arm in TRAINING_ARMS if arm != "torch" or place.type == "cpu"]
-    settings = [f"trainer.compile={compiled}", f"trainer.device={place.type}", *overrides]
+    length = f"trainer.steps={(WARM_UP + 1 + rounds) * steps}"
 
-    def measure_network(words: Sequence[str]) -> list[Row]:
-        how = (steps, rounds, place)
-        return [
-            row
-            for ratio in sparsity
-            for row in measure([*words, *settings], recipe, ratio, arms, *how)
-        ]
+    def cases() -> Iterator[Case]:
+        with tempfile.TemporaryDirectory() as folder:
+            random_text(Path(folder))
+            for name in models:
+                words = [*NETWORKS[name], length, *overrides]
+                for ratio in sparsity:
+                    made = loops(Path(folder), words, ratio, arms, steps)
+                    yield case(name, ratio, made, steps)
 
-    def page(rows: list[Row]) -> str:
-        clock = "" if place.type == "cuda" else f" of {harness.cpu_clock_name()}"
-        title = (
-            f"Training steps, {recipe}: milliseconds{clock}, and times as fast as dense. "
-            f"Median [quartiles] of paired stretches of {steps} steps, n = {harness.samples(rows)}. "
-            f"Items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
-        )
-        return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}{profiled(rows)}"
-
-    return Benchmark(each(models or TRAINED[place.type], measure_network), page, place)
+    with tempfile.TemporaryDirectory() as folder:
+        device = prepare(composed(Path(folder), [*NETWORKS[models[0]], *overrides]))
+    clock = harness.Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock()
+    return Benchmark(cases(), partial(page, steps=steps, device=device), device, clock, rounds)

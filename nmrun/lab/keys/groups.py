@@ -355,8 +355,8 @@ class Trainer(Group):
         one_of(*ACCELERATION),
         "faster products, with the kept weights or activations alone: auto (layer by layer, "
         "where they are right and faster), off, or force (also where slower). One way alone: "
-        "packed (weights on a CPU), cusparselt, cutlass, one_pass, or with fp8 "
-        "cusparselt_fp8. On CPUs auto takes oneDNN for dense products",
+        "packed (weights on a CPU), cusparselt, or with fp8 cusparselt_fp8. On CPUs auto takes "
+        "oneDNN for dense products",
     ] = "auto"
     evaluate: Annotated[
         str,

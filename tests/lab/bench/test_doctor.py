@@ -69,38 +69,6 @@ def test_the_verdict_on_a_product():
     ).startswith("WRONG")
 
 
-def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    def pack(weight: Tensor, **kwargs: Any) -> Any:
-        packed.append(kwargs["algorithm"])
-        return weight, weight, weight, weight, weight
-
-    packed: list[str] = []
-    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", pack)
-    monkeypatch.setattr(torch, "_sparse_semi_structured_mm", lambda packed, meta, x: packed @ x)
-    gpu(monkeypatch, 9)
-    assert semi_structured.verdict(semi_structured.ONE_PASS, "cpu").startswith(
-        "not tried: it writes the layout of compute capability 8.x"
-    )
-    assert packed == []
-    gpu(monkeypatch, 8)
-    assert semi_structured.verdict(semi_structured.ONE_PASS, "cpu") == "right"
-    assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
-
-
-def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """It would drop a part of what a row-wise mask keeps, without a word."""
-    gpu(monkeypatch, 8)
-    monkeypatch.setattr(
-        torch, "_sparse_semi_structured_tile", lambda *args, **options: pytest.fail("it was pruned")
-    )
-    weight = semi_structured.transposable(16, 32, "cpu")
-    for other in (None, weight.clone()):
-        with pytest.raises(NotImplementedError, match="one weight for both products"):
-            semi_structured.ONE_PASS.pack(weight, other)
-
-
 @pytest.mark.parametrize(
     ("version", "text"), [((0, 8, 0), "0.8.0 (/lib/libcusparseLt.so.0)"), (None, "not loaded")]
 )
@@ -262,22 +230,3 @@ def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
     assert fastest == ("cusparselt:3", 3.0)
     with pytest.raises(ValueError, match="WRONG results"):
         semi_structured.fastest("cusparselt", x, parts, None, expected + 5)
-
-
-def test_cutlass_packs_what_torch_can_unpack():
-    from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
-
-    weight = semi_structured.transposable(32, 128, "cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        # which asks for a GPU
-        patch.setattr(
-            semi_structured.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None
-        )
-        (packed, meta), (packed_t, meta_t) = semi_structured.CUTLASS.pack(
-            weight.repeat(4, 1), weight.repeat(4, 1)
-        )
-    assert packed.shape == (128, 64)
-    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), weight.repeat(4, 1))
-    assert torch.equal(
-        sparse_semi_structured_to_dense_cutlass(packed_t, meta_t), weight.repeat(4, 1).t()
-    )

@@ -1,0 +1,110 @@
+"""What the scripts in ``benchmarks/`` time is what they say."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import operands
+import pytest
+import torch
+from torch import Tensor
+
+from nmrun.fast.cpu.kernels import products
+from nmrun.lab.bench import harness, infer
+from nmrun.patterns import Pattern
+from nmrun.sparsity import hard_threshold
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script by its name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("ratio", ["2:4", "1:16", "8:32", "4:4"])
+def test_each_way_finds_the_same_masks(script: Any, ratio: str) -> None:
+    torch.manual_seed(0)
+    weight, pattern = torch.randn(5, 64), Pattern.parse(ratio)
+    for name, way in script("masks").WAYS.items():
+        out = torch.full_like(weight, 7.0)
+        way(weight, out, pattern)
+        expected = weight if name == "copy" else hard_threshold(weight, pattern)
+        assert torch.equal(out, expected), name
+
+
+@pytest.mark.parametrize("recipe", ["asp", "sr_ste", "step"])
+def test_an_update_is_the_same_in_one_pass_and_apart(script: Any, recipe: str) -> None:
+    step = script("updates").step
+    weights: list[Tensor] = []
+    for in_one_pass in (True, False):
+        take = step(recipe, 1, CPU, in_one_pass)
+        take()
+        take()
+        weights += take.__self__.param_groups[0]["params"]
+    assert torch.equal(*weights)
+    assert int((weights[0].reshape(-1, 4) != 0).sum(1).max()) == 2
+
+
+def test_the_dense_product_of_fp8_is_that_of_rounded_numbers(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Summed as fast as the sparse ones are."""
+    product = torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *o, use_fast_accum, **how: product(*o, **how) * use_fast_accum
+    )
+    x, weight = operands.normal(16, 32).bfloat16(), operands.normal(48, 32, seed=1).bfloat16()
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = torch.finfo(torch.float8_e4m3fn).max / x.float().abs().max()
+        return (x.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
+
+    z = script("gpu_products").dense(weight, x, True)()
+    expected = rounded(x) @ rounded(weight).t()
+    torch.testing.assert_close(z.double(), expected, rtol=2**-7, atol=2**-7 * expected.std().item())
+
+
+@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
+@pytest.mark.parametrize(
+    ("name", "past", "vocabulary", "layers"),
+    [
+        ("gpt2", 5, 50257, 9),  # four a block, and the tied head
+        ("gpt2", None, 50257, 9),
+        # seven a block, and the head
+        pytest.param("llama_7b_block", 5, 32000, 15, marks=pytest.mark.slow),
+        pytest.param("llama_7b_block", None, 32000, 15, marks=pytest.mark.slow),
+    ],
+)
+def test_a_small_language_model(
+    script: Any,
+    name: str,
+    past: int | None,
+    vocabulary: int,
+    layers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers")
+    module = script("language_inference")
+    monkeypatch.setitem(module.SIZES, name, (2, 32, 2))
+    torch.manual_seed(0)
+    model = module.Decoder(name, past).eval()
+    x = torch.randint(32000, (1, 5) if past is None else (5, 1))
+    with torch.no_grad():
+        output = model(x)
+        assert output.shape == (len(x), 1, vocabulary)
+        whole = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.equal(whole(x), output)
+        model.model.set_attn_implementation("sdpa")  # with a mask
+        torch.testing.assert_close(model(x), output)
+    comparison = harness.Comparison()
+    case = infer.case(name, (1, 5), model, x, [("float32", "packed", "1:4")])
+    comparison.measure(case, 2, harness.Clock(CPU))
+    rows = case.rows(comparison.times, comparison.wrong)
+    assert [row["arm"] for row in rows] == ["torch", "packed"]
+    assert not any("wrong" in row for row in rows)
+    assert rows[-1]["layers"].endswith(f"of {layers}")
