@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 TESTS = ("t", "wilcoxon")
 OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json")  # for programs
-FORMATS = ("markdown", "latex", "html", *RECORDS)
-BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
+FORMATS = ("markdown", "latex", *RECORDS)
+BY_SUFFIX = {".md": "markdown", ".tex": "latex"} | {f".{name}": name for name in RECORDS}
 SUFFIXES = (".png", ".svg", ".pdf")
-PLOTS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
+PLOTS = ("ratio", "curves", "flops", "overall")
 
 
 def table(argv: Sequence[str]) -> int:
@@ -67,7 +66,7 @@ def table(argv: Sequence[str]) -> int:
         "--experiment",
         metavar="NAMES",
         help="show the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are "
-        "overrides, as for the sweep. Several as HTML are one page with all figures",
+        "overrides, as for the sweep",
     )
     parser.add_argument("--scale", help="scale of the experiments: smoke, small (default) or paper")
     parser.add_argument(
@@ -91,14 +90,13 @@ def table(argv: Sequence[str]) -> int:
 
 def _format(options: argparse.Namespace) -> str:
     suffix = "" if options.out is None else options.out.suffix.lower()
-    by_suffix = BY_SUFFIX.get(suffix, suffix.removeprefix("."))
-    if suffix and not options.format and by_suffix not in FORMATS:
-        suffixes = ", ".join([*BY_SUFFIX, *(f".{name}" for name in FORMATS[2:])])
+    if suffix and not options.format and suffix not in BY_SUFFIX:
+        where = "; nmrun report writes HTML" if suffix in (".html", ".htm") else ""
         raise ConfigError(
-            f"--out {options.out}: the suffix must be one of {suffixes}, or say --format"
+            f"--out {options.out}: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format{where}"
         )
     otherwise = "csv" if options.runs else "markdown"
-    style = str(options.format or (by_suffix if by_suffix in FORMATS else otherwise))
+    style = str(options.format or BY_SUFFIX.get(suffix, otherwise))
     if options.runs and style not in RECORDS:
         raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
     if options.labels and style != "latex":
@@ -262,16 +260,12 @@ def report(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "a report needs run folders: curves, errors and environments are not in W&B"
             )
-        from nmrun.lab.compare.comparison import divide
-        from nmrun.lab.compare.runs import read
         from nmrun.lab.show import report
 
         target = options.to or _default_file(paths, "report.html")
         if target.suffix not in ("", ".html", ".htm"):
             raise ConfigError(f"--to {target}: a report is HTML; the suffix must be .html")
-        query = _query(options)
-        parts = divide(read(paths), replace(query, baseline=""))
-        report.write(paths, parts, target, query.baseline, query.test)
+        report.write(paths, _query(options), target)
         sys.stdout.write(f"{target}\n")
     return 0
 

@@ -1,7 +1,7 @@
-"""Comparisons written down: Markdown, LaTeX and HTML to be read, CSV and JSON for programs.
+"""Comparisons written down: Markdown and LaTeX to be read, CSV and JSON for programs; tables as HTML
+for pages.
 
-HTML is whole documents, which ask no other host or file for anything. LaTeX needs booktabs, and is
-as narrow as a column where that is possible.
+LaTeX needs booktabs, and is as narrow as a column where that is possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nmrun.lab.compare.statistics import Cell, cell_value
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions, cautions
 
-READABLE = ("markdown", "latex", "html")
+READABLE = ("markdown", "latex")
 METHOD = (
     "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds. "
     "Intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations, and their "
@@ -67,24 +67,17 @@ def render(
 ) -> str:
     """Write a comparison down: its tables, or where it is over all cells, that.
 
-    ``style`` is ``markdown``, ``latex``, ``html`` (one page), ``csv`` or ``json``. Texts are ASCII,
-    but for minus signs and the users' own names. ``method``: say in Markdown how the numbers come
-    about, as HTML always does.
+    ``style`` is ``markdown``, ``latex``, ``csv`` or ``json``. Texts are ASCII, but for minus signs
+    and the users' own names. ``method``: say in Markdown how the numbers come about.
     """
     if style not in READABLE:
         return runs.as_text(lines(comparison), style)
-    tables, title = comparison.tables, f"nmrun: {comparison.tables[0].metric}"
     if comparison.overall:
-        blocks, title = [_over_all_cells(comparison)], "nmrun: all cells together"
-    else:
-        blocks = [grid for table in tables for grid in grids(table)]
-    if style == "latex" and comparison.overall:
-        return _latex_over_all_cells(blocks[0], labels)
+        grid = _over_all_cells(comparison)
+        return _latex_over_all_cells(grid, labels) if style == "latex" else markdown(grid, method)
     if style == "latex":
-        return "\n".join(latex(table, labels) for table in tables)
-    if style == "html":
-        return document("page.html", title=title, body=Markup("").join(map(html_table, blocks)))
-    return "\n".join(markdown(grid, method) for grid in blocks)
+        return "\n".join(latex(table, labels) for table in comparison.tables)
+    return "\n".join(markdown(grid, method) for table in comparison.tables for grid in grids(table))
 
 
 def grids(table: Table) -> list[Grid]:
@@ -245,7 +238,7 @@ def filled(template: str, **values: Any) -> Markup:
     """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not.
     ASCII, but for what stands in scripts.
     """
-    text = _templates().get_template(template).render(allowed="", **values)
+    text = _templates().get_template(template).render(**values)
     return Markup(text.replace(MINUS, "&minus;").replace("\N{PLUS-MINUS SIGN}", "&plusmn;"))
 
 
