@@ -60,6 +60,7 @@ bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, tests, infere
 docs: $(VENV)/installed-docs  ## the site of docs/, in site/; every page, link and name in it has to be there
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the site: file://$(CURDIR)/site/index.html"
 
 lint: $(VENV)/installed-all  ## ruff, mypy, and that imports only go down
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, folded
 from nmrun.lab.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def table(argv: Sequence[str]) -> int:
         for name in ("scale", "figures"):
             if vars(options)[name] is not None:
                 raise ConfigError(f"--{name} is for --experiment")
-        _write(_content(options), options.out)
+        _write(_content(options), _format(options), options.out)
     return 0
 
 
@@ -171,10 +171,13 @@ def _limits(text: str | None) -> tuple[float, float] | None:
     return ends[0], ends[1]
 
 
-def _write(content: str, out: Path | None) -> None:
-    """To a file, whose name is printed, or to the terminal."""
+def _write(content: str, style: str, out: Path | None) -> None:
+    """To a file, whose name is printed, or to the terminal, where captions break at words."""
     if out is None:
-        _print(content)
+        lines = content.split("\n")
+        if style == "markdown":
+            lines = [line if line[:1] == "|" else folded(line, sys.stdout) for line in lines]
+        _print("\n".join(lines))
         return
     if out.is_file() or not out.exists():
         atomic.write(out.resolve() if out.is_symlink() else out, content)
@@ -346,7 +349,7 @@ def _experiments(options: argparse.Namespace) -> int:
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    _write(text, options.out)
+    _write(text, style, options.out)
     sys.stdout.write("".join(f"{file}\n" for file in files))
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from terminal import Terminal
 from verbs import verb
 
 from nmrun.lab.compare.notation import higher_is_better
@@ -598,6 +599,17 @@ def test_json_has_the_values_of_the_seeds(write, table):
     assert cells_["step", "1:8"]["values"] == [0.97, 0.98, 0.99]
     assert cells_["step", "1:8"]["seeds"] == [0, 1, 2]
     assert cells_["sr_ste", "1:8"]["sd"] is None
+
+
+def test_captions_break_at_words_where_a_terminal_ends(write, table, monkeypatch, tmp_path):
+    comparison(write)
+    plain = table()[1].partition("|")[0]
+    terminal = Terminal(monkeypatch, width=60)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert verb("table", str(tmp_path / "outputs")) == 0
+    shown = "\n".join(terminal.lines()).partition("|")[0]
+    assert max(map(len, plain.splitlines())) > 60 >= max(map(len, shown.splitlines()))
+    assert shown.split() == plain.split()
 
 
 # --- pictures -------------------------------------------------------------------------------------
