@@ -139,17 +139,24 @@ def text(table: Table, row: Key, column: Key) -> str:
     """A cell as ``98.7 +- 0.3 (3, 2 failed)``: mean and standard deviation, the number of seeds
     that they are over, and what gave no value. One without runs is ``-``.
     """
+    value, spread, cell = _figures(table, row, column)
+    if not value:
+        return cell.counted() or "-"
+    return f"{value} +- {spread} ({cell.counted()})" if spread else f"{value} ({cell.counted()})"
+
+
+def _figures(table: Table, row: Key, column: Key) -> tuple[str, str, Cell]:
+    """A cell's value and standard deviation as they are printed, each empty where there is none."""
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
     value = cell_value(cell, table.statistic, higher_is_better(metric))
-    if value is not None and cell.sd is not None and table.statistic == "mean":
-        decimals = table.digits_of(value, metric, cell.sd)
-        counted = decimals is None and metric.startswith("flops/")  # all runs have the same
-        spread = "" if counted else f" +- {printed(cell.sd, metric, decimals)}"
-        return f"{printed(value, metric, decimals)}{spread} ({cell.counted()})"
-    if value is not None:
-        return f"{printed(value, metric, table.digits_of(value, metric, None))} ({cell.counted()})"
-    return cell.counted() or "-"
+    if value is None:
+        return "", "", cell
+    sd = cell.sd if table.statistic == "mean" else None
+    decimals = table.digits_of(value, metric, sd)
+    counted = decimals is None and metric.startswith("flops/")  # all runs have the same
+    spread = "" if sd is None or counted else printed(sd, metric, decimals)
+    return printed(value, metric, decimals), spread, cell
 
 
 def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
@@ -356,18 +363,14 @@ def _body(lines: Sequence[Sequence[str]], references: int) -> list[str]:
 
 
 def _cell(table: Table, row: Key, column: Key, n: int) -> str:
-    cell = table.cells.get((row, column), Cell(None, None, 0, {}))
-    metric = table.metric_of(row, column)
-    value = cell_value(cell, table.statistic, higher_is_better(metric))
-    if value is None:
+    value, spread, cell = _figures(table, row, column)
+    if not value:
         return escape(cell.counted()) or "--"
-    spread = cell.sd if table.statistic == "mean" else None
-    decimals = table.digits_of(value, metric, spread)
-    text = _in_math(printed(value, metric, decimals))
+    text = _in_math(value)
     if (row, column) in table.best:
         text = rf"\mathbf{{{text}}}"
-    if spread is not None and not metric.startswith("flops/"):
-        text += rf"_{{\pm {_in_math(printed(spread, metric, decimals))}}}"
+    if spread:
+        text += rf"_{{\pm {_in_math(spread)}}}"
     gap = table.differences.get((row, column))
     text += "^{*}" if gap is not None and gap.significant else ""
     return f"${text}$" + (f" ({escape(cell.counted())})" if cell.n != n or cell.without else "")

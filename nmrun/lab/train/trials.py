@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -28,10 +29,15 @@ from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
 def parts(
-    config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
+    config: Config,
+    state: dict[str, Any] | None,
+    accumulate: int,
+    search: bool = True,
+    plan: Callable[[Parts], None] = lambda parts: None,
 ) -> Parts:
     """Build the parts of a run, with what trials find out for it, or have found out for its
-    checkpoint ``state``. Without ``search`` the decay of ``recipe.decay=auto`` is 0."""
+    checkpoint ``state``. Without ``search`` the decay of ``recipe.decay=auto`` is 0; ``plan`` is as
+    of :func:`build`."""
     steps, decay, seconds, flops = None, 0.0, 0.0, Counter[str]()
     events: list[str] = []
     trainer = {**config.plain["trainer"], "accumulate": accumulate}
@@ -52,7 +58,7 @@ def parts(
     precision = earlier.get("precision")
     if state and precision is None:  # of an earlier version, whose auto was bf16 on GPUs alone
         precision = precision_of(config.trainer.precision, device_of(config.trainer.device))
-    built = build(config, steps, earlier.get("acceleration"), precision)
+    built = build(config, steps, earlier.get("acceleration"), precision, plan)
     return replace(built, seconds=built.seconds + seconds, flops=flops, events=events)
 
 
