@@ -36,9 +36,9 @@ demo: $(VENV)/installed  ## the sweep over recipes and ratios, then its table (m
 	$(BIN)/nmrun -m recipe=$(RECIPES) sparsity=$(RATIOS) seed=0,1,2
 	$(BIN)/nmrun table outputs/digits
 
-tables: $(VENV)/installed-all  ## the smoke scale of all experiments, then one page: outputs/tables.html
+tables: $(VENV)/installed-all  ## the smoke scale of all experiments, then their tables, outputs/tables.md, and figures
 	$(BIN)/nmrun -m experiment=all scale=smoke || [ $$? = 1 ]
-	$(BIN)/nmrun table --experiment all --scale smoke --format html --out outputs/tables.html
+	$(BIN)/nmrun table --experiment all --scale smoke --out outputs/tables.md --figures outputs/figures
 
 table-%: $(VENV)/installed  ## one table and its figures: make table-step-cifar10 SCALE=smoke|small|paper
 	$(BIN)/nmrun -m experiment=$(subst -,_,$*) scale=$(SCALE) || [ $$? = 1 ]
@@ -59,6 +59,7 @@ bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, tests, infere
 docs: $(VENV)/installed-docs  ## the site of docs/, in site/; every page, link and name in it has to be there
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the site: file://$(CURDIR)/site/index.html"
 
 lint: $(VENV)/installed-all  ## ruff, mypy, and that imports only go down
 	$(BIN)/ruff check .

@@ -183,6 +183,8 @@ def test_the_site_is_built_strictly(tmp_path):
         )
     }
     assert hosts == set()  # a reader's browser asks nobody else
+    # which a page opened from a folder reads
+    assert (tmp_path / "search/search_index.js").read_text().startswith("var __index = {")
     index = json.loads((tmp_path / "search/search_index.json").read_text())
     places = {entry["location"].partition("#")[0] for entry in index["docs"]}
     assert "sweeps.html" in places

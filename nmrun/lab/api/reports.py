@@ -119,7 +119,6 @@ def plot(
         cols: as of :func:`table`.
         metric: as of :func:`table`, but only one.
         kind: what is drawn. ``ratio``: the metric against N:M. ``curves``: the metric in training.
-            ``flips``: the flip rate of the masks. ``autoswitch``: what STEP's rule sees.
             ``flops``: the metric against the FLOPs. ``overall``: the differences to the baseline.
         baseline: the row that each is compared with, for ``overall``.
         title: above the figure; by default what all runs have in common, ``""`` for none.

@@ -26,7 +26,7 @@ from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.track import MLFLOW_WAITS
 from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composition import jobs_of
+from nmrun.lab.words.composition import job_words, jobs_of
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
     folders: list[Path] = []
-    with unchanged(), recorded(looks, command, []) as folder:
+    count = len(job_words(sweeps, config_dir))
+    with unchanged(), recorded(looks, command, [], count) as folder:
         composed = jobs_of(sweeps, config_dir, looks[0].composed)
         for outcome in jobs.run_jobs(folder, composed, config_dir, folders.append):
             raise_interrupt(outcome)

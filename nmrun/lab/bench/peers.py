@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, extra, first_line
 from nmrun.kernels.compiler import processor_flags
 from nmrun.products.attention import slow_path
 

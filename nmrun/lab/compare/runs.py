@@ -27,6 +27,7 @@ from nmrun.lab.runs.run_folder import (
     RESULT,
     WEIGHTS,
     RunFolder,
+    RunFolders,
     walk,
     weights_in,
 )
@@ -45,7 +46,9 @@ TEXTS = {"id", "commit", "dataset.sha256"}  # likewise: their digits are no numb
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
 
-def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
+def read(
+    paths: Sequence[str], strict: bool = False, folders: RunFolders | None = None
+) -> pd.DataFrame:
     """The runs below some paths, as of :func:`collect`.
 
     Raises ConfigError where there is no such folder, or no run; RunError for changed results, where
@@ -60,13 +63,15 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
             what = "file" if path.endswith(".csv") else "folder"
             hint = f"; --filter {path} chooses among the runs of one" if "=" in path else ""
             raise ConfigError(f"{path}: no such {what}{hint}")
-    collected = collect(paths, strict)
+    collected = collect(paths, strict, folders)
     if collected.empty:
         raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
     return collected
 
 
-def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
+def collect(
+    paths: Sequence[str | Path], strict: bool = False, folders: RunFolders | None = None
+) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none.
 
     A path may be a CSV file. What lies in a hidden folder below a
@@ -81,6 +86,7 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     A file that is not a whole result, or was changed, is left out with a line on standard error; so
     is a folder that cannot be read. Where ``strict`` they raise RunError.
     """
+    folders = RunFolders() if folders is None else folders
     rows, left_out, unread = [], [], list[str]()
     files: dict[Path, Path] = {}  # by their place, whatever links lead there
     for path in paths:
@@ -93,7 +99,7 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
         for file in sorted(found):
             files.setdefault(Path(os.path.realpath(file)), file)
     for file in files.values():
-        run = RunFolder(file.parent)
+        run = folders[str(file.parent)]
         try:
             if run.result:
                 rows.append(row(run.result, run.path))

@@ -23,7 +23,12 @@ OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 def read(folder: Path) -> dict[str, str]:
     """The settings of a run by key: groups by their name (``recipe``), ``sparsity`` as ``2:4`` or
     ``dense``, all else by its dotted key. ConfigError where the folder is no run's."""
-    config = RunFolder(folder).config
+    return of(RunFolder(folder))
+
+
+def of(run: RunFolder) -> dict[str, str]:
+    """Likewise, of a folder that is open."""
+    config, folder = run.config, run.path
     if not config or "sparsity" not in config:
         there = "it is a file; name a run folder" if folder.exists() else "there is no such folder"
         raise ConfigError(f"{folder}: {'no run is in it' if folder.is_dir() else there}")

@@ -12,23 +12,24 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError, tell
 from nmrun.lab.folders import settings, sweep
 from nmrun.lab.runs import documents, locks, run_folder
-from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder
+from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
 from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words import command_line
-from nmrun.lab.words.identity import OF_COMMAND
+from nmrun.lab.words.identity import is_in_id
+from nmrun.registry import no_such
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
 MOST_RUNS = 20  # runs that are listed, without --all
-PROGRESS = ("epoch", "step", "validation", "left")  # columns
+LAST = ("left", "age", "folder")  # columns
 FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has one of them
 
 
@@ -36,21 +37,26 @@ FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has one of them
 class RunState:
     """A run folder as it stands; ``step`` is the last that ``metrics.jsonl`` has."""
 
-    folder: str
+    run: RunFolder
     state: str
     error: str | None = None
     step: int | None = None
     command: str | None = None
 
     @property
+    def folder(self) -> str:
+        return str(self.run.path)
+
+    @property
     def title(self) -> str:
         return f"{self.state}{'' if self.step is None else f', step {self.step}'}: {self.folder}"
 
 
-def runs(path: Path) -> list[RunState]:
+def runs(path: Path, folders: RunFolders | None = None) -> list[RunState]:
     """The runs at or below a folder, by name. One without a result that no live process works on
     was killed."""
-    return sorted((_run(folder) for folder in _folders(path)), key=lambda run: run.folder)
+    folders = RunFolders() if folders is None else folders
+    return sorted(map(_run, _folders(path, folders)), key=lambda run: run.folder)
 
 
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
@@ -62,21 +68,21 @@ def sweeps(path: Path) -> list[tuple[Path, bool]]:
     ]
 
 
-def _folders(path: Path) -> Iterator[Path]:
+def _folders(path: Path, folders: RunFolders) -> Iterator[RunFolder]:
     for place, below, files in run_folder.walk(path, _tell_left_out):
         folder = Path(place)
         named = run_folder.NAME.fullmatch(folder.absolute().name) is not None
         # one that begins has no file yet
-        if (FILES & set(files) and (named or _has_config(folder))) or (
+        if (FILES & set(files) and (named or _has_config(folders[place]))) or (
             not below and locks.is_locked(folder)
         ):
-            yield folder
+            yield folders[place]
         below[:] = [name for name in below if not named and name != ".sweeps"]
 
 
-def _has_config(folder: Path) -> bool:
+def _has_config(run: RunFolder) -> bool:
     """Whether a config in a folder is a run's; others call their files config.yaml too."""
-    return {"seed", "output_dir"} <= RunFolder(folder).config.keys()
+    return {"seed", "output_dir"} <= run.config.keys()
 
 
 @functools.cache  # once, however often --watch looks
@@ -84,18 +90,17 @@ def _tell_left_out(line: str) -> None:
     tell([f"left out: {line}"])
 
 
-def _run(folder: Path) -> RunState:
-    run = RunFolder(folder)
+def _run(run: RunFolder) -> RunState:
     state = run.result.get("status", "damaged" if run.problem else "killed")
-    if locks.is_locked(folder):
+    if locks.is_locked(run.path):
         state = "running"
     if state == "finished":
-        return RunState(str(folder), state)
-    step = _step(folder)
+        return RunState(run, state)
+    step = _step(run.path)
     if state == "running":
-        return RunState(str(folder), state, step=step)
+        return RunState(run, state, step=step)
     error = f"{RESULT}: {run.problem}" if run.problem else run.result.get("error")
-    return RunState(str(folder), state, error, step, typed(command(run)))
+    return RunState(run, state, error, step, typed(command(run)))
 
 
 def _step(folder: Path) -> int | None:
@@ -161,43 +166,71 @@ def _block(run: RunState) -> list[str]:
     return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
 
 
-def _table(states: list[RunState], path: Path) -> list[str]:
-    """A line for each run: what it is, with the settings in which these runs differ, and how far."""
-    rows = [_row(run, path) for run in states]
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
-    always = {"state", "recipe", "ratio", "seed", "epoch", "step", "validation", "left"}
-    heads = [
-        key
-        for key in sorted(columns, key=lambda key: (key in PROGRESS, key not in always))
-        if any(row.get(key) for row in rows)
-        and (key in always or len({row[key] for row in rows if key in row}) > 1)
-    ]
-    heads.append("run")
-    cells = [heads, *([row.get(key, "") for key in heads] for row in rows)]
-    return aligned(cells)
+def _tables(states: list[RunState], keys: Sequence[str]) -> list[str]:
+    """A table for each data set and model, below their folder: a line for each run."""
+    settings_of = {run: _settings(run) for run in states}
+    known = dict.fromkeys(key for named in settings_of.values() for key in named)
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"--columns {key}: {no_such('key', key, known)}")
+    tables: dict[str, list[dict[str, str]]] = {}
+    for run, named in settings_of.items():
+        tables.setdefault(_above(run, named), []).append(_row(run, named, keys))
+    lines = []
+    for place, rows in tables.items():
+        heads = [
+            key for key in dict.fromkeys(key for row in rows for key in row) if key not in LAST
+        ]
+        heads = [key for key in (*heads, *LAST) if any(row.get(key) for row in rows)]
+        cells = [heads, *([row.get(key, "") for key in heads] for row in rows)]
+        lines += [place, *(f"  {line}" for line in aligned(cells))]
+    return lines
 
 
-def _row(run: RunState, path: Path) -> dict[str, str]:
-    """A run's cells by column: its state, all its settings, its progress, and its folder in ``path``."""
-    folder = Path(run.folder)
-    named: dict[str, str] = {}
+def _settings(run: RunState) -> dict[str, str]:
+    """The settings of a run that are part of its id, as far as its config can be read."""
     with contextlib.suppress(ConfigError, AttributeError, KeyError, TypeError, ValueError):
-        named = settings.read(folder)
-    ratio = named.pop("sparsity", "")
-    named = {key: value for key, value in named.items() if key not in OF_COMMAND}
-    first = {"recipe": named.pop("recipe", ""), "ratio": ratio, "seed": named.pop("seed", "")}
-    last = _progress(folder, run.state == "running")
-    place = os.path.relpath(folder, path)
-    return {"state": run.state, **(first if ratio else {}), **named, **last, "run": place}
+        return {key: value for key, value in settings.of(run.run).items() if is_in_id(key)}
+    return {}
 
 
-def _progress(folder: Path, running: bool) -> dict[str, str]:
-    now = run_folder.position_of(folder, RunFolder(folder).config.get("trainer", {}))
-    if now is None:
-        return {}
-    time_left = sweep.span(now.seconds_left) if running and now.seconds_left is not None else ""
-    cells = {"step": now.steps, "epoch": now.epoch, "validation": now.validation, "left": time_left}
-    return {key: value for key, value in cells.items() if value}
+def _above(run: RunState, named: Mapping[str, str]) -> str:
+    """Where a run's folder is: its data set and model; a shell finds the recipe and the ratio."""
+    parts = Path(run.folder).parts
+    if len(parts) > 3 and parts[-3] == named.get("recipe"):
+        return str(Path(*parts[:-3], "*", "*"))
+    return str(Path(run.folder).parent)
+
+
+def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
+    """A run's cells by column."""
+    folder = Path(run.folder)
+    row = {"state": run.state, "recipe": named.get("recipe", "")}
+    row |= {"ratio": named.get("sparsity", ""), "seed": named.get("seed", "")}
+    row |= {"epoch": "", "step": ""}
+    now = run_folder.position_of(folder, run.run.config.get("trainer", {}))
+    if now is not None:
+        if run.state != "finished":
+            row |= {"epoch": now.epoch} if now.epoch else {"step": now.steps}
+        name, _, value = now.validation.rpartition(" ")
+        row |= {name: value} if name else {}
+        if run.state == "running" and now.seconds_left is not None:
+            row["left"] = sweep.span(now.seconds_left)
+    row |= {"age": _age(folder), "folder": folder.absolute().name}
+    return row | {key: named.get(key, "") for key in keys}
+
+
+def _age(folder: Path) -> str:
+    """How long ago the run last wrote one of its files."""
+    written = 0.0
+    for path in (folder, *(folder / name for name in FILES | {METRICS})):
+        with contextlib.suppress(OSError):
+            written = max(written, path.stat().st_mtime)
+    seconds = max(time.time() - written, 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def path_option(parser: Parser) -> None:
@@ -234,18 +267,25 @@ def main(argv: list[str]) -> int:
         "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
     )
     parser.add_argument("--all", action="store_true", help=f"list more than {MOST_RUNS} runs")
+    parser.add_argument(
+        "--columns",
+        default="",
+        metavar="KEYS",
+        help="config keys to show as well, such as optimizer.lr,trainer.epochs",
+    )
     options = parser.parse_args(argv)
     most = None if options.all else MOST_RUNS
+    keys = [key for key in options.columns.split(",") if key]
     path = folder_of(options.path)
     if options.watch:
-        return _watch(path, most)
+        return _watch(path, most, keys)
     last, states = sweeps(path), runs(path)
     if not last and not states:
         raise ConfigError(f"{path}: no runs in it")
     if options.json:
         print(json.dumps(_plain(last, states), indent=2))
     else:
-        print("\n".join(_lines(path, last, states, most)))
+        print("\n".join(_lines(path, last, states, most, keys)))
     return 0
 
 
@@ -262,7 +302,11 @@ def _plain(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, A
         }
         for f, on, r in records
     ]
-    rest = [asdict(run) for run in states if run.state != "finished"]
+    rest = [
+        {key: getattr(run, key) for key in ("folder", "state", "error", "step", "command")}
+        for run in states
+        if run.state != "finished"
+    ]
     return {"sweeps": entries, "runs": _counts(states), "unfinished": rest}
 
 
@@ -272,7 +316,11 @@ def _counts(states: list[RunState]) -> dict[str, int]:
 
 
 def _lines(
-    path: Path, last: list[tuple[Path, bool]], states: list[RunState], most: int | None
+    path: Path,
+    last: list[tuple[Path, bool]],
+    states: list[RunState],
+    most: int | None,
+    keys: Sequence[str],
 ) -> list[str]:
     """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
     how to repeat those that did not finish or delete those that failed."""
@@ -282,7 +330,7 @@ def _lines(
     if not states:
         return lines
     head = sorted(states, key=_rank)[:most]
-    lines += _table(head, path)
+    lines += _tables(head, keys)
     if more := len(states) - len(head):
         lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
     rest = [run for run in head if run.state not in ("finished", "running")]
@@ -301,7 +349,7 @@ def _rank(run: RunState) -> tuple[int, float]:
     return order.index(run.state) if run.state in order else len(STATES) - 1, -ended
 
 
-def _watch(path: Path, most: int | None) -> int:
+def _watch(path: Path, most: int | None, keys: Sequence[str]) -> int:
     """The same until nothing runs any more, at one place of the terminal."""
     from rich.console import Console
     from rich.live import Live
@@ -310,7 +358,7 @@ def _watch(path: Path, most: int | None) -> int:
     with Live(console=Console(), auto_refresh=False) as display:
         while True:
             last, states = sweeps(path), runs(path)
-            lines = _lines(path, last, states, most) if last or states else ["no runs yet"]
+            lines = _lines(path, last, states, most, keys) if last or states else ["no runs yet"]
             display.update(Text("\n".join(lines)), refresh=True)
             at_work = any(run.state == "running" for run in states)
             if not at_work and not any(running for _, running in last):

@@ -56,8 +56,10 @@ def new_folder(output_dir: str) -> Path:
 
 
 @contextlib.contextmanager
-def recorded(looks: list[Findings], command: str, sweeps: list[list[str]]) -> Iterator[Path]:
-    """A new record of a sweep, which is alive while the context is entered. That of a plan
+def recorded(
+    looks: list[Findings], command: str, sweeps: list[list[str]], jobs: int
+) -> Iterator[Path]:
+    """A new record of a sweep of so many ``jobs``, which is alive while the context is entered. That of a plan
     (``dry=true``) goes then.
 
     ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
@@ -69,7 +71,6 @@ def recorded(looks: list[Findings], command: str, sweeps: list[list[str]]) -> It
         make_folder(folder, output_dir)
         try:
             with locks.hold(folder):  # shows that the sweep is alive
-                jobs = sum(look.jobs for look in looks)
                 begin(folder, jobs, command, output_dir, sweeps)
                 yield folder
         finally:

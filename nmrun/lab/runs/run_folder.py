@@ -290,6 +290,14 @@ class RunFolder:
         return ""
 
 
+class RunFolders(dict[str, RunFolder]):
+    """Run folders by their path, each looked at once."""
+
+    def __missing__(self, path: str) -> RunFolder:
+        self[path] = RunFolder(path)
+        return self[path]
+
+
 def weights_in(place: Path | str) -> tuple[RunFolder, str]:
     """The run and the file of its weights that a key such as ``init`` names: a folder names the
     last ones."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, folded
 from nmrun.lab.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json")  # for programs
-FORMATS = ("markdown", "latex", "html", *RECORDS)
-BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
+FORMATS = ("markdown", "latex", *RECORDS)
+BY_SUFFIX = {".md": "markdown", ".tex": "latex"} | {f".{name}": name for name in RECORDS}
 SUFFIXES = (".png", ".svg", ".pdf")
-PLOTS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
+PLOTS = ("ratio", "curves", "flops", "overall")
 
 
 def table(argv: Sequence[str]) -> int:
@@ -66,7 +65,7 @@ def table(argv: Sequence[str]) -> int:
         "--experiment",
         metavar="NAMES",
         help="show the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are "
-        "overrides, as for the sweep. Several as HTML are one page with all figures",
+        "overrides, as for the sweep",
     )
     parser.add_argument("--scale", help="scale of the experiments: smoke, small (default) or paper")
     parser.add_argument(
@@ -84,20 +83,19 @@ def table(argv: Sequence[str]) -> int:
         for name in ("scale", "figures"):
             if vars(options)[name] is not None:
                 raise ConfigError(f"--{name} is for --experiment")
-        _write(_content(options), options.out)
+        _write(_content(options), _format(options), options.out)
     return 0
 
 
 def _format(options: argparse.Namespace) -> str:
     suffix = "" if options.out is None else options.out.suffix.lower()
-    by_suffix = BY_SUFFIX.get(suffix, suffix.removeprefix("."))
-    if suffix and not options.format and by_suffix not in FORMATS:
-        suffixes = ", ".join([*BY_SUFFIX, *(f".{name}" for name in FORMATS[2:])])
+    if suffix and not options.format and suffix not in BY_SUFFIX:
+        where = "; nmrun report writes HTML" if suffix in (".html", ".htm") else ""
         raise ConfigError(
-            f"--out {options.out}: the suffix must be one of {suffixes}, or say --format"
+            f"--out {options.out}: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format{where}"
         )
     otherwise = "csv" if options.runs else "markdown"
-    style = str(options.format or (by_suffix if by_suffix in FORMATS else otherwise))
+    style = str(options.format or BY_SUFFIX.get(suffix, otherwise))
     if options.runs and style not in RECORDS:
         raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
     if options.labels and style != "latex":
@@ -167,10 +165,13 @@ def _limits(text: str | None) -> tuple[float, float] | None:
     return ends[0], ends[1]
 
 
-def _write(content: str, out: Path | None) -> None:
-    """To a file, whose name is printed, or to the terminal."""
+def _write(content: str, style: str, out: Path | None) -> None:
+    """To a file, whose name is printed, or to the terminal, where captions break at words."""
     if out is None:
-        _print(content)
+        lines = content.split("\n")
+        if style == "markdown":
+            lines = [line if line[:1] == "|" else folded(line, sys.stdout) for line in lines]
+        _print("\n".join(lines))
         return
     if out.is_file() or not out.exists():
         atomic.write(out.resolve() if out.is_symlink() else out, content)
@@ -252,16 +253,12 @@ def report(argv: Sequence[str]) -> int:
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
         paths = _paths(options)
-        from nmrun.lab.compare.comparison import divide
-        from nmrun.lab.compare.runs import read
         from nmrun.lab.show import report
 
         target = options.to or _default_file(paths, "report.html")
         if target.suffix not in ("", ".html", ".htm"):
             raise ConfigError(f"--to {target}: a report is HTML; the suffix must be .html")
-        query = _query(options)
-        parts = divide(read(paths), replace(query, baseline=""))
-        report.write(paths, parts, target, query.baseline)
+        report.write(paths, _query(options), target)
         sys.stdout.write(f"{target}\n")
     return 0
 
@@ -339,7 +336,7 @@ def _experiments(options: argparse.Namespace) -> int:
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    _write(text, options.out)
+    _write(text, style, options.out)
     sys.stdout.write("".join(f"{file}\n" for file in files))
     return 0
 

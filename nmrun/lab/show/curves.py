@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,9 +15,8 @@ from nmrun.errors import RunError, tell
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key, label, scale
 from nmrun.lab.compare.tables import Run, Table
-from nmrun.lab.runs.run_folder import METRICS, RunFolder
+from nmrun.lab.runs.run_folder import METRICS, RunFolder, RunFolders
 from nmrun.lab.show.style import (
-    GREY,
     MARK,
     Layout,
     look,
@@ -33,7 +30,6 @@ from nmrun.lab.show.style import (
     label as named,
 )
 
-FLIPS, SAMPLE, WINDOW = "sparsity/flip_rate", "step/variance_change", "step/variance_change_window"
 MARKS = 7  # markers on a curve
 FEW = 7  # lines that one panel shows well
 SWITCHES = "STEP's switch"
@@ -48,21 +44,19 @@ SWITCH = re.compile(r"step (\d+): STEP (?:freezes|keeps updating) the second mom
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean, deviation (zeros for a single run), lowest and highest of ``n`` runs, over ``x``."""
+    """Mean and deviation (zeros for a single run) of ``n`` runs, over ``x``."""
 
     x: np.ndarray
     mean: np.ndarray
     sd: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
     n: int
 
 
 class History:
     """The files of the finished runs of each cell, each read once. Runs in W&B have none."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, table: Table, folders: RunFolders | None = None) -> None:
+        self.table, self.folders = table, RunFolders() if folders is None else folders
         self.cells: dict[tuple[Key, Key], list[Run]] = {}
         self._rows: dict[str, list[dict[str, Any]]] = {}
         for run in table.runs.to_dict("records"):
@@ -103,22 +97,17 @@ class History:
         values = np.stack([np.interp(steps, own_steps, logged) for own_steps, logged, _ in series])
         places = np.mean([over(steps) for _, _, over in series], axis=0)
         sd = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
-        return Curve(places, values.mean(0), sd, values.min(0), values.max(0), len(values))
+        return Curve(places, values.mean(0), sd, len(values))
 
     def switches(self, row: Key, column: Key, x: str = "step") -> list[float]:
         """Where STEP began to learn masks: a place for each run that did, in order."""
         places = [
             self._over(run, x)(np.array([int(match[1])])).item()
             for run in self.cells.get((row, column), ())
-            for event in RunFolder(run["folder"]).result.get("events", ())
+            for event in self.folders[run["folder"]].result.get("events", ())
             if (match := SWITCH.match(event))
         ]
         return sorted(places)
-
-    def last(self, run: Run, x: str = "step") -> float:
-        """The last row that the run logged, which is that of its last evaluation."""
-        step = max((line["step"] for line in self._read(run)), default=0)
-        return float(self._over(run, x)(np.array([step])).item())
 
     def _over(self, run: Run, x: str) -> Callable[[np.ndarray], np.ndarray]:
         """From steps of a run to what curves are over."""
@@ -137,16 +126,16 @@ class History:
     def _read(self, run: Run) -> list[dict[str, Any]]:
         folder = str(run["folder"])
         if folder not in self._rows:
-            self._rows[folder] = rows(folder)
+            self._rows[folder] = rows(self.folders[folder])
         return self._rows[folder]
 
 
-def rows(folder: str) -> list[dict[str, Any]]:
+def rows(run: RunFolder) -> list[dict[str, Any]]:
     """What a run logged; of a file that was changed since nothing, with a line that says so."""
     try:
-        return [row for row in RunFolder(folder).rows() if "step" in row]
+        return [row for row in run.rows() if "step" in row]
     except RunError as error:
-        if (Path(folder) / METRICS).exists():
+        if (run.path / METRICS).exists():
             tell([f"its rows are left out: {error}"])
         return []
 
@@ -154,86 +143,23 @@ def rows(folder: str) -> list[dict[str, Any]]:
 # --- drawn ----------------------------------------------------------------------------------------
 
 
-def curves(table: Table, history: History, metric: str, layout: Layout) -> Figure | None:
-    """A logged metric over training: mean, and a band of one standard deviation over seeds.
-    Vertical lines are STEP's switches. None where no run logged it at two steps or more.
+def curves(history: History, metric: str, layout: Layout) -> Figure | None:
+    """A logged metric over training: mean, and a band of one standard deviation over seeds. A panel
+    a column with a line a row; of many rows, a panel a row with a line a column. Vertical lines are
+    STEP's switches. None where no run logged it at two steps or more.
     """
-    panelled = _over_training(table, history, metric, scale(metric), layout)
-    if panelled is None:
-        return None
-    figure, every, lines = panelled
-    low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in lines)
-    # where training begins is of no interest: the axis begins where the curves are after a tenth
-    if scale(metric) == 100.0 and not layout.ylim:
-        every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
-    return _add_labels(figure, every, table, notation.metric(metric), layout)
-
-
-def flips(table: Table, history: History, layout: Layout) -> Figure | None:
-    """The flip rate over training, in percent of the mask entries; None where no run logged it."""
-    panelled = _over_training(table, history, FLIPS, 100.0, layout)
-    if panelled is None:
-        return None
-    figure, every, _ = panelled
-    axes = every[0]
-    # masks that change all at once, now and then, beside ones that change bit by bit: linear up to
-    # 1 %
-    if axes.get_ylim()[1] > 5.0:
-        axes.set_yscale("symlog", linthresh=1.0, linscale=1.5)
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(bottom=0.0)
-    return _add_labels(figure, every, table, "flip rate (% of the mask)", layout)
-
-
-def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
-    """The samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's eps).
-    The window may decide in what is shaded (t_min to t_max). None where no run logged samples.
-    """
-    rows, columns = _with(table, history, WINDOW)
-    if not columns:
-        return None
-    figure, every = panels([panel_name(table, column, layout) for column in columns], layout)
-    for axes, column in zip(every, columns, strict=True):
-        for row in rows:
-            sample, window = (history.curve(row, column, key, layout.x) for key in (SAMPLE, WINDOW))
-            if sample is None or window is None:
-                continue
-            how, name = look(table, row), named(table, row, layout)
-            axes.plot(
-                sample.x, sample.mean, color=how["color"], linewidth=0.8, alpha=0.6,
-                label=f"{name}: sample",
-            )  # fmt: skip
-            _line(axes, window, how, f"{name}: mean of the window", window.low, window.high)
-            _mark(axes, history.switches(row, column, layout.x), how["color"])
-            run = history.cells[row, column][0]
-            first, last = (
-                run[f"recipe.{key}"] * history.last(run, layout.x) for key in ("t_min", "t_max")
-            )
-            axes.axvspan(first, last, color=GREY, alpha=0.12, linewidth=0, label="t_min to t_max")
-            if pd.isna(run.get("recipe.threshold")):  # a relative one is no constant
-                axes.axhline(
-                    run["optimizer.eps"], color=GREY, linestyle="--", label="threshold, Adam's eps"
-                )
-        axes.set_yscale("log")
-    what = "mean change of the second moment\n(band: range over seeds)"
-    return _add_labels(figure, every, table, what, layout)
-
-
-def _over_training(
-    table: Table, history: History, key: str, unit: float, layout: Layout
-) -> tuple[Figure, list[Axes], list[Curve]] | None:
-    """A panel a column with a line a row; of many rows, a panel a row with a line a column."""
-    rows, columns = _with(table, history, key)
+    table = history.table
+    rows, columns = _with(history, metric)
     if not columns:
         return None
     if turned := len(rows) > FEW:
         figure, every = panels([named(table, row, layout) for row in rows], layout)
     else:
         figure, every = panels([panel_name(table, c, layout) for c in columns], layout)
-    lines = []
+    unit, lines = scale(metric), []
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
-            curve = history.curve(row, column, key, layout.x)
+            curve = history.curve(row, column, metric, layout.x)
             if curve is None:
                 continue
             axes = every[i if turned else j]
@@ -241,16 +167,26 @@ def _over_training(
             name = panel_name(table, column, layout) if turned else named(table, row, layout)
             without = len(history.cells[row, column]) - curve.n
             name += f" ({without} without a log)" if without else ""
-            mean, sd = unit * curve.mean, unit * curve.sd
-            scaled = Curve(curve.x, mean, sd, mean, mean, curve.n)
-            _line(axes, scaled, how, name, mean - sd, mean + sd)
+            _line(axes, Curve(curve.x, unit * curve.mean, unit * curve.sd, curve.n), how, name)
             _mark(axes, history.switches(row, column, layout.x), how["color"])
             lines.append(curve)
-    return (figure, every, lines) if any(len(curve.x) > 1 for curve in lines) else None
+    if all(len(curve.x) == 1 for curve in lines):
+        return None
+    # where training begins is of no interest: the axis begins where the curves are after a tenth
+    if unit == 100.0 and not layout.ylim:
+        low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in lines)
+        every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
+    if layout.ylim:
+        every[0].set_ylim(layout.ylim)
+    x_label(figure, OVER[layout.x])
+    figure.supylabel(notation.metric(metric), fontsize="medium")
+    title(figure, table, layout)
+    return figure
 
 
-def _with(table: Table, history: History, key: str) -> tuple[list[Key], list[Key]]:
+def _with(history: History, key: str) -> tuple[list[Key], list[Key]]:
     """The rows and columns whose runs logged ``key``."""
+    table = history.table
     places = [place for place in table.cells if history.curve(*place, key) is not None]
     rows, columns = {row for row, _ in places}, {column for _, column in places}
     return [row for row in table.rows if row in rows], [
@@ -258,14 +194,13 @@ def _with(table: Table, history: History, key: str) -> tuple[list[Key], list[Key
     ]
 
 
-def _line(
-    axes: Axes, curve: Curve, how: dict[str, Any], name: str, low: np.ndarray, high: np.ndarray
-) -> None:
+def _line(axes: Axes, curve: Curve, how: dict[str, Any], name: str) -> None:
     """The mean with a band; markers are few, and lie elsewhere on each line."""
     every = max(1, len(curve.x) // MARKS)
     marks = (len(axes.lines) % every, every)
     axes.plot(curve.x, curve.mean, label=name, markevery=marks, **how)
     if curve.n > 1:
+        low, high = curve.mean - curve.sd, curve.mean + curve.sd
         axes.fill_between(curve.x, low, high, color=how["color"], alpha=0.15, linewidth=0)
 
 
@@ -273,14 +208,3 @@ def _mark(axes: Axes, switches: list[float], colour: str) -> None:
     for x in sorted(set(switches)):
         mark = axes.axvline(x, color=colour, linestyle=(0, (1, 1.5)), label=SWITCHES, zorder=0)
         mark.set_gid(MARK)
-
-
-def _add_labels(
-    figure: Figure, every: list[Axes], table: Table, what: str, layout: Layout
-) -> Figure:
-    if layout.ylim:
-        every[0].set_ylim(layout.ylim)
-    x_label(figure, OVER[layout.x])
-    figure.supylabel(what, fontsize="medium")
-    title(figure, table, layout)
-    return figure

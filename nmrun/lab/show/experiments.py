@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError, tell
@@ -19,6 +18,7 @@ from nmrun.lab.compare.runs import check_name, metrics_and_keys, row, verify
 from nmrun.lab.compare.tables import Table, against
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.show import curves, formats, plots, style
+from nmrun.lab.show.curves import History
 from nmrun.lab.words.experiment import Experiment, configs
 from nmrun.lab.words.identity import run_folder
 
@@ -123,7 +123,7 @@ def runs(
         run = row(run_dir.result or missing, folder)
         if run["status"] == "finished":
             run["test/score"] = run.get(f"test/{run['metric']}")
-            run |= {key: value for key in metrics if (value := _from_log(folder, key)) is not None}
+            run |= {key: value for key in metrics if (value := _from_log(run_dir, key)) is not None}
         rows.append(run)
     table = pd.DataFrame(rows, dtype=object)
     if not (table["status"] == "finished").any():
@@ -135,11 +135,11 @@ def runs(
     return table
 
 
-def _from_log(folder: Path, metric: str) -> float | None:
+def _from_log(run: RunFolder, metric: str) -> float | None:
     kind, _, key = metric.partition("/")
     if kind != "mean":
         return None
-    values = [line[key] for line in curves.rows(str(folder)) if line.get(key) is not None]
+    values = [line[key] for line in curves.rows(run) if line.get(key) is not None]
     return sum(values) / len(values) if values else None
 
 
@@ -151,14 +151,10 @@ def compared(table: Table, baseline: str) -> Table:
 
 
 def render(sections: Sequence[Section], style_: str, method: bool = False) -> str:
-    """Title, source, note and tables of each, as ``markdown``, ``latex`` or ``html``, which is one
-    page with pictures. As ``csv`` and ``json`` the tables alone.
-    """
+    """Title, source, note and tables of each, as ``markdown`` or ``latex``; as ``csv`` and ``json``
+    the tables alone."""
     if style_ in ("csv", "json"):
         return formats.render(Comparison(sections[0].tables), style_)
-    if style_ == "html":
-        body = Markup("").join(map(_html, sections))
-        return formats.document("page.html", title="nmrun: experiments", body=body)
     mark = "%" if style_ == "latex" else "#"
     heads = [
         f"{mark} {s.experiment.title} ({s.experiment.source}), scale {s.scale}\n" for s in sections
@@ -189,19 +185,6 @@ def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
     for figure_of in section.experiment.figures:
         kind, _, key = figure_of.partition(" ")
         for table in section.picture_tables:
-            figure = plots.draw(kind, table, key)
+            figure = plots.draw(kind, History(table), key)
             if figure is not None:
                 yield kind, figure
-
-
-def _html(section: Section) -> Markup:
-    return formats.filled(
-        "experiment.html",
-        experiment=section.experiment,
-        scale=section.scale,
-        tables=[formats.html_table(g) for table in section.tables for g in formats.grids(table)],
-        pictures=[
-            style.embedded(figure, f"{section.experiment.name}-{i}-{kind}")
-            for i, (kind, figure) in enumerate(_figures(section), 1)
-        ],
-    )

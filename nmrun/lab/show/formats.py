@@ -1,7 +1,7 @@
-"""Comparisons written down: Markdown, LaTeX and HTML to be read, CSV and JSON for programs.
+"""Comparisons written down: Markdown and LaTeX to be read, CSV and JSON for programs; tables as HTML
+for pages.
 
-HTML is whole documents, which ask no other host or file for anything. LaTeX needs booktabs, and is
-as narrow as a column where that is possible.
+LaTeX needs booktabs, and is as narrow as a column where that is possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nmrun.lab.compare.statistics import Cell, cell_value
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions, cautions
 
-READABLE = ("markdown", "latex", "html")
+READABLE = ("markdown", "latex")
 METHOD = (
     "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds. "
     "Intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations, and their "
@@ -67,24 +67,17 @@ def render(
 ) -> str:
     """Write a comparison down: its tables, or where it is over all cells, that.
 
-    ``style`` is ``markdown``, ``latex``, ``html`` (one page), ``csv`` or ``json``. Texts are ASCII,
-    but for minus signs and the users' own names. ``method``: say in Markdown how the numbers come
-    about, as HTML always does.
+    ``style`` is ``markdown``, ``latex``, ``csv`` or ``json``. Texts are ASCII, but for minus signs
+    and the users' own names. ``method``: say in Markdown how the numbers come about.
     """
     if style not in READABLE:
         return runs.as_text(lines(comparison), style)
-    tables, title = comparison.tables, f"nmrun: {comparison.tables[0].metric}"
     if comparison.overall:
-        blocks, title = [_over_all_cells(comparison)], "nmrun: all cells together"
-    else:
-        blocks = [grid for table in tables for grid in grids(table)]
-    if style == "latex" and comparison.overall:
-        return _latex_over_all_cells(blocks[0], labels)
+        grid = _over_all_cells(comparison)
+        return _latex_over_all_cells(grid, labels) if style == "latex" else markdown(grid, method)
     if style == "latex":
-        return "\n".join(latex(table, labels) for table in tables)
-    if style == "html":
-        return document("page.html", title=title, body=Markup("").join(map(html_table, blocks)))
-    return "\n".join(markdown(grid, method) for grid in blocks)
+        return "\n".join(latex(table, labels) for table in comparison.tables)
+    return "\n".join(markdown(grid, method) for table in comparison.tables for grid in grids(table))
 
 
 def grids(table: Table) -> list[Grid]:
@@ -146,17 +139,24 @@ def text(table: Table, row: Key, column: Key) -> str:
     """A cell as ``98.7 +- 0.3 (3, 2 failed)``: mean and standard deviation, the number of seeds
     that they are over, and what gave no value. One without runs is ``-``.
     """
+    value, spread, cell = _figures(table, row, column)
+    if not value:
+        return cell.counted() or "-"
+    return f"{value} +- {spread} ({cell.counted()})" if spread else f"{value} ({cell.counted()})"
+
+
+def _figures(table: Table, row: Key, column: Key) -> tuple[str, str, Cell]:
+    """A cell's value and standard deviation as they are printed, each empty where there is none."""
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
     value = cell_value(cell, table.statistic, higher_is_better(metric))
-    if value is not None and cell.sd is not None and table.statistic == "mean":
-        decimals = table.digits_of(value, metric, cell.sd)
-        counted = decimals is None and metric.startswith("flops/")  # all runs have the same
-        spread = "" if counted else f" +- {printed(cell.sd, metric, decimals)}"
-        return f"{printed(value, metric, decimals)}{spread} ({cell.counted()})"
-    if value is not None:
-        return f"{printed(value, metric, table.digits_of(value, metric, None))} ({cell.counted()})"
-    return cell.counted() or "-"
+    if value is None:
+        return "", "", cell
+    sd = cell.sd if table.statistic == "mean" else None
+    decimals = table.digits_of(value, metric, sd)
+    counted = decimals is None and metric.startswith("flops/")  # all runs have the same
+    spread = "" if sd is None or counted else printed(sd, metric, decimals)
+    return printed(value, metric, decimals), spread, cell
 
 
 def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
@@ -245,7 +245,7 @@ def filled(template: str, **values: Any) -> Markup:
     """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not.
     ASCII, but for what stands in scripts.
     """
-    text = _templates().get_template(template).render(allowed="", **values)
+    text = _templates().get_template(template).render(**values)
     return Markup(text.replace(MINUS, "&minus;").replace("\N{PLUS-MINUS SIGN}", "&plusmn;"))
 
 
@@ -363,18 +363,14 @@ def _body(lines: Sequence[Sequence[str]], references: int) -> list[str]:
 
 
 def _cell(table: Table, row: Key, column: Key, n: int) -> str:
-    cell = table.cells.get((row, column), Cell(None, None, 0, {}))
-    metric = table.metric_of(row, column)
-    value = cell_value(cell, table.statistic, higher_is_better(metric))
-    if value is None:
+    value, spread, cell = _figures(table, row, column)
+    if not value:
         return escape(cell.counted()) or "--"
-    spread = cell.sd if table.statistic == "mean" else None
-    decimals = table.digits_of(value, metric, spread)
-    text = _in_math(printed(value, metric, decimals))
+    text = _in_math(value)
     if (row, column) in table.best:
         text = rf"\mathbf{{{text}}}"
-    if spread is not None and not metric.startswith("flops/"):
-        text += rf"_{{\pm {_in_math(printed(spread, metric, decimals))}}}"
+    if spread:
+        text += rf"_{{\pm {_in_math(spread)}}}"
     gap = table.differences.get((row, column))
     text += "^{*}" if gap is not None and gap.significant else ""
     return f"${text}$" + (f" ({escape(cell.counted())})" if cell.n != n or cell.without else "")

@@ -21,21 +21,20 @@ from nmrun.lab.show.style import GREY, INK, LETTERS, Layout, fit, legend, looks,
 
 BESIDE = 0.13  # of the distance between two rows, between data sets
 PLAIN = Layout()
-TRAINING = ("curves", "flips", "autoswitch")  # kinds of what was logged
 
 
 @dataclass(frozen=True)
 class Kind:
     """``draw`` gives None where runs have nothing of this kind; ``nothing`` says so."""
 
-    draw: Callable[[Table, History, str, Layout], Figure | None]
+    draw: Callable[[History, str, Layout], Figure | None]
     about: str
     nothing: str
 
 
 PLOTS = {
     "ratio": Kind(
-        lambda table, _history, _metric, layout: points.ratio(table, layout),
+        lambda history, _, layout: points.ratio(history.table, layout),
         "The metric against the ratio",
         "no run has finished",
     ),
@@ -44,28 +43,18 @@ PLOTS = {
         "Learning curves; a vertical line is where STEP begins to learn masks",
         "no finished run has this metric at two steps or more in its metrics.jsonl",
     ),
-    "flips": Kind(
-        lambda table, history, _metric, layout: curves.flips(table, history, layout),
-        "Flip rate: the share of mask entries that a step changed (of the masks to be, while a recipe is dense)",
-        "no finished run has logged a flip rate (sparse recipes do, in metrics.jsonl)",
-    ),
-    "autoswitch": Kind(
-        lambda table, history, _metric, layout: curves.autoswitch(table, history, layout),
-        "AutoSwitch: the mean change of Adam's second moment, against the threshold that it has to fall below",
-        "no finished run has AutoSwitch's samples (recipe=step with recipe.switch=auto logs them)",
-    ),
     "flops": Kind(
-        lambda table, _history, _metric, layout: points.flops(table, layout),
+        lambda history, _, layout: points.flops(history.table, layout),
         "The metric against the FLOPs of training",
         "no finished run has its FLOPs of training on record",
     ),
 }
 
 
-def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
+def draw(kind: str, history: History, logged: str, layout: Layout = PLAIN) -> Figure | None:
     """The picture of a kind, or learning curves of ``logged``; None where there is nothing to show."""
     with looks():
-        figure = PLOTS[kind].draw(table, History(table), logged, layout)
+        figure = PLOTS[kind].draw(history, logged, layout)
         if figure is not None:
             legend(figure)
             fit(figure, layout)
@@ -85,9 +74,10 @@ def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
 
     Raises ConfigError for an ``x`` or a baseline that this kind of picture has not.
     """
-    if kind in TRAINING and x not in (None, *curves.OVER):
-        raise ConfigError(f"--x {x}: {kind} are over {', '.join(curves.OVER)}")
-    if x and kind not in TRAINING:
+    if kind == "curves":
+        if x not in (None, *curves.OVER):
+            raise ConfigError(f"--x {x}: curves are over {', '.join(curves.OVER)}")
+    elif x:
         if kind != "ratio" or query.cols:
             raise ConfigError("--x KEY is for --kind ratio without --cols")
         query = replace(query, cols=keys(x))
@@ -95,7 +85,7 @@ def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
         query = replace(query, overall=True)
     elif query.baseline:
         raise ConfigError("--baseline is for --kind overall")
-    return query, (x or "step") if kind in TRAINING else "step"
+    return query, (x or "step") if kind == "curves" else "step"
 
 
 def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) -> list[Figure]:
@@ -115,11 +105,10 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     one_metric(query)
     tables = compare(runs, query).tables
     check_labels(tables, layout.labels)
+    histories = [History(table) for table in tables]
     if metric:
-        check_name(
-            metric, sorted({key for table in tables for key in History(table).logged()}), "metric"
-        )
-    drawings = [draw(kind, table, metric or logged(table), layout) for table in tables]
+        check_name(metric, sorted({key for each in histories for key in each.logged()}), "metric")
+    drawings = [draw(kind, each, metric or logged(each.table), layout) for each in histories]
     figures = [figure for figure in drawings if figure is not None]
     if not figures:
         raise ConfigError(f"--kind {kind}: {PLOTS[kind].nothing}")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,34 +21,40 @@ from markupsafe import Markup
 from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.comparison import TableSection
+from nmrun.lab.compare.comparison import Query, TableSection, divide
 from nmrun.lab.compare.notation import label, short
+from nmrun.lab.compare.runs import read
 from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
-from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.runs.run_folder import RunFolders
 from nmrun.lab.show import captions, formats, plots, points, style
+from nmrun.lab.show.curves import History
 from nmrun.lab.show.formats import Grid, Line
+from nmrun.lab.words.identity import is_in_id
 from nmrun.patterns import RATIO_KEYS
 
 MOST_LINES = 200  # lines of a list; what is more is counted
 # keys without a dot that are part of a config
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
+COLUMNS = ("recipe", "sparsity", "dataset", "model", "seed")  # of runs, before their metric
 
 
-def write(paths: Sequence[str], parts: Sequence[TableSection], target: Path, baseline: str) -> None:
+def write(paths: Sequence[str], query: Query, target: Path) -> None:
     """Write the report of the runs below ``paths``, whole or not at all.
 
-    An empty ``baseline`` is dense, where there is such a row. Raises ConfigError for a baseline
-    that no part has.
+    An empty baseline is dense, where there is such a row. Raises ConfigError for a baseline that no
+    part has.
     """
+    folders = RunFolders()
+    parts = divide(read(paths, folders=folders), replace(query, baseline=""))
     runs = pd.concat([part.table.runs for part in parts])
-    every = [run for path in paths for run in status.runs(Path(path))]
+    every = [run for path in paths for run in status.runs(Path(path), folders)]
     states = list({os.path.realpath(run.folder): run for run in every}.values())
     counts = Counter(run.state for run in states)
     counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
     differing, common = _settings(runs)
-    environments, versions = _environments(runs)
+    environments, versions = _environments(runs, folders)
     text = formats.document(
         "report.html",
         title=f"nmrun: {', '.join(paths)}",
@@ -55,11 +62,12 @@ def write(paths: Sequence[str], parts: Sequence[TableSection], target: Path, bas
         made=time.strftime("%Y-%m-%d %H:%M"),
         counted=", ".join(f"{counts[state]} {state}" for state in order if counts[state]),
         command=shlex.join(["nmrun", *sys.argv[1:]]),
-        sections=_sections(parts, baseline),
+        sections=_sections(parts, query.baseline, folders),
         unfinished=[run for run in states if run.state != "finished"],
-        run_keys=[*differing, "status"],
+        run_keys=[*(key for key in differing if key in COLUMNS), "status"],
+        setting_keys=[key for key in differing if key not in COLUMNS],
         run_metric=", ".join(dict.fromkeys(notation.labelled(part.table.metric) for part in parts)),
-        runs=_runs(parts, differing, target),
+        runs=_runs(parts, differing, target, folders),
         configurations=_combinations(runs, [key for key in differing if key != "seed"]),
         common=formats.html_table(
             Grid([], 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
@@ -72,7 +80,9 @@ def write(paths: Sequence[str], parts: Sequence[TableSection], target: Path, bas
     atomic.write(target, text, shared=True)
 
 
-def _sections(parts: Sequence[TableSection], baseline: str) -> list[dict[str, Any]]:
+def _sections(
+    parts: Sequence[TableSection], baseline: str, folders: RunFolders
+) -> list[dict[str, Any]]:
     sections, refused = [], []
     for number, part in enumerate(parts, 1):
         table = part.table
@@ -80,18 +90,21 @@ def _sections(parts: Sequence[TableSection], baseline: str) -> list[dict[str, An
             table = against(table, baseline or "dense")
         except ConfigError as error:
             refused.append(error)
-        pictures = []
+        history, pictures = History(table, folders), []
         for kind, about in plots.PLOTS.items():
             if kind in ("ratio", "flops") and points.alone(table):
                 continue
-            figure = plots.draw(kind, table, plots.logged(table), style.Layout(title=""))
+            figure = plots.draw(kind, history, plots.logged(table), style.Layout(title=""))
             if figure is not None:
                 name = f"part-{number}-{kind}"
                 svg = style.embedded(figure, name)
                 pictures.append(
                     {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
                 )
-        tables = [formats.html_table(grid) for grid in formats.grids(table)]
+        values, *differences = formats.grids(table)
+        if values.caption[0] == captions.title(table):  # the section's heading says it
+            values = replace(values, caption=values.caption[1:])
+        tables = [formats.html_table(grid) for grid in (values, *differences)]
         sections.append({"title": _title(part), "tables": tables, "pictures": pictures})
     if baseline and len(refused) == len(parts):
         raise refused[0]
@@ -103,8 +116,11 @@ def _title(part: TableSection) -> str:
     return "; ".join(filter(None, [captions.title(part.table), ", ".join(settings)]))
 
 
-def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
-    """Every run with its settings, metric, folder and command."""
+def _runs(
+    parts: Sequence[TableSection], keys: Sequence[str], target: Path, folders: RunFolders
+) -> list[dict[str, Any]]:
+    """Every run with its metric, folder, settings and command."""
+    first = [key for key in keys if key in COLUMNS]
     rows = []
     for part in parts:
         for run in part.table.runs.to_dict("records"):
@@ -113,19 +129,21 @@ def _runs(parts: Sequence[TableSection], keys: Sequence[str], target: Path) -> l
             known = not pd.isna(value) and math.isfinite(value)
             rows.append(
                 {
-                    "labels": [*(short(label(run[key])) for key in keys), run["status"]],
+                    "labels": [*(short(label(run[key])) for key in first), run["status"]],
+                    "settings": [short(label(run[key])) for key in keys if key not in first],
                     "value": notation.printed(value, part.table.metric) if known else "-",
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
                     "name": label(run["id"]),
-                    "command": status.typed(status.command(RunFolder(run["folder"]))),
+                    "command": status.typed(status.command(folders[run["folder"]])),
                 }
             )
     return rows
 
 
 def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
-    """The keys that differ, recipe and ratio first, and those that do not, with their value."""
+    """The keys of a run's id that differ, recipe and ratio first, and the keys that do not differ,
+    with their value."""
     dotted = [
         key
         for key in runs.columns
@@ -134,7 +152,8 @@ def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
     labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
     keys = [str(key) for key in labels]
     same = [key for key in keys if labels[key].nunique() == 1]
-    return [key for key in keys if key not in same], [(key, labels[key].iloc[0]) for key in same]
+    differing = [key for key in keys if key not in same and is_in_id(key)]
+    return differing, [(key, labels[key].iloc[0]) for key in same]
 
 
 def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
@@ -157,12 +176,12 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
     )
 
 
-def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
+def _environments(runs: pd.DataFrame, folders: RunFolders) -> tuple[Markup, int]:
     """What the runs were made with, counted; and the number of versions of the code."""
     counts: Counter[str] = Counter()
     for folder, commit in zip(runs["folder"], runs["commit"], strict=True):
         of_file = {"commit": label(commit)}
-        made_with = RunFolder(folder).result.get("environment", of_file)
+        made_with = folders[folder].result.get("environment", of_file)
         counts[
             json.dumps({key: value for key, value in made_with.items() if key != "command"})
         ] += 1

@@ -36,6 +36,7 @@ from nmrun.lab.sweeps.workers import JobLines
 from nmrun.lab.words import command_line, composition, experiment, precheck, schema
 from nmrun.lab.words.composition import (
     Cache,
+    job_words,
     jobs_of,
     plain_errors,
     without_others_configs,
@@ -66,7 +67,8 @@ def main(argv: list[str]) -> int:
         ((overrides, job),) = jobs
         command = command_line.of_job(overrides, options.config_dir)
         return _exit_status(_outcome_of(job, None, command))
-    with recorded(looks, shlex.join(["nmrun", *argv]), sweeps) as folder:
+    count = len(job_words(sweeps, options.config_dir))
+    with recorded(looks, shlex.join(["nmrun", *argv]), sweeps, count) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         launcher = looks[0].launcher
         if not hydras:

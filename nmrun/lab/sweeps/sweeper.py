@@ -38,6 +38,7 @@ class NMSweeper(BasicSweeper):
                 [word for word in words if not command_line.is_hydras(word)]
             )
             jobs += BasicSweeper.split_arguments([*params, *parsed], None)[0]
+        jobs = command_line.each_once(jobs)
         if params:  # which the command line has not counted
             sweep.recount(folder, len(jobs))
         return list(self.split_overrides_to_chunks(jobs, max_batch_size))

@@ -7,7 +7,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,6 +115,7 @@ def build(
     total_steps: int | None = None,
     times: Mapping[str, Any] | None = None,
     precision: str | None = None,
+    plan: Callable[[Parts], None] = lambda parts: None,
 ) -> Parts:
     """Seed everything, choose device and precision, and build. ConfigError for what only the built
     model shows.
@@ -124,6 +125,7 @@ def build(
         times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
             measured again they might choose others, with other roundings.
         precision: that of a run that goes on; None: what ``trainer.precision`` says here.
+        plan: is called with the parts before products are timed.
     """
     trainer = config.trainer
     device = prepare(config)
@@ -170,6 +172,7 @@ def build(
         activations,
         seconds,
     )
+    plan(parts)
     return replace(parts, accelerated=_accelerated(config, parts, times or {}))
 
 

@@ -291,9 +291,12 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
     epochs = parts.total_steps / parts.task.batches_per_epoch
     duration = "1 epoch" if epochs == 1 else f"{epochs:.4g} epochs"
     budget = "" if trainer.budget is None else f" (trainer.budget={trainer.budget})"
+    precision = parts.precision
+    if trainer.precision == "auto" and precision != "fp32":
+        precision += f": this {'processor' if parts.device.type == 'cpu' else 'GPU'} has it"
     lines = [
         f"  {duration} of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
-        f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
+        f"{parts.total_steps} steps{budget}, {parts.device.type} {precision}"
     ]
     if (trainer.threads or 0) > (cores := os.cpu_count() or 1):
         lines.append(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from nmrun.lab.runs.run_folder import (
 )
 from nmrun.lab.signals import Signals, of_interrupt
 from nmrun.lab.train import checkpoint, console, results, trials
+from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
@@ -79,9 +81,11 @@ def _from_leader(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
 def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
     """The outcome of a dry run; ``failed`` where its parts, such as the user's own, cannot be
     built."""
+    show = partial(_show_plan, config, sweep is not None, [])
     try:
-        parts = trials.parts(config, None)
-        lines, row = console.plan_lines(config, parts), console.plan_row(config, parts)
+        parts = trials.parts(config, None, plan=show)
+        show(parts)
+        row = console.plan_row(config, parts)
     except ConfigError:
         raise
     except Exception as error:
@@ -91,9 +95,19 @@ def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
         tell([f"failed: {outcome['error']} (without dry=true, run.log has the traceback)"])
         return outcome
     if sweep is None:
-        events = [f"  {event}" for event in parts.handle.pop_events()]
-        print("\n".join([*lines, *events]), flush=True)
+        for event in parts.handle.pop_events():
+            print(f"  {event}", flush=True)
     return {"status": "planned", "id": identity(config), "plan": row}
+
+
+def _show_plan(config: Config, brief: bool, plan: list[str], parts: Parts) -> None:
+    """Show the lines that ``plan`` has not yet, and add them: nearly all before products are timed,
+    which may take minutes, and what was chosen by timing after it."""
+    new = console.plan_lines(config, parts)[len(plan) :]
+    plan += new
+    screen = Console(None, brief)
+    for line in new:
+        screen.detail(line)
 
 
 def _failure(error: Exception | SystemExit) -> dict[str, Any]:
@@ -222,7 +236,11 @@ class _Run:
         prefix = "finished before, but " if run_dir.is_finished else ""
         complaints += [f"{prefix}{name}: {what}" for name, what in run_dir.broken().items()]
         rows = (state or {}).get("rows")
-        parts = trials.parts(config, state)
+        # the log begins with the run's folder, once all is built
+        plan: list[str] = []
+        show = partial(_show_plan, config, self.console.brief, plan)
+        parts = trials.parts(config, state, plan=show)
+        show(parts)
         if ranks.leads():
             if state is None:
                 checkpoint.remove(folder)
@@ -231,8 +249,8 @@ class _Run:
         self.console.note(title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}", style="yellow")
-        for line in console.plan_lines(config, parts):
-            self.console.detail(line)
+        for line in plan:
+            self.console.note(line)
         loop = self.loop = Loop(config, parts, self.console, self.id)
         if state is None:
             for event in loop.events:

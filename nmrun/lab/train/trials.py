@@ -5,6 +5,7 @@ miniature, from the same start, which leaves nothing behind.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -18,9 +19,13 @@ from nmrun.lab.train.build import Parts, build, check_budget, device_of, precisi
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
-def parts(config: Config, state: dict[str, Any] | None) -> Parts:
+def parts(
+    config: Config,
+    state: dict[str, Any] | None,
+    plan: Callable[[Parts], None] = lambda parts: None,
+) -> Parts:
     """Build the parts of a run. A budget of seconds has the steps that a trial finds, or found for
-    its checkpoint ``state``."""
+    its checkpoint ``state``; ``plan`` is as of :func:`build`."""
     steps, events = None, list[str]()
     if (config.trainer.budget or "").startswith("seconds:"):
         if state:
@@ -32,7 +37,7 @@ def parts(config: Config, state: dict[str, Any] | None) -> Parts:
     precision = earlier.get("precision")
     if state and precision is None:  # of an earlier version, whose auto was bf16 on GPUs alone
         precision = precision_of(config.trainer.precision, device_of(config.trainer.device))
-    built = build(config, steps, earlier.get("acceleration"), precision)
+    built = build(config, steps, earlier.get("acceleration"), precision, plan)
     return replace(built, events=events)
 
 

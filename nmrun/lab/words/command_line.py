@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,15 @@ def quoting(word: str) -> str:
 def key(word: str) -> str:
     """Return the key of an override, without ``+``, ``~`` and its value."""
     return word.lstrip("+~").partition("=")[0]
+
+
+def each_once(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
+    """The words of jobs without repeats: dense training has no ratio, so one of it stands for all."""
+    once = dict.fromkeys(
+        tuple(w for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
+        for words in jobs
+    )
+    return [list(words) for words in once]
 
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs

@@ -230,19 +230,26 @@ def config_of(
 def jobs_of(
     sweeps: Sequence[Sequence[str]], config_dir: str | None, cache: Cache
 ) -> Iterator[tuple[list[str], DictConfig]]:
-    """The overrides of each job of some sweeps, as they are typed, and its config.
+    """The overrides of each job of some sweeps as :func:`job_words` has them, and its config.
 
     While a job runs, Hydra is as it was. ``cache`` is as of :func:`composed`. Raises ConfigError for
     a job that cannot be composed after all.
     """
-    for overrides in sweeps:
-        with composing(config_dir):
-            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-            every = BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
-        for words in every:
-            with plain_errors(), composing(config_dir):
-                job = composed(words, cache)
-            yield [command_line.unescaped(word) for word in words], job
+    for words in job_words(sweeps, config_dir):
+        with plain_errors(), composing(config_dir):
+            job = composed(words, cache)
+        yield [command_line.unescaped(word) for word in words], job
+
+
+def job_words(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> list[list[str]]:
+    """The overrides of each job of some sweeps, each run once."""
+    every: list[list[str]] = []
+    with composing(config_dir):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        for words in sweeps:
+            overrides = parser.parse_overrides([w for w in words if not command_line.is_hydras(w)])
+            every += BasicSweeper.split_arguments(overrides, None)[0]
+    return command_line.each_once(every)
 
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs

@@ -31,7 +31,7 @@ from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
 from nmrun.registry import did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
-FIGURES = ("ratio", "curves", "flips", "autoswitch", "flops")
+FIGURES = ("ratio", "curves", "flops")
 REPORT: dict[str, Any] = {
     "rows": "recipe",
     "cols": "sparsity",

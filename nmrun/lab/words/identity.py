@@ -90,6 +90,12 @@ def identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
 
 
+def is_in_id(key: str) -> bool:
+    """Whether a key of a config, such as ``optimizer.lr``, is part of a run's id."""
+    group, _, leaf = key.partition(".")
+    return group in SETTINGS and leaf not in IRRELEVANT.get(group, ())
+
+
 def _weights_of(place: str) -> str:
     """The id of the run whose weights ``place`` names, wherever that lies, and the file where it is
     not the last one's; without a run the text as it is."""

@@ -42,7 +42,7 @@ def test_a_comparison_holds_cells_and_differences(outputs):
     assert runs.equals(before), "a frame is read, not written"
 
 
-@pytest.mark.parametrize("style", ["markdown", "latex", "html", "csv", "json"])
+@pytest.mark.parametrize("style", ["markdown", "latex", "csv", "json"])
 def test_it_is_rendered_as_the_command_prints_it(style, outputs, table):
     query = replace(QUERY, filter=("optimizer.lr=0.001",))
     words = ("--baseline", "dense", "--filter", "optimizer.lr=0.001", "--format", style)

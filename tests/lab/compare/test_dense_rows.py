@@ -89,7 +89,7 @@ def test_lines_do_not_lead_from_one_optimizer_to_the_other(kind, tmp_path):
     collected = collect([tmp_path])
     collected["flops/training_arithmetic"] = 1e9
     table = build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
-    figure = plots.draw(kind, table, "eval/accuracy")
+    figure = plots.draw(kind, History(table), "eval/accuracy")
     (axes,) = figure.axes
     assert {each[0].get_marker() for each in axes.containers} >= {"s"}  # seen where no line is
     lines = {each.get_label(): each[0].get_ydata().tolist() for each in axes.containers}

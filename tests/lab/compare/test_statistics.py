@@ -261,9 +261,6 @@ def test_a_table_of_differences(write, table):
     assert "the level 0.05/3" in message
     assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in message
     assert table("--baseline", "dense", "--format", "latex")[1].isascii()
-    page = table("--baseline", "dense", "--format", "html")[1]
-    assert page.isascii()
-    assert "&minus;2.15" in page
     exact = list(csv.DictReader(table("--baseline", "dense", "--format", "csv")[1].splitlines()))
     one = next(row for row in exact if (row["recipe"], row["sparsity"]) == ("ste", "1:8"))
     assert float(one["difference"]) == pytest.approx(-0.0215)

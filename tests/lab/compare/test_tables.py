@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from pages import Page
+from terminal import Terminal
 from verbs import verb
 
 from nmrun.lab.compare.notation import higher_is_better
@@ -601,24 +601,15 @@ def test_json_has_the_values_of_the_seeds(write, table):
     assert cells_["sr_ste", "1:8"]["sd"] is None
 
 
-def test_html_is_one_page_of_all_tables(write, table):
+def test_captions_break_at_words_where_a_terminal_ends(write, table, monkeypatch, tmp_path):
     comparison(write)
-    write("a<b>", "2:4", 0, 0.25, model__name="mlp")
-    text = table("--format", "html")[1]
-    assert text.startswith("<!doctype html>")
-    assert text.isascii()
-    page = Page(text)
-    assert page.open == []
-    assert (text.count("<html"), text.count("<table>")) == (1, 2)
-    assert page.tables[0] == [["recipe", "2:4"], ["a<b>", "25.0 (1)"]]
-    assert page.tables[1] == [
-        ["recipe", "2:4", "1:8"],
-        ["dense", "99.0 ± 0.5 (3)", "99.0 ± 0.5 (3)"],
-        ["ste", "98.5 (1)", "97.0 ± 1.4 (2)"],
-        ["sr_ste", "-", "90.0 (1)"],
-        ["step", "-", "98.0 ± 1.0 (3)"],
-    ]
-    assert page.bold == ["98.0 ± 1.0 (3)"]
+    plain = table()[1].partition("|")[0]
+    terminal = Terminal(monkeypatch, width=60)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert verb("table", str(tmp_path / "outputs")) == 0
+    shown = "\n".join(terminal.lines()).partition("|")[0]
+    assert max(map(len, plain.splitlines())) > 60 >= max(map(len, shown.splitlines()))
+    assert shown.split() == plain.split()
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -666,7 +657,7 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--filter", "sed=0"], ["did you mean seed?"]),
         (
             ["--format", "markdwon"],
-            ["'markdwon'", "'markdown', 'latex', 'html', 'csv', 'json'"],
+            ["'markdwon'", "'markdown', 'latex', 'csv', 'json'"],
         ),
         (["--out", "/nowhere/at/all.md"], ["/nowhere/at/all.md: No such file or directory"]),
         (["--nonsense"], ["--nonsense"]),

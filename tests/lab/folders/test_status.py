@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from runs import at_work, result_of
 from terminal import Terminal
 from verbs import python
 
+from nmrun.errors import ConfigError
 from nmrun.lab.folders import status, sweep
 
 Place = Callable[..., Path]
@@ -86,23 +88,22 @@ def test_every_state(place, capsys):
     (files / "config.yaml").write_text("a: 1\n")  # no run of its own
     with at_work(running, begins):
         lines = output(capsys).splitlines()
-    here = "digits/small_conv/ste/2of4"
-    assert lines == [
-        "runs in outputs: 2 finished, 2 running, 1 interrupted, 1 failed, 1 killed",
-        "state        step  run",
-        f"running      40    {here}/s5-f",
-        f"running            {here}/s6-g",
-        f"interrupted        {here}/s3-d",
-        f"failed       30    {here}/s2-c",
-        f"killed       20    {here}/s4-e",
-        f"finished           {here}/s1-b",
-        f"finished           {here}/s0-a",
-        f"interrupted: outputs/{here}/s3-d",
+    here = "outputs/digits/small_conv/ste/2of4"
+    assert lines[0] == "runs in outputs: 2 finished, 2 running, 1 interrupted, 1 failed, 1 killed"
+    assert lines[1] == here
+    assert lines[2].split() == ["state", "step", "age", "folder"]
+    table = [(line.split()[0], line.split()[-1]) for line in lines[3:10]]
+    assert table == [
+        *(("running", "s5-f"), ("running", "s6-g"), ("interrupted", "s3-d"), ("failed", "s2-c")),
+        *(("killed", "s4-e"), ("finished", "s1-b"), ("finished", "s0-a")),
+    ]
+    assert lines[10:] == [
+        f"interrupted: {here}/s3-d",
         "  nmrun -m all of it",
-        f"failed, step 30: outputs/{here}/s2-c",
+        f"failed, step 30: {here}/s2-c",
         "  step 34: the loss is nan",
         "  nmrun recipe=ste seed=2",
-        f"killed, step 20: outputs/{here}/s4-e",
+        f"killed, step 20: {here}/s4-e",
         "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
         f"to delete what failed: rm -r outputs/{here}/s2-c",
     ]
@@ -168,51 +169,69 @@ def run_with(
     return folder
 
 
-def test_runs_are_listed_with_what_differs_and_how_far_they_are(place, capsys):
+def test_runs_are_listed_with_their_metric_and_how_far_they_are(place, capsys):
     evaluated = {"step": 20, "epoch": 1, "eval/loss": 0.5, "eval/accuracy": 0.75}
     on = {"step": 50, "epoch": 3, "steps_per_second": 2.5}
     done = {"step": 200, "epoch": 10, "eval/loss": 0.1, "eval/accuracy": 0.9375}
-    run_with(place, "s0-a", "finished", [evaluated, done])
+    old = run_with(place, "s0-a", "finished", [evaluated, done])
+    for file in (old, *old.iterdir()):
+        os.utime(file, (time.time() - 3 * 86400 - 60,) * 2)
     run_with(place, "s1-b", "finished", [evaluated, {**evaluated, "eval/accuracy": "no"}], seed=1)
     running = run_with(place, "s2-c", None, [evaluated, on], seed=2, lr=0.1)
     by_steps = run_with(place, "s3-d", None, [on], seed=3, steps=100)
     with at_work(running, by_steps):
-        _, head, *rows = output(capsys).splitlines()
-    columns = ["state", "recipe", "ratio", "seed", "optimizer.lr"]
-    assert head.split()[:5] == columns
-    assert not {"dataset", "model"} & set(head.split()), "what is the same in all"
+        _, above, head, *rows = output(capsys).splitlines()
+    assert above == "outputs/digits/small_conv/*/*"
+    columns = ["state", "recipe", "ratio", "seed", "epoch", "step", "accuracy", "loss", "left"]
+    assert head.split() == [*columns, "age", "folder"]
     cells = {row.split()[3]: row for row in rows}
     assert [row.split()[0] for row in rows] == ["running", "running", "finished", "finished"]
-    assert "0.1" in cells["2"].split()
-    assert "3/10" in cells["2"].split()
-    assert "accuracy 0.7500" in cells["2"]
+    assert {"ste", "2:4", "3/10", "0.7500", "s2-c"} <= set(cells["2"].split())
     assert "60 s" in cells["2"] or "1 min" in cells["2"], "150 steps of 200 at 2.5 a second"
     assert "50/100" in cells["3"].split()
     assert "20 s" in cells["3"]
-    assert "accuracy 0.9375" in cells["0"]
+    assert cells["0"].split() == ["finished", "ste", "2:4", "0", "0.9375", "3", "d", "s0-a"]
 
 
-def test_a_setting_that_is_one_recipe_s_alone_does_not_differ(place, capsys):
-    """It does where that recipe's runs do."""
-
-    def head():
-        return output(capsys).splitlines()[1].split()
-
-    step = {"recipe": {"name": "step", "switch": "auto", "decay": 0.0}}
-    run_with(place, "s0-a", "finished", [], recipe={"name": "sr_ste", "decay": 2e-4})
-    run_with(place, "s0-b", "finished", [], **step)
-    assert [key for key in head() if "." in key] == ["recipe.decay"]
-    step["recipe"]["switch"] = 0.2
-    run_with(place, "s0-c", "finished", [], **step)
-    assert {key for key in head() if "." in key} == {"recipe.switch", "recipe.decay"}
+def test_runs_of_two_data_sets_are_a_line_each_of_eighty_columns(place, capsys):
+    """Whatever else their configs differ in; other settings are shown where they are asked for."""
+    rows = [{"step": 2160, "epoch": 10, "eval/accuracy": 0.9375}]
+    run_with(place, "s0-0123456789", "interrupted", rows, recipe={"name": "sr_ste", "decay": 0.1})
+    run_with(place, "s1-0123456789", "finished", rows, lr=0.5)
+    text = [{"step": 2160, "epoch": 10, "eval/perplexity": 9.25}]
+    folder = Path("outputs/shakespeare/gpt_tiny/sdgf_stepwise/2of4/s12-0123456789")
+    folder.parent.mkdir(parents=True)
+    other = run_with(place, "s2-0123456789", "finished", text, recipe={"name": "sdgf_stepwise"})
+    other.rename(folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"dataset": {"name": "shakespeare", "stride": 7}, "model": {"name": "gpt_tiny"}}
+    config |= {"track": {"name": "wandb", "tags": ["a"]}, "seed": 12}
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "config": config}))
+    lines = output(capsys).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not {"stride", "tags", "track"} & set(re.split(r"[ .]+", " ".join(lines)))
+    (row,) = [line for line in lines if "sdgf_stepwise" in line]
+    assert {"12", "9.2500"} <= set(row.split())
+    (found,) = Path().glob("outputs/shakespeare/gpt_tiny/*/*/" + row.split()[-1])
+    assert found == folder
+    asked = output(capsys, "--columns", "optimizer.lr,dataset.stride")
+    assert [
+        [line.split()[-4], line.split()[-1]] for line in asked.splitlines() if " 0.5 " in line
+    ] == [["0.5", "s1-0123456789"]]
+    assert "dataset.stride" in asked
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr\?"):
+        status.main(["--columns", "optimizer.lrr"])
+    with pytest.raises(ConfigError, match="no such key"):
+        status.main(["--columns", "track.tags"])
 
 
 def test_many_runs_are_a_screenful(place, capsys):
     for number in range(30):
         run_with(place, f"s{number}-a", "finished", [], seed=number)
-    assert len(output(capsys).splitlines()) < 24
+    assert len(output(capsys).splitlines()) <= 24
     assert "nmrun status --all outputs" in output(capsys).splitlines()[-1]
-    assert len(output(capsys, "--all").splitlines()) == 32
+    assert len(output(capsys, "--all").splitlines()) == 33
 
 
 @pytest.mark.parametrize("state", [None, "failed"])
@@ -319,7 +338,7 @@ def test_watching_ends_with_what_runs(place, capsys, monkeypatch):
             holder.kill()
             holder.wait()
 
-    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look, time=time.time))
     with at_work(place("s0-a", steps=20)) as (holder,):
         out = output(capsys, "--watch")
     assert looks == [status.PAUSE] * 3
@@ -342,12 +361,12 @@ def test_the_list_stays_at_one_place_of_the_terminal(place, monkeypatch):
         if len(shown) == 2:
             holder.communicate()
 
-    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look, time=time.time))
     with at_work(folder) as (holder,):
         assert status.main(["--watch"]) == 0
-    assert [len(lines) for lines in shown] == [3, 3], shown
-    assert "1/10   accuracy 0.7500" in shown[0][2]
-    assert "2/10   accuracy 0.8750" in shown[1][2]
+    assert [len(lines) for lines in shown] == [4, 4], shown
+    assert {"1/10", "0.7500"} <= set(shown[0][3].split())
+    assert {"2/10", "0.8750"} <= set(shown[1][3].split())
     assert "running" not in "\n".join(terminal.lines())
 
 

@@ -19,12 +19,12 @@ def pruned(write, method: str, seed: int, accuracy: float, samples: int = 128) -
     write(method, "2:4", seed, accuracy, recipe__samples=samples)
 
 
-@pytest.mark.parametrize("style", ["markdown", "latex", "html"])
+@pytest.mark.parametrize("style", ["markdown", "latex"])
 def test_of_what_was_pruned_in_one_shot_no_training_is_told(style, write, table):
     for seed in range(3):
         pruned(write, "wanda", seed, 0.8)
         pruned(write, "magnitude", seed, 0.7)
-    text = table("--format", style, "--baseline", "magnitude")[1].split("<body>")[-1]
+    text = table("--format", style, "--baseline", "magnitude")[1]
     assert "pruned in one shot with 128 calibration samples" in text
     assert not [word for word in TRAINING if word in text]
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from pages import Page
 from runs import rewrite
 from verbs import verb
+
+from nmrun.lab.runs import documents
 
 
 @pytest.fixture
@@ -125,11 +128,11 @@ def test_configurations_and_environments(write, report, tmp_path):
     document = page(tmp_path)
     runs, configurations, same, environments = document.tables[1:]
     assert runs[0] == [
-        *("optimizer.lr", "seed", "status", "test/accuracy in %", "seconds", "folder", "command")
+        *("seed", "status", "test/accuracy in %", "seconds", "folder", "optimizer.lr", "command")
     ]
-    assert [line[:4] for line in runs[1:]] == [
-        *(["0.001", "0", "finished", "98.0"], ["0.01", "0", "finished", "97.0"]),
-        *(["0.001", "1", "finished", "98.0"], ["0.01", "1", "finished", "97.0"]),
+    assert [[*line[:3], line[5]] for line in runs[1:]] == [
+        *(["0", "finished", "98.0", "0.001"], ["0", "finished", "97.0", "0.01"]),
+        *(["1", "finished", "98.0", "0.001"], ["1", "finished", "97.0", "0.01"]),
     ]
     assert configurations == [["optimizer.lr", "seeds"], ["0.001", "0, 1"], ["0.01", "0, 1"]]
     common = dict(same[1:])
@@ -138,6 +141,32 @@ def test_configurations_and_environments(write, report, tmp_path):
     assert not {"seed", "optimizer.lr", "status", "folder"} & set(common)
     assert sorted(environments[1:]) == [["abc", "", "3"], ["fff", "9.9", "1"]]
     assert "made by 2 versions of the code" in document.text
+
+
+def test_what_changes_no_result_is_no_column(write, report, tmp_path):
+    write("step", "2:4", 0, 0.98, track__notes="one", trainer__log_every=1)
+    write("step", "2:4", 1, 0.97, track__notes="two", trainer__log_every=2)
+    assert report()[0] == 0
+    runs = page(tmp_path).tables[1]
+    assert runs[0][:2] == ["seed", "status"]
+    assert not [key for key in runs[0] if "." in key]
+
+
+def test_each_result_is_read_once(write, report, monkeypatch):
+    names = ("step", "ste", "dense")
+    folders = [write(name, "dense" if name == "dense" else "2:4", 0, 0.98) for name in names]
+    for folder in folders:
+        curve(folder, 0.5, 0.9)
+    reads: Counter[Path] = Counter()
+    read = documents.read
+
+    def counted(path: Path) -> bytes:
+        reads[Path(path)] += 1
+        return read(path)
+
+    monkeypatch.setattr(documents, "read", counted)
+    assert report()[0] == 0
+    assert [reads[folder / "result.json"] for folder in folders] == [1, 1, 1]
 
 
 def test_what_users_wrote_is_text(write, report, tmp_path):

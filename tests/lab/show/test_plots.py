@@ -23,6 +23,7 @@ import nmrun
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.tables import build
 from nmrun.lab.show import plots, style
+from nmrun.lab.show.curves import History
 
 STEPS = (10, 20, 30, 40)
 
@@ -48,7 +49,7 @@ def drawn(
     columns: str = "sparsity",
 ) -> Figure | None:  # fmt: skip
     runs = collect([tmp_path])
-    return plots.draw(kind, build(runs, metric, ["recipe"], [columns], "mean"), logged)
+    return plots.draw(kind, History(build(runs, metric, ["recipe"], [columns], "mean")), logged)
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
@@ -151,54 +152,6 @@ def test_switch_of_a_real_step_is_marked(second_moment, write, tmp_path):
     assert marks == [20]  # half of 40 steps are dense
 
 
-@pytest.mark.parametrize(("largest", "how"), [(0.02, "linear"), (0.4, "symlog")])
-def test_flip_rates_small_ones_beside_large_ones(write, tmp_path, largest, how):
-    rates = [0.01, 0.005, 0.001, 0.0005]
-    log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
-    log(
-        write("t_sr_ste", "2:4", 0, 0.9),
-        [{"sparsity/flip_rate": rate} for rate in (0.0, largest, 0.0, 0.0)],
-    )
-    (axes,) = drawn("flips", tmp_path).axes
-    assert line(axes, "STE")[1] == pytest.approx([100 * rate for rate in rates])
-    assert axes.get_yscale() == how
-    assert axes.get_ylim()[0] == 0
-    place = axes.transData.transform
-    axes.figure.canvas.draw()
-    height = axes.get_window_extent().height
-    assert (
-        place((10, 1.0))[1] - place((10, 0.0))[1]
-    ) / height > 0.15  # a rate of 1 % is far from none
-
-
-@pytest.mark.parametrize("threshold", [None, 1.2])
-def test_autoswitch(threshold, write, tmp_path):
-    samples, means = [4e-8, 2e-8, 1e-8, 5e-9], [4e-8, 3e-8, 2e-8, 1e-8]
-    lines = [
-        {"step/variance_change": a, "step/variance_change_window": b}
-        for a, b in zip(samples, means, strict=True)
-    ]
-    folder = write(
-        "step",
-        "2:4",
-        0,
-        0.9,
-        optimizer__eps=1e-8,
-        recipe__t_min=0.1,
-        recipe__t_max=0.5,
-        recipe__switch="auto",
-        recipe__threshold=threshold,
-    )
-    log(folder, lines, steps=40)
-    (axes,) = drawn("autoswitch", tmp_path).axes
-    assert line(axes, "STEP: sample") == (list(STEPS), samples)
-    assert line(axes, "STEP: mean of the window") == (list(STEPS), means)
-    drawn_threshold = [each for each in axes.lines if each.get_label() == "threshold, Adam's eps"]
-    assert len(drawn_threshold) == (threshold is None)  # a relative one is no constant
-    assert all(set(each.get_ydata()) == {1e-8} for each in drawn_threshold)
-    assert axes.get_yscale() == "log"
-
-
 @pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
 def test_metric_against_flops(factor, how, write, tmp_path):
     costs = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
@@ -249,7 +202,7 @@ def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(write, tmp_
         spent(write("step", "1:8", 0, 0.9, **own), 1e9)
     keys = ["recipe", "recipe.second_moment", "recipe.decay", "recipe.lr_factor"]
     table = build(collect([tmp_path]), "test/accuracy", keys, ["sparsity"], "mean")
-    figure = plots.draw("flops", table, "eval/accuracy")
+    figure = plots.draw("flops", History(table), "eval/accuracy")
     (axes,) = figure.axes
     figure.draw_without_rendering()
     box = axes.xaxis.label.get_window_extent()
@@ -334,12 +287,12 @@ def test_a_narrow_picture_leaves_its_axes_room(kind, write, tmp_path):
     table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
     for width in (2.5, 3.25, 5.0):
         layout = style.Layout(title="A title " * 15, width=width)
-        figure = plots.draw(kind, table, "eval/accuracy", layout)
+        figure = plots.draw(kind, History(table), "eval/accuracy", layout)
         figure.draw_without_rendering()
         boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
         assert min(box.height for box in boxes) / figure.dpi > 1.6
         assert figure.get_figwidth() == width
-    figure = plots.draw(kind, table, "eval/accuracy", style.Layout(width=3.25, height=6.0))
+    figure = plots.draw(kind, History(table), "eval/accuracy", style.Layout(width=3.25, height=6.0))
     assert tuple(figure.get_size_inches()) == (3.25, 6.0)
 
 
@@ -368,7 +321,7 @@ def test_metric_against_a_setting(write, tmp_path):
     write("dense", "dense", 0, 0.99)
     runs = collect([tmp_path])
     table = build(runs, "test/accuracy", ["recipe"], ["recipe.decay"], "mean")
-    figure = plots.draw("ratio", table, "eval/accuracy")
+    figure = plots.draw("ratio", History(table), "eval/accuracy")
     (axes,) = figure.axes
     (container,) = axes.containers
     assert list(container[0].get_xdata()) == list(values)
@@ -405,10 +358,17 @@ def test_curves_over_epochs_and_seconds(write, tmp_path):
     runs = collect([tmp_path])
     table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
     for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):
-        figure = plots.draw("curves", table, "eval/accuracy", style.Layout(x=x))
+        figure = plots.draw("curves", History(table), "eval/accuracy", style.Layout(x=x))
         (axes,) = figure.axes
         assert line(axes, "STE")[0] == pytest.approx(expected)
         assert axes.get_xlabel().startswith(x)
+
+
+def test_anything_that_was_logged_is_drawn_as_it_is(write, tmp_path):
+    rates = [0.01, 0.005, 0.001, 0.0005]
+    log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
+    (axes,) = drawn("curves", tmp_path, logged="sparsity/flip_rate").axes
+    assert line(axes, "STE")[1] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("kind", plots.PLOTS)

@@ -249,6 +249,18 @@ def test_zipped_keys_are_one_axis_of_the_product(launches):
     ]
 
 
+def test_dense_training_has_no_ratio_and_is_one_job_of_a_seed(launches, tmp_path):
+    words = ("recipe=dense,ste", "sparsity=2:4,1:4,1:8", "seed=0,1")
+    (jobs,) = launches(*words)
+    assert [job for job in jobs if job["recipe"] == "dense"] == [
+        {"recipe": "dense", "seed": 0},
+        {"recipe": "dense", "seed": 1},
+    ]
+    assert len([job for job in jobs if job["recipe"] == "ste"]) == 6
+    (record,) = tmp_path.rglob("sweep.json")
+    assert json.loads(record.read_text())["jobs"] == len(jobs)
+
+
 def test_two_zips_ranges_lists_and_texts(launches):
     words = ("seed=range(3)", "model.exclude=[stem],[stem,head],[]", "zip=seed,model.exclude")
     (jobs,) = launches(*words, "recipe=step,sr_ste", "optimizer=adam,sgd", "zip=recipe,optimizer")
@@ -549,7 +561,7 @@ def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path, nmrun_cl
 
 @pytest.mark.slow
 def test_a_dry_sweep_lists_a_run_once(tmp_path, nmrun_cli):
-    """A dense run has no ratio: of two ratios the second is skipped, as in the sweep itself."""
+    """A dense run has no ratio: of two ratios it is one, as in the sweep itself."""
     words = ("-m", "recipe=dense,ste", "sparsity=2:8,1:8", "seed=0,1", "track=local")
     short = ("trainer.epochs=1", "trainer.limit_batches=1")
     planned = nmrun_cli(*words, *short, "dry=true")
@@ -559,9 +571,10 @@ def test_a_dry_sweep_lists_a_run_once(tmp_path, nmrun_cli):
         ["ste", ratio, seed] for ratio in ("2:8", "1:8") for seed in "01"
     ]
     assert [row[:2] for row in rows if row[0] == "dense"] == [["dense", "0"], ["dense", "1"]]
-    assert total[0].startswith("sweep of 8: 6 planned, 2 skipped; ")
+    assert total[0].startswith("sweep of 6: 6 planned; ")
     ran = nmrun_cli(*words, *short)
-    assert "sweep of 8: 6 finished, 2 skipped; " in ran.stdout, ran.stderr
+    assert "sweep of 6: 6 finished; " in ran.stdout, ran.stderr
+    assert "[1/6] recipe=dense seed=0\n" in ran.stdout
     assert len(list(tmp_path.glob("outputs/**/result.json"))) == len(rows)
 
 

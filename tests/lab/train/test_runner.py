@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from nmrun import sparsify
 from nmrun.errors import ConfigError
+from nmrun.kernels import compiler
 from nmrun.lab import models
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
@@ -403,6 +404,30 @@ def test_an_unwritable_folder(tmp_path):
     cfg.plain["output_dir"] = str(tmp_path / "file")
     with pytest.raises(ConfigError, match="output_dir="):
         run(cfg)
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+def test_the_plan_is_on_the_screen_before_products_are_timed(
+    precision, tmp_path, monkeypatch, capsys
+):
+    before: list[str] = []
+
+    def timed(*_: Any) -> list[Any]:
+        before.append(capsys.readouterr().out)
+        return []
+
+    monkeypatch.setattr(compiler, "processor_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
+    monkeypatch.setattr(build, "_accelerated", timed)
+    words = (f"trainer.precision={precision}", "trainer.epochs=1", "trainer.limit_batches=1")
+    run(config(tmp_path, *words, "dry=true"))
+    cfg = config(tmp_path, *words)
+    run(cfg)
+    assert len(before) == 2
+    for text in (*before, (run_folder(cfg) / "run.log").read_text()):
+        assert text.count("FLOPs of the training") == 1
+        assert "cpu bf16" in text
+        assert ("this processor has it" in text) == (precision == "auto"), "where nobody asked"
 
 
 def test_control_c_before_training_begins(tmp_path, monkeypatch):

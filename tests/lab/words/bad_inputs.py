@@ -378,7 +378,7 @@ VERBS = {
     "table --experiment step_cifar": "no such experiment; did you mean step_cifar10?",
     "table --experiment step_cifar10 --scale tiny": "scale=tiny: no such scale (there are smoke, small, paper)",
     "table --experiment step_cifar10 --scale smoke": "none of its 16 runs is finished; nmrun -m",
-    "table file.txt --out x.foo": "the suffix must be one of .md, .tex, .htm, .html, .csv, .json, or say --format",
+    "table file.txt --out x.foo": "the suffix must be one of .md, .tex, .csv, .json, or say --format",
     "table file.txt --scale huge": "--scale is for --experiment",
     "table file.txt --figures figs": "--figures is for --experiment",
     "table file.txt --labels step=Ours": "--labels is for --format latex",
