@@ -19,9 +19,11 @@ from nmrun.recipes import RECIPES
 MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
 THOUSANDS = " kMGTPEZY"  # of FLOPs
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll", "bits", "flops")
-# likewise, as words of their own: "answer" has no word error rate
-SHORT = {"mse", "rmse", "mae", "mape", "wer", "cer", "ppl", "bpb", "bpc", "fid", "epe"}
+# of metrics by which no run is compared unless somebody asks; a task says it of its own metric
+LOWER_IS_BETTER = {
+    *("loss", "perplexity", "bits_per_token", "bits_per_character", "bits_per_byte"),
+    *("seconds", "training_seconds"),
+}
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
 
@@ -107,16 +109,9 @@ METRICS = {
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def higher_is_better(metric: str) -> bool:
-    """Whether higher values of a metric, such as ``eval/accuracy``, are better."""
-    name = metric.lower()
-    words = set(re.split("[^a-z]+", name))
-    return not (words & SHORT or any(word in name for word in LOWER_IS_BETTER))
-
-
-def half_as_good(value: float, other: float, metric: str) -> bool:
+def half_as_good(value: float, other: float, higher_is_better: bool) -> bool:
     """Whether a value of a metric is half as good as another one, or worse."""
-    if higher_is_better(metric):
+    if higher_is_better:
         return other > 0 and value <= other / 2
     return 0 <= other < value and value >= 2 * other
 

@@ -139,6 +139,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "training_seconds": result.get("training_seconds"),
         "commit": result.get("environment", {}).get("commit"),
         "metric": result.get("metric"),
+        "higher_is_better": result.get("higher_is_better"),
         "events": "; ".join(result.get("events", ())),
         **result["metrics"]["final"],
         **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},

@@ -42,6 +42,7 @@ NUMBER = (int, float, type(None))
 SHAPE: dict[str, type | tuple[type, ...]] = {
     **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
     **{"config": dict, "metrics": dict, "sparsity": dict, "environment": dict, "files": dict},
+    "higher_is_better": bool,
     **{"flops": dict, "notes": dict, "signature": dict, "sha256": str},
     **dict.fromkeys(("seconds", "training_seconds"), NUMBER),
 }

@@ -24,7 +24,6 @@ from nmrun.lab.compare.comparison import ALL, Comparison, lines
 from nmrun.lab.compare.notation import (
     MINUS,
     Key,
-    higher_is_better,
     interval,
     labelled,
     p_value,
@@ -148,7 +147,7 @@ def text(table: Table, row: Key, column: Key) -> str:
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
-    value = cell_value(cell, table.statistic, higher_is_better(metric))
+    value = cell_value(cell, table.statistic, table.higher_is_better(metric))
     if value is not None and cell.sd is not None and table.statistic == "mean":
         decimals = table.digits_of(value, metric, cell.sd)
         counted = decimals is None and metric.startswith("flops/")  # all runs have the same
@@ -365,7 +364,7 @@ def _body(lines: Sequence[Sequence[str]], references: int) -> list[str]:
 def _cell(table: Table, row: Key, column: Key, n: int) -> str:
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
-    value = cell_value(cell, table.statistic, higher_is_better(metric))
+    value = cell_value(cell, table.statistic, table.higher_is_better(metric))
     if value is None:
         return escape(cell.counted()) or "--"
     spread = cell.sd if table.statistic == "mean" else None

@@ -17,7 +17,6 @@ from nmrun.errors import RunError
 from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab import ranks
-from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
@@ -118,7 +117,7 @@ class Evaluation:
         metric = f"eval/{self.task.metric}"
         if math.isnan(row[metric]):  # a correlation with what is constant, say
             return False
-        sign = 1 if higher_is_better(metric) else -1
+        sign = 1 if self.task.higher_is_better else -1
         return not self.best or sign * row[metric] > sign * self.best[metric]
 
     def evaluate(self, split: str) -> dict[str, float]:

@@ -66,6 +66,7 @@ class Detection(ItemTask):
 
     items = "images"
     metric = "box_ap"
+    higher_is_better = True
     collate = staticmethod(collated)
     counted_with_values = True
     notes = {"box_ap, mask_ap": "COCO's average precision over 0.50:0.95, by pycocotools"}

@@ -57,6 +57,7 @@ class FlowTask(ItemTask):
 
     items = "pairs"
     metric = "end_point_error"
+    higher_is_better = False
     collate = staticmethod(collated)
     inputs: dict[str, Any] = {}
     notes = {"end_point_error": "pixels, the mean over all pixels of a split"}
