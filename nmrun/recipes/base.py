@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -34,6 +34,26 @@ OWN_MASKS = (
 )
 
 
+@dataclass(frozen=True)
+class Event:
+    """What happened after a step (0: before the first). Readers take ``str(event)``, a sentence;
+    programs its ``kind`` and ``facts``.
+    """
+
+    step: int
+    text: str
+    kind: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}" if self.step else self.text
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As plain data, which has the sentence too."""
+        return {"kind": self.kind, "step": self.step, **self.facts, "sentence": str(self)}
+
+
 @dataclass
 class Recipe:
     """Base of all recipes: what each optimizer step does to the sparse weights. By itself it is STE, the
@@ -53,7 +73,7 @@ class Recipe:
         dense_forward: whether the forward pass uses the dense weights.
         dense_steps: how many steps at the beginning are planned to be dense, at most.
         transposable: whether masks are N:M along the outputs as well.
-        events: sentences for the log (:meth:`say`).
+        events: what happened (:meth:`say`).
         reordered: what channel permutation did in this step: (parameter name, dim, index) where the
             parameter became ``parameter.index_select(dim, index)``.
     """
@@ -68,7 +88,7 @@ class Recipe:
     dense_forward: bool = field(init=False, repr=False, default=False)
     dense_steps: int = field(init=False, repr=False, default=0)
     transposable: bool = field(init=False, repr=False, default=False)
-    events: list[str] = field(init=False, repr=False, default_factory=list)
+    events: list[Event] = field(init=False, repr=False, default_factory=list)
     reordered: list[tuple[str, int, Tensor]] = field(init=False, repr=False, default_factory=list)
 
     # --- what a recipe may override --------------------------------------------------------------
@@ -242,9 +262,9 @@ class Recipe:
         finally:
             self.step = now
 
-    def say(self, sentence: str) -> None:
-        """Note an event of this step for the log."""
-        self.events.append(f"step {self.step}: {sentence}")
+    def say(self, text: str, kind: str = "", **facts: Any) -> None:
+        """Note an event of this step: a sentence for readers, a ``kind`` and ``facts`` for programs."""
+        self.events.append(Event(self.step, text, kind, facts))
 
 
 def check_hyperparameters(recipe: Recipe) -> None:

@@ -61,7 +61,7 @@ class BiMask(Recipe):
             weight.layer.keep_input_weight()
             weight.dependents.append(self._prune_rows)
         if exact:
-            self.events.append(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
+            self.say(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
         self.seed = drawn_seed()
         self._search(weights)
 

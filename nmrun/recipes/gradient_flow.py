@@ -110,9 +110,9 @@ class Progressive(Recipe):
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         was_dense, self.dense_forward = self.dense_forward, self.step < self.begins
         if was_dense and not self.dense_forward:
-            self.say(f"{self.name} ends its dense phase")
+            self.say(f"{self.name} ends its dense phase", "phase")
         if self.step == self.ends:
-            self.say(f"{self.name} has arrived at {self.pattern}")
+            self.say(f"{self.name} has arrived at {self.pattern}", "phase")
 
 
 @dataclass

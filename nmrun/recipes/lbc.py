@@ -116,7 +116,9 @@ class LBC(MaskScores):
                 weight["alive"].zero_().scatter_(-1, best, True)
                 keep_mask(weight, self.choose(weight))
         if self.step == self.ends:
-            self.say("LBC has one candidate left in every group; the mask is fixed from here on")
+            self.say(
+                "LBC has one candidate left in every group; the mask is fixed from here on", "phase"
+            )
 
     def metrics(self) -> dict[str, float]:
         return {"lbc/candidates": float(self.count(self.pattern, self.step))}

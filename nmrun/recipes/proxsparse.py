@@ -80,7 +80,7 @@ class ProxSparse(FrozenWeights):
             for weight in weights:
                 weight["original"] = weight.dense.clone()
             self.dense_forward = False
-            self.say("ProxSparse begins to draw the weights to the pattern")
+            self.say("ProxSparse begins to draw the weights to the pattern", "phase")
         if self.step == self.ends:
             for weight in weights:
                 keep_mask(weight, self.largest_mask(weight))

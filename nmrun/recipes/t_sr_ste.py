@@ -82,7 +82,7 @@ class TSRSTE(PeriodicMask):
         super().after_step(weights, optimizer)
         if self.step == self.dense_from:
             self.dense_forward = True
-            self.say("T-SR-STE begins its dense phase; the result will be dense")
+            self.say("T-SR-STE begins its dense phase; the result will be dense", "phase")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "decay": self.decay}

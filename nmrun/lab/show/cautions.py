@@ -10,8 +10,6 @@ from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import half_as_good, label, printed, words
 from nmrun.lab.compare.tables import FAR, SCORES, Table
 
-LATEST, DECIDED = "(t > t_max", "has settled"  # as STEP's event gives the reason for its switch
-
 
 def of_values(table: Table) -> list[str]:
     """Of all runs: how they were chosen, in what they differ, what is missing, what failed."""
@@ -140,11 +138,9 @@ def switches(table: Table) -> list[str]:
     for run in table.runs.to_dict("records"):
         if run["status"] != "finished":
             continue
-        events = run.get("events")
-        text = events if isinstance(events, str) else ""
-        if LATEST in text:
+        if run.get("switched_by") == "t_max":
             late += 1
-        elif DECIDED in text:
+        elif run.get("switched_by") == "rule":
             decided += 1
         elif label(run.get("recipe.switch", "-")) in ranges.SWITCHES:
             unknown += 1

@@ -34,6 +34,7 @@ from nmrun.lab.train.steps import (
 )
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
+from nmrun.recipes.base import Event
 from nmrun.sparsity.metrics import layer_metrics
 
 # what a checkpoint keeps of a loop's attributes
@@ -176,7 +177,7 @@ class Loop:
 
     Attributes:
         row: what there is to log of a step whose evaluation a signal put off, else None.
-        events: sentences on what happened, in order.
+        events: what happened, in order, as of :attr:`nmrun.recipes.base.Event.record`.
         seconds: of all sittings, with those that the recipe took beforehand.
         training_seconds: of steps and their logging alone, without the first step of a sitting,
             which warms up.
@@ -193,7 +194,8 @@ class Loop:
         self.row: dict[str, float] | None = None
         self.evaluation = Evaluation(steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
-        self.events = [*parts.events, *self.handle.pop_events()]
+        events = [*(Event(0, text) for text in parts.events), *self.handle.pop_events()]
+        self.events = [event.record for event in events]
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, steps.loss)
@@ -279,7 +281,7 @@ class Loop:
         if due.epoch_ends:
             self.average.add(remaining=self.epochs - due.epoch - 1)
         for event in self.handle.pop_events():
-            self.events.append(event)
+            self.events.append(event.record)
             self.console.say(f"  {event}")
         row = self._training_row() | self._speed() if due.log else {}
         if due.evaluate or due.save or not warm:

@@ -34,6 +34,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words.identity import identity, title
+from nmrun.recipes.base import Event
 
 
 def run(
@@ -265,7 +266,7 @@ class _Run:
         loop = self.loop = Loop(config, parts, self.console, self.id)
         if state is None:
             for event in loop.events:
-                self.console.say(f"  {event}")
+                self.console.say(f"  {event['sentence']}")
         else:
             _restore(loop, folder, state)
             state = None  # or else it would be kept beside what the loop has
@@ -276,9 +277,9 @@ class _Run:
             step = loop.steps.step - (loop.row is not None)
             say = self.console.say
             self.tracker = Tracker(folder, config.plain, self.id, self.sweep, step, say, rows)
-            for event in self.tracker.events:
-                loop.events.append(event)
-                self.console.say(f"  {event}")
+            for text in self.tracker.events:
+                loop.events.append(Event(step, text, "log").record)
+                self.console.say(f"  {text}")
 
         alone = ranks.world() == 1  # else the other ranks wait for this one's share
         with self.signals.set("wait"):
