@@ -43,6 +43,7 @@ class ASP(Recipe):
     """
 
     name: ClassVar[str] = "asp"
+    title: ClassVar[str] = "ASP"
     masks_are_largest: ClassVar[bool] = True
 
     prune_at: Annotated[float, FRACTION, between(0.0, 0.8)] = 0.5

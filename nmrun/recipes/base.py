@@ -29,8 +29,7 @@ from nmrun.sparsity.transposable import transposable_mask
 from nmrun.sparsity.weight import SparseWeight
 
 OWN_MASKS = (
-    "{0} has masks of its own: {1} ones are for recipes that keep the largest weights "
-    "(asp, sr_ste, ste, ste_periodic, step, sqft{2})"
+    "{} has masks of its own: {} ones are for recipes that keep the largest weights, such as sr_ste"
 )
 
 
@@ -64,9 +63,11 @@ class Recipe:
 
     Attributes:
         name: what ``recipe=`` takes.
+        title: how its paper and tables write it; the name, where a class has none of its own.
         needs_total_steps: why the recipe has to know ``total_steps``; empty if it has not.
         masks_are_largest: its masks keep the largest weights, by :meth:`choose`. So they can be
             transposable or V:N:M as well.
+        always_transposable: its masks are so without being asked, and cannot be V:N:M.
         pattern: the target, set by :meth:`begin`.
         total_steps: the optimizer steps of the whole run, set by :meth:`begin`; None where unknown.
         step: the optimizer steps done.
@@ -79,8 +80,10 @@ class Recipe:
     """
 
     name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
     needs_total_steps: ClassVar[str] = ""
     masks_are_largest: ClassVar[bool] = False
+    always_transposable: ClassVar[bool] = False
 
     pattern: Pattern = field(init=False, repr=False, default=Pattern(2, 4))
     total_steps: int | None = field(init=False, repr=False, default=None)
@@ -98,7 +101,8 @@ class Recipe:
         Raises ValueError for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
         # another training may have left these
-        self.step, self.dense_steps, self.dense_forward, self.transposable = 0, 0, False, False
+        self.step, self.dense_steps, self.dense_forward = 0, 0, False
+        self.transposable = self.always_transposable
         self.events, self.reordered = [], []
         if self.needs_total_steps and total_steps is None:
             raise ConfigError(f"{self.name} needs total_steps: {self.needs_total_steps}")
@@ -243,7 +247,7 @@ class Recipe:
         """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
         largest weights."""
         if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
+            raise ConfigError(OWN_MASKS.format(self.name, "transposable"))
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
@@ -251,7 +255,7 @@ class Recipe:
         if self.transposable:
             raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
         if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, pattern, ""))
+            raise ConfigError(OWN_MASKS.format(self.name, pattern))
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:

@@ -44,6 +44,7 @@ class BiMask(Recipe):
     """
 
     name: ClassVar[str] = "bi_mask"
+    title: ClassVar[str] = "Bi-Mask"
 
     decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 100

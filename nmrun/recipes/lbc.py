@@ -43,6 +43,7 @@ class LBC(MaskScores):
     """
 
     name: ClassVar[str] = "lbc"
+    title: ClassVar[str] = "LBC"
     needs_total_steps: ClassVar[str] = "it drops candidates between fractions of the run"
 
     t_i: Annotated[float, FRACTION] = 0.0

@@ -53,6 +53,7 @@ class MaskLLM(MaskScores, FrozenWeights):
     """
 
     name: ClassVar[str] = "maskllm"
+    title: ClassVar[str] = "MaskLLM"
     needs_total_steps: ClassVar[str] = "kappa and temperature change over the run"
 
     kappa: Annotated[Span, SPAN] = (100.0, 500.0)

@@ -47,6 +47,7 @@ class ProxSparse(FrozenWeights):
     """
 
     name: ClassVar[str] = "proxsparse"
+    title: ClassVar[str] = "ProxSparse"
     needs_total_steps: ClassVar[str] = "the masks are taken at its end"
 
     strength: Annotated[float, number(0, open_low=True), log(0.01, 30.0)] = 0.25

@@ -43,6 +43,7 @@ class SLoPe(Recipe):
     """
 
     name: ClassVar[str] = "slope"
+    title: ClassVar[str] = "SLoPe"
 
     mask: Annotated[str, one_of("largest", "random")] = "largest"
 

@@ -58,6 +58,7 @@ class STEP(Recipe):
     """
 
     name: ClassVar[str] = "step"
+    title: ClassVar[str] = "STEP"
     needs_total_steps: ClassVar[str] = "its switch lies between two fractions of the run"
     masks_are_largest: ClassVar[bool] = True
 

@@ -43,7 +43,9 @@ class TSRSTE(PeriodicMask):
     """
 
     name: ClassVar[str] = "t_sr_ste"
+    title: ClassVar[str] = "T-SR-STE"
     masks_are_largest: ClassVar[bool] = True
+    always_transposable: ClassVar[bool] = True
 
     decay: Annotated[float, DECAY, log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 40
@@ -53,7 +55,6 @@ class TSRSTE(PeriodicMask):
         super().begin(pattern, total_steps)
         if isinstance(self.decay, str):
             raise ConfigError("t_sr_ste: decay=auto is for the command line: give a number here")
-        self.make_transposable()
         self.dense_from: int | None = None
         if self.dense_end > 0:
             if total_steps is None:

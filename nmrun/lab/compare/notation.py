@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nmrun import ranges
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
 
@@ -31,25 +32,6 @@ BREAK = re.compile(r"\s*\n\s*")
 LONG = 8  # characters of a number
 RECIPE_ORDER = tuple(RECIPES)
 PAPERS = {
-    "asp": "ASP",
-    "ste": "STE",
-    "ste_periodic": "STE, periodic",
-    "sr_ste": "SR-STE",
-    "step": "STEP",
-    "s_ste": "S-STE",
-    "t_sr_ste": "T-SR-STE",
-    "bi_mask": "Bi-Mask",
-    "mdgf_linear": "MdGf-Linear",
-    "mdgf_exponential": "MdGf-Exponential",
-    "sdgf_stepwise": "SdGf-Stepwise",
-    "sdgf_geometric": "SdGf-Geometric",
-    "lbc": "LBC",
-    "maskllm": "MaskLLM",
-    "slope": "SLoPe",
-    "ast": "AST",
-    "cast": "CAST",
-    "proxsparse": "ProxSparse",
-    "sqft": "SQFT",
     "sparsegpt": "SparseGPT",
     "wanda": "Wanda",
     "ria": "RIA",
@@ -273,7 +255,10 @@ def order(text: str) -> tuple[int, float, int, str]:
 
 def written(label: str, aliases: Mapping[str, str] | None = None) -> str:
     """A label as papers write it, ``SR-STE`` for ``sr_ste``; the user's ``aliases`` win."""
-    return {**PAPERS, **(aliases or {})}.get(label, label)
+    names = {**PAPERS, **(aliases or {})}
+    if label in RECIPES and label not in names:
+        return recipe_facts(RECIPES[label]).title
+    return names.get(label, label)
 
 
 def bare(name: str) -> str:
