@@ -112,7 +112,7 @@ class BiMask(Recipe):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.seed = int(state.get("seed", self.seed))  # older runs have none
+        self.seed = int(state["seed"])
 
 
 def _order(weight: SparseWeight) -> Tensor:

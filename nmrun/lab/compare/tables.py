@@ -241,7 +241,7 @@ def build(
         for key in settings_apart(everything)
         if key not in named
         and key.partition(".")[0] not in named
-        and len(labels(key) - {"-"}) > 1  # a run of before there was the key, or of another group
+        and len(labels(key) - {"-"}) > 1  # a run of another option has no such key
     ]
     # a run of a CSV file or outside of git has none
     commits = sorted({c[:7] for run in everything if isinstance(c := run.get("commit"), str)})

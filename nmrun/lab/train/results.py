@@ -148,7 +148,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
             for key, value in final.items()
             if key.startswith("test/") and "/dense/" not in key
         }
-        if not validation or best.get("step") != loop.steps.step:  # earlier versions kept no step
+        if not validation or best["step"] != loop.steps.step:
             loop.model.load_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
         best |= {"candidates": evaluation.candidates, **tested}
