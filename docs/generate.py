@@ -18,8 +18,10 @@ which-recipe.md, and when to use it on every page about recipes. On the pages of
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
+import inspect
 import io
 import re
 import shlex
@@ -31,14 +33,19 @@ from pathlib import Path
 
 import pandas as pd
 
+from nmrun import ranges
 from nmrun.lab import cli
 from nmrun.lab.compare.notation import interval, named
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import paired, summarise
+from nmrun.lab.keys import recipe_table
+from nmrun.lab.keys.recipe_facts import of_class
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
 from nmrun.lab.words.advice import ADVICE
 from nmrun.lab.words.reference import Key, Option
+from nmrun.recipes import RECIPES
+from nmrun.registry import imported
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
@@ -68,6 +75,18 @@ INDEX = """Every key with its meaning, the values that it takes and its default:
 | group | what it chooses |
 |---|---|
 """
+TABLE = DOCS.parent / "nmrun/lab/keys/recipe_table.py"
+recipe_table.TABLE.clear()  # the pages are made of the classes themselves
+TABLE_HEAD = '''"""What the classes of ``nmrun.recipes`` say. Written by docs/generate.py."""
+
+# ruff: noqa
+# fmt: off
+from nmrun import ranges
+from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.recipe_facts import RecipeFacts
+
+TABLE = {
+'''
 RECIPE = """What each recipe does, in a line, and its keys. `nmrun help recipe=NAME` says more of one.
 [Which recipe?](../which-recipe.md) helps to choose."""
 
@@ -82,6 +101,7 @@ def pages() -> dict[Path, str]:
         _, _, below = rest.partition("\n\n")
         use = _uses([recipes[name] for name in names])
         written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
+    written[TABLE] = _recipe_table()
     path = DOCS / "which-recipe.md"
     advice = [
         "| what you train | take |",
@@ -91,6 +111,41 @@ def pages() -> dict[Path, str]:
     head, _, rest = path.read_text(encoding="utf-8").partition("| what you train")
     written[path] = head + "\n".join(advice) + "\n\n" + rest.partition("\n\n")[2]
     return written
+
+
+def _recipe_table() -> str:
+    """The module of what the classes of recipes say, for commands that must not import torch."""
+    lines = []
+    for path in RECIPES.values():
+        kind = imported(path, path)
+        facts = of_class(kind)
+        keys = {
+            key: f"Field({field.default!r}, {_ranges_of(kind, key)}, meaning={field.meaning!r})"
+            for key, field in facts.keys.items()
+        }
+        lines.append(
+            f"    {path!r}: RecipeFacts(\n        title={facts.title!r},\n"
+            f"        takes_blocks={facts.takes_blocks},\n        about={facts.about!r},\n"
+            f"        module={facts.module!r},\n        keys={{\n"
+            + "".join(f"            {key!r}: {text},\n" for key, text in keys.items())
+            + "        },\n    ),"
+        )
+    return TABLE_HEAD + "\n".join(lines) + "\n}\n"
+
+
+def _ranges_of(kind: type, key: str) -> str:
+    """The check and the search of a key, as code."""
+    check = search = None
+    for base in kind.__mro__:
+        annotation = ast.parse(inspect.get_annotations(base).get(key, "None"), mode="eval")
+        for part in ast.walk(annotation):
+            code = ast.unparse(part) if isinstance(part, ast.Call | ast.Name) else ""
+            value = eval(code, vars(ranges)) if code.partition("(")[0] in vars(ranges) else None
+            if isinstance(value, ranges.Check):
+                check = check or f"ranges.{code}"
+            elif isinstance(value, ranges.Search):
+                search = search or f"ranges.{code}"
+    return f"{check}, {search}"
 
 
 def _uses(options: list[Option]) -> str:

@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
     weights: list[bytes]
     rows: list[dict[str, Any]]
     metrics: dict[str, Any]
-    events: list[str]
+    events: list[dict[str, Any]]
     flops: dict[str, int]
 
 

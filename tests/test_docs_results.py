@@ -272,7 +272,7 @@ def test_a_verdict_says_where_no_rule_decided(generate, tmp_path):
     runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
     runs = runs[(runs["recipe.switch"] == "auto") & runs["recipe.threshold"].isna()]
     for verdict, rate in zip(line[2:], (0.002, 0.008), strict=True):
-        decided = runs[runs["optimizer.lr"] == rate].events.str.contains("has settled")
+        decided = runs[runs["optimizer.lr"] == rate].switched_by == "rule"
         assert ("(t_max)" in verdict) == (not decided.any())
 
 

@@ -32,7 +32,7 @@ from nmrun.step import stepper as steppers
 
 
 def events(handle: nmrun.Handle) -> list[str]:
-    return [event for event in handle.pop_events() if "changed outside" in event]
+    return [str(event) for event in handle.pop_events() if event.kind == "outside"]
 
 
 @pytest.mark.parametrize("fused", [False, True])

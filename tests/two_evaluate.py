@@ -155,7 +155,7 @@ def folder(place: Path) -> Path:
 class Plain:
     """A task of one's own that knows nothing of ranks: no ``mine``, no defaults."""
 
-    batches_per_epoch, metric = 3, "accuracy"
+    batches_per_epoch, metric, higher_is_better = 3, "accuracy", True
     inputs = {"shape": (4,), "classes": 2}
     evaluations = 0
 

@@ -127,7 +127,7 @@ class NMTrainerCallback(TrainerCallback):
         assert self.handle is not None
         for event in self.handle.pop_events():
             state.log_history.append(
-                {"nmrun": event, "epoch": state.epoch, "step": state.global_step}  # type: ignore[dict-item]
+                {"nmrun": str(event), "epoch": state.epoch, "step": state.global_step}  # type: ignore[dict-item]
             )
 
     def on_train_end(

@@ -14,14 +14,13 @@ from nmrun.sparsity.weight import SparseWeight
 MOST_SENTENCES = 8
 
 
-def find_channels(model: nn.Module, events: list[str]) -> dict[str, Channels]:
+def find_channels(model: nn.Module) -> tuple[dict[str, Channels], str]:
     """The channels by module name, as of :func:`input_channels`. None of a model that cannot be
-    traced; ``events`` gets the reason."""
+    traced, and why."""
     try:
-        return input_channels(model)
+        return input_channels(model), ""
     except ValueError as error:
-        events.append(f"no channels will be permuted: {error}")
-        return {}
+        return {}, str(error)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class ASP(Recipe):
     """
 
     name: ClassVar[str] = "asp"
+    title: ClassVar[str] = "ASP"
     masks_are_largest: ClassVar[bool] = True
 
     prune_at: Annotated[float, FRACTION, between(0.0, 0.8)] = 0.5
@@ -69,7 +70,9 @@ class ASP(Recipe):
 
     def prepare(self, model: nn.Module) -> None:
         if self.permute:
-            self.channels = find_channels(model, self.events)
+            self.channels, why = find_channels(model)
+            if why:
+                self.say(f"no channels will be permuted: {why}")
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.after_step(weights, optimizer)  # with prune_at=0 it is time
@@ -89,11 +92,13 @@ class ASP(Recipe):
                     weight.dense.mul_(weight["mask"])
         if self.step != self.prune_step or not self.dense_forward:
             return
-        sentences = permute_inputs(weights, self.channels, optimizer, self.reordered)
-        for sentence in sentences:
-            self.say(sentence)
+        for sentence in permute_inputs(weights, self.channels, optimizer, self.reordered):
+            self.say(sentence, "permutation")
         for weight in weights:
             keep_mask(weight, self.choose(weight))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
         self.dense_forward = False
-        self.say(f"ASP pruned once by magnitude to {self.pattern}; the mask is fixed from here on")
+        self.say(
+            f"ASP pruned once by magnitude to {self.pattern}; the mask is fixed from here on",
+            "phase",
+        )

@@ -97,6 +97,7 @@ class AST(AdamDecay):
     """
 
     name: ClassVar[str] = "ast"
+    title: ClassVar[str] = "AST"
     needs_total_steps: ClassVar[str] = "its decay rises over a fraction of the run"
 
     decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 1e-4

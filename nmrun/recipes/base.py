@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,9 +29,28 @@ from nmrun.sparsity.transposable import transposable_mask
 from nmrun.sparsity.weight import SparseWeight
 
 OWN_MASKS = (
-    "{0} has masks of its own: {1} ones are for recipes that keep the largest weights "
-    "(asp, sr_ste, ste, ste_periodic, step, sqft{2})"
+    "{} has masks of its own: {} ones are for recipes that keep the largest weights, such as sr_ste"
 )
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened after a step (0: before the first). Readers take ``str(event)``, a sentence;
+    programs its ``kind`` and ``facts``.
+    """
+
+    step: int
+    text: str
+    kind: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}" if self.step else self.text
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As plain data, which has the sentence too."""
+        return {"kind": self.kind, "step": self.step, **self.facts, "sentence": str(self)}
 
 
 @dataclass
@@ -44,23 +63,27 @@ class Recipe:
 
     Attributes:
         name: what ``recipe=`` takes.
+        title: how its paper and tables write it; the name, where a class has none of its own.
         needs_total_steps: why the recipe has to know ``total_steps``; empty if it has not.
         masks_are_largest: its masks keep the largest weights, by :meth:`choose`. So they can be
             transposable or V:N:M as well.
+        always_transposable: its masks are so without being asked, and cannot be V:N:M.
         pattern: the target, set by :meth:`begin`.
         total_steps: the optimizer steps of the whole run, set by :meth:`begin`; None where unknown.
         step: the optimizer steps done.
         dense_forward: whether the forward pass uses the dense weights.
         dense_steps: how many steps at the beginning are planned to be dense, at most.
         transposable: whether masks are N:M along the outputs as well.
-        events: sentences for the log (:meth:`say`).
+        events: what happened (:meth:`say`).
         reordered: what channel permutation did in this step: (parameter name, dim, index) where the
             parameter became ``parameter.index_select(dim, index)``.
     """
 
     name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
     needs_total_steps: ClassVar[str] = ""
     masks_are_largest: ClassVar[bool] = False
+    always_transposable: ClassVar[bool] = False
 
     pattern: Pattern = field(init=False, repr=False, default=Pattern(2, 4))
     total_steps: int | None = field(init=False, repr=False, default=None)
@@ -68,7 +91,7 @@ class Recipe:
     dense_forward: bool = field(init=False, repr=False, default=False)
     dense_steps: int = field(init=False, repr=False, default=0)
     transposable: bool = field(init=False, repr=False, default=False)
-    events: list[str] = field(init=False, repr=False, default_factory=list)
+    events: list[Event] = field(init=False, repr=False, default_factory=list)
     reordered: list[tuple[str, int, Tensor]] = field(init=False, repr=False, default_factory=list)
 
     # --- what a recipe may override --------------------------------------------------------------
@@ -78,7 +101,8 @@ class Recipe:
         Raises ValueError for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
         # another training may have left these
-        self.step, self.dense_steps, self.dense_forward, self.transposable = 0, 0, False, False
+        self.step, self.dense_steps, self.dense_forward = 0, 0, False
+        self.transposable = self.always_transposable
         self.events, self.reordered = [], []
         if self.needs_total_steps and total_steps is None:
             raise ConfigError(f"{self.name} needs total_steps: {self.needs_total_steps}")
@@ -223,7 +247,7 @@ class Recipe:
         """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
         largest weights."""
         if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
+            raise ConfigError(OWN_MASKS.format(self.name, "transposable"))
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
@@ -231,7 +255,7 @@ class Recipe:
         if self.transposable:
             raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
         if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, pattern, ""))
+            raise ConfigError(OWN_MASKS.format(self.name, pattern))
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -242,9 +266,9 @@ class Recipe:
         finally:
             self.step = now
 
-    def say(self, sentence: str) -> None:
-        """Note an event of this step for the log."""
-        self.events.append(f"step {self.step}: {sentence}")
+    def say(self, text: str, kind: str = "", **facts: Any) -> None:
+        """Note an event of this step: a sentence for readers, a ``kind`` and ``facts`` for programs."""
+        self.events.append(Event(self.step, text, kind, facts))
 
 
 def check_hyperparameters(recipe: Recipe) -> None:

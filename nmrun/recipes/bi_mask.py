@@ -44,6 +44,7 @@ class BiMask(Recipe):
     """
 
     name: ClassVar[str] = "bi_mask"
+    title: ClassVar[str] = "Bi-Mask"
 
     decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 100
@@ -61,7 +62,7 @@ class BiMask(Recipe):
             weight.layer.keep_input_weight()
             weight.dependents.append(self._prune_rows)
         if exact:
-            self.events.append(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
+            self.say(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
         self.seed = drawn_seed()
         self._search(weights)
 
@@ -111,7 +112,7 @@ class BiMask(Recipe):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.seed = int(state.get("seed", self.seed))  # older runs have none
+        self.seed = int(state["seed"])
 
 
 def _order(weight: SparseWeight) -> Tensor:

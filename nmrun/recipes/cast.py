@@ -82,6 +82,7 @@ class CAST(PartScales, AdamDecay):
     """
 
     name: ClassVar[str] = "cast"
+    title: ClassVar[str] = "CAST"
     needs_total_steps: ClassVar[str] = "its decay grows until the end of the run"
 
     decay: Annotated[float, number(0), log(1e-8, 1e-2)] = 4e-7

@@ -110,9 +110,9 @@ class Progressive(Recipe):
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         was_dense, self.dense_forward = self.dense_forward, self.step < self.begins
         if was_dense and not self.dense_forward:
-            self.say(f"{self.name} ends its dense phase")
+            self.say(f"{self.name} ends its dense phase", "phase")
         if self.step == self.ends:
-            self.say(f"{self.name} has arrived at {self.pattern}")
+            self.say(f"{self.name} has arrived at {self.pattern}", "phase")
 
 
 @dataclass
@@ -127,6 +127,7 @@ class MdGfLinear(Progressive):
     """
 
     name: ClassVar[str] = "mdgf_linear"
+    title: ClassVar[str] = "MdGf-Linear"
 
     tau: Annotated[float | None, number(0, open_low=True, optional=True)] = None
     grad_mode: Annotated[str, one_of("scaled", "ste")] = "scaled"
@@ -161,6 +162,7 @@ class MdGfExponential(MdGfLinear):
     """
 
     name: ClassVar[str] = "mdgf_exponential"
+    title: ClassVar[str] = "MdGf-Exponential"
 
     def curve(self, j: int) -> float:
         # by default D falls to a thousandth before the final phase sets it to 0
@@ -176,6 +178,7 @@ class SdGfStepwise(Progressive):
     """
 
     name: ClassVar[str] = "sdgf_stepwise"
+    title: ClassVar[str] = "SdGf-Stepwise"
 
     def frames_to(self, target: Pattern) -> list[Pattern]:
         ratio = target.m // target.n
@@ -202,6 +205,7 @@ class SdGfGeometric(Progressive):
     """
 
     name: ClassVar[str] = "sdgf_geometric"
+    title: ClassVar[str] = "SdGf-Geometric"
 
     frames: Annotated[int, whole(1)] = 4
     densify: Annotated[bool, FLAG] = False

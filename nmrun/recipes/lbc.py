@@ -43,6 +43,7 @@ class LBC(MaskScores):
     """
 
     name: ClassVar[str] = "lbc"
+    title: ClassVar[str] = "LBC"
     needs_total_steps: ClassVar[str] = "it drops candidates between fractions of the run"
 
     t_i: Annotated[float, FRACTION] = 0.0
@@ -116,7 +117,9 @@ class LBC(MaskScores):
                 weight["alive"].zero_().scatter_(-1, best, True)
                 keep_mask(weight, self.choose(weight))
         if self.step == self.ends:
-            self.say("LBC has one candidate left in every group; the mask is fixed from here on")
+            self.say(
+                "LBC has one candidate left in every group; the mask is fixed from here on", "phase"
+            )
 
     def metrics(self) -> dict[str, float]:
         return {"lbc/candidates": float(self.count(self.pattern, self.step))}

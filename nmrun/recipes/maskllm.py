@@ -53,6 +53,7 @@ class MaskLLM(MaskScores, FrozenWeights):
     """
 
     name: ClassVar[str] = "maskllm"
+    title: ClassVar[str] = "MaskLLM"
     needs_total_steps: ClassVar[str] = "kappa and temperature change over the run"
 
     kappa: Annotated[Span, SPAN] = (100.0, 500.0)
@@ -110,7 +111,7 @@ class MaskLLM(MaskScores, FrozenWeights):
             if logits.numel() > 1:  # else it is one group with one mask
                 logits.add_(self.prior * logits.std() * likeness)
         self.dense_forward = False
-        self.say("MaskLLM freezes the weights and begins to learn masks")
+        self.say("MaskLLM freezes the weights and begins to learn masks", "phase")
 
     def project(self, weight: SparseWeight, out: Tensor) -> None:
         if self.is_sparse:

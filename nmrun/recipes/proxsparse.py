@@ -47,6 +47,7 @@ class ProxSparse(FrozenWeights):
     """
 
     name: ClassVar[str] = "proxsparse"
+    title: ClassVar[str] = "ProxSparse"
     needs_total_steps: ClassVar[str] = "the masks are taken at its end"
 
     strength: Annotated[float, number(0, open_low=True), log(0.01, 30.0)] = 0.25
@@ -80,7 +81,7 @@ class ProxSparse(FrozenWeights):
             for weight in weights:
                 weight["original"] = weight.dense.clone()
             self.dense_forward = False
-            self.say("ProxSparse begins to draw the weights to the pattern")
+            self.say("ProxSparse begins to draw the weights to the pattern", "phase")
         if self.step == self.ends:
             for weight in weights:
                 keep_mask(weight, self.largest_mask(weight))

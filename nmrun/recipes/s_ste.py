@@ -45,6 +45,7 @@ class SSTE(Recipe):
     """
 
     name: ClassVar[str] = "s_ste"
+    title: ClassVar[str] = "S-STE"
 
     gamma: Annotated[float, number(0, 1, open_high=True)] = 0.0
     fit: Annotated[str, one_of("mse", "l1")] = "mse"

@@ -43,6 +43,7 @@ class SLoPe(Recipe):
     """
 
     name: ClassVar[str] = "slope"
+    title: ClassVar[str] = "SLoPe"
 
     mask: Annotated[str, one_of("largest", "random")] = "largest"
 
@@ -60,7 +61,7 @@ class SLoPe(Recipe):
             keep_mask(weight, nm_mask(scores, weight.pattern, weight.dim))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
         if exact := layer.prune_again(weights):
-            self.events.append(f"SLoPe leaves the input gradient exact at {', '.join(exact)}")
+            self.say(f"SLoPe leaves the input gradient exact at {', '.join(exact)}")
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)

@@ -39,6 +39,7 @@ class SQFT(AddedParameters):
     """
 
     name: ClassVar[str] = "sqft"
+    title: ClassVar[str] = "SQFT"
     masks_are_largest: ClassVar[bool] = True
 
     rank: Annotated[int, whole(1), among(8, 16, 32, 64)] = 32

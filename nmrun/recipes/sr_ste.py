@@ -33,6 +33,7 @@ class SRSTE(Recipe):
     """
 
     name: ClassVar[str] = "sr_ste"
+    title: ClassVar[str] = "SR-STE"
     masks_are_largest: ClassVar[bool] = True
 
     decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4

@@ -30,6 +30,7 @@ class STE(Recipe):
     """
 
     name: ClassVar[str] = "ste"
+    title: ClassVar[str] = "STE"
     masks_are_largest: ClassVar[bool] = True
 
 
@@ -70,6 +71,7 @@ class PeriodicSTE(PeriodicMask):
     """
 
     name: ClassVar[str] = "ste_periodic"
+    title: ClassVar[str] = "STE, periodic"
     masks_are_largest: ClassVar[bool] = True
 
     interval: Annotated[int, whole(1)] = 100

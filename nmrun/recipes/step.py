@@ -58,6 +58,7 @@ class STEP(Recipe):
     """
 
     name: ClassVar[str] = "step"
+    title: ClassVar[str] = "STEP"
     needs_total_steps: ClassVar[str] = "its switch lies between two fractions of the run"
     masks_are_largest: ClassVar[bool] = True
 
@@ -97,7 +98,8 @@ class STEP(Recipe):
                 f"step: the switch takes the mean of 1 / (1 - beta2) steps, {WIDEST:,} at most; "
                 f"beta2 is {beta2}"
             )
-        self.events += self.switching.prepare(beta2, eps, weights[0].dense.device)
+        if late := self.switching.prepare(beta2, eps, weights[0].dense.device):
+            self.say(late)
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
         freezable(optimizer).unfreeze_second_moments(self.eps_mode, self.bias_correction)
@@ -125,7 +127,7 @@ class STEP(Recipe):
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self._give_rates_back(optimizer)
-        if not self.dense_forward or not (why := self.switching.fires(self.step)):
+        if not self.dense_forward or not (by := self.switching.fires(self.step)):
             return
         adam, params = freezable(optimizer), [w.parameter for w in weights]
         if self.second_moment == "frozen":
@@ -133,7 +135,9 @@ class STEP(Recipe):
         self.dense_forward = False
         does = "freezes" if self.second_moment == "frozen" else "keeps updating"
         rate = "" if self.lr_factor == 1 else f" at {self.lr_factor:g} times the learning rate"
-        self.say(f"STEP {does} the second moment and learns masks{rate} ({why})")
+        why = self.switching.reason(by, self.step)
+        text = f"STEP {does} the second moment and learns masks{rate} ({why})"
+        self.say(text, "switch", by=by)
 
     def metrics(self) -> dict[str, float]:
         if self.dense_forward:

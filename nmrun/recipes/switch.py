@@ -70,11 +70,12 @@ class Switch:
 
     # --- what follows from it ---------------------------------------------------------------------
 
-    def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
-        """Make room for this optimizer's samples; returns what the user should know beforehand."""
+    def prepare(self, beta2: float, eps: float, device: torch.device) -> str:
+        """Make room for this optimizer's samples; returns what the user should know beforehand, if
+        anything."""
         self.window = torch.zeros(self.length(float(beta2)), dtype=torch.float64, device=device)
         self.waits = device.type == "cpu"
-        return []
+        return ""
 
     def keep(self, sample: Tensor) -> None:
         """Remember a sample, in the place of the oldest."""
@@ -82,17 +83,24 @@ class Switch:
         self.samples += 1
 
     def fires(self, step: int) -> str:
-        """The reason why phase two begins after this step, or an empty string."""
+        """What lets phase two begin after this step: the ``rule``, ``t_max``, or that the step is
+        ``fixed``. Empty before."""
         if step > self.last:
-            measured = f"; {self.reading()}" if self.ready else ""
-            return f"t > t_max = {self.last}{measured}"
+            return "t_max"
         # from t_min on, so that the measure of step t_min is known a step later
         if self.ready and step >= self.first:
             measure = self._latest()
             if measure is not None and self.has_settled(measure) and step > self.first:
-                at_once = f"t > t_min = {self.first}, " if step == self.first + 1 else ""
-                return f"{at_once}the variance has settled: {self.reading()}"
+                return "rule"
         return ""
+
+    def reason(self, by: str, step: int) -> str:
+        """What :meth:`fires` told after this step, in words."""
+        if by == "t_max":
+            measured = f"; {self.reading()}" if self.ready else ""
+            return f"t > t_max = {self.last}{measured}"
+        at_once = f"t > t_min = {self.first}, " if step == self.first + 1 else ""
+        return f"{at_once}the variance has settled: {self.reading()}"
 
     def _latest(self) -> float | None:
         """The latest measure that can be had without waiting; None before the first."""
@@ -132,7 +140,10 @@ class Fixed(Switch):
         super().__init__(fraction, fraction, total_steps)
 
     def fires(self, step: int) -> str:
-        return f"fixed switch point, {self.last} steps" if step >= self.last else ""
+        return "fixed" if step >= self.last else ""
+
+    def reason(self, by: str, step: int) -> str:
+        return f"fixed switch point, {self.last} steps"
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -187,15 +198,15 @@ class AutoSwitch(Switch):
     def ready(self) -> bool:
         return self.samples >= (1 if self.partial else len(self.window))
 
-    def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
-        events = super().prepare(beta2, eps, device)
+    def prepare(self, beta2: float, eps: float, device: torch.device) -> str:
+        super().prepare(beta2, eps, device)
         self.eps, self.rest, self.size = float(eps), 1 - float(beta2), self.size.to(device)
         if len(self.window) > self.last and not self.partial:
-            events.append(
+            return (
                 f"STEP switches at step {self.last + 1} (t_max), before AutoSwitch's window of "
                 f"{len(self.window):,} steps is full"
             )
-        return events
+        return ""
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         parameters = [weight.parameter for weight in weights]

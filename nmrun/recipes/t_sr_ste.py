@@ -42,7 +42,9 @@ class TSRSTE(PeriodicMask):
     """
 
     name: ClassVar[str] = "t_sr_ste"
+    title: ClassVar[str] = "T-SR-STE"
     masks_are_largest: ClassVar[bool] = True
+    always_transposable: ClassVar[bool] = True
 
     decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 40
@@ -50,7 +52,6 @@ class TSRSTE(PeriodicMask):
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
-        self.make_transposable()
         self.dense_from: int | None = None
         if self.dense_end > 0:
             if total_steps is None:
@@ -79,7 +80,7 @@ class TSRSTE(PeriodicMask):
         super().after_step(weights, optimizer)
         if self.step == self.dense_from:
             self.dense_forward = True
-            self.say("T-SR-STE begins its dense phase; the result will be dense")
+            self.say("T-SR-STE begins its dense phase; the result will be dense", "phase")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "decay": self.decay}

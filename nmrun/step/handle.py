@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.products import layer
-from nmrun.recipes.base import Recipe
+from nmrun.recipes.base import Event, Recipe
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.select import UNTRAINED, LeftDense
@@ -92,8 +92,9 @@ class Handle:
         :meth:`finalize`."""
         return {**self.stepper.measured, **self.recipe.metrics()} if self.sparse else {}
 
-    def pop_events(self) -> list[str]:
-        """Return the recipe's events since the last call, a sentence each, such as a change of phase.
+    def pop_events(self) -> list[Event]:
+        """Return the recipe's events since the last call, such as a change of phase: ``str(event)`` is
+        a sentence, ``event.step``, ``kind`` and ``facts`` are for programs.
         Python's logger ``nmrun`` has them too, at level INFO."""
         return self.stepper.pop_events()
 

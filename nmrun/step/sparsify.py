@@ -296,7 +296,7 @@ def _install_products(
                 f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}"
             )
         if exact:
-            recipe.events.append(
+            recipe.say(
                 f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
             )
     if grad in ("double_prune", "mvue"):
@@ -311,7 +311,7 @@ def _install_products(
             kind = "linear layer" if grad == "mvue" else "layer"
             raise ConfigError(f"{option} needs a {kind} whose outputs are a multiple of M")
         if exact:
-            recipe.events.append(
+            recipe.say(
                 f"{option} does not apply to {', '.join(exact)}: their input gradient is exact"
             )
 

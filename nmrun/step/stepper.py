@@ -30,7 +30,7 @@ from nmrun.kernels.operands import Update
 from nmrun.optim.adam import Adam, skipped_by_loss_scaling
 from nmrun.optim.stock import breaks_graph
 from nmrun.products import layer
-from nmrun.recipes.base import Recipe
+from nmrun.recipes.base import Event, Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.processes import agree_over_ranks
@@ -199,18 +199,18 @@ class Stepper:
         self.resume.loaded = False
         self._log_events()
 
-    def pop_events(self) -> list[str]:
+    def pop_events(self) -> list[Event]:
         events, self.recipe.events[:], self._logged_events = list(self.recipe.events), [], 0
         return events
 
     def _log_events(self) -> None:
         for event in self.recipe.events[self._logged_events :]:
-            logging.getLogger("nmrun").info(event)
+            logging.getLogger("nmrun").info(str(event))
         self._logged_events = len(self.recipe.events)
 
-    def warn(self, sentence: str) -> None:
+    def warn(self, sentence: str, kind: str = "") -> None:
         """Note an event that nobody plans, and warn of it."""
-        self.recipe.say(sentence)
+        self.recipe.say(sentence, kind)
         warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
     @torch.no_grad()
@@ -309,10 +309,10 @@ class Stepper:
             self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
         sentence = f"{subject}: the new values are the dense weights"
         if self._has_warned or step == 0:  # before the first step they are loaded
-            self.recipe.say(sentence)
+            self.recipe.say(sentence, "outside")
         else:
             self._has_warned = True
-            self.warn(sentence)
+            self.warn(sentence, "outside")
 
     def differs(self, weight: SparseWeight) -> bool:
         """Whether the parameter is not the projection of the dense weight; never on meta, nor while a

@@ -301,7 +301,7 @@ def test_events_reach_the_log_once(caplog):
     handle.pop_events()
     train(model, optimizer, range(3, TOTAL))
     logged = [record.getMessage() for record in caplog.records if record.name == "nmrun"]
-    assert logged == handle.pop_events()
+    assert logged == list(map(str, handle.pop_events()))
     assert len(logged) == 1
 
 

@@ -76,7 +76,9 @@ def test_slope_draws_random_masks_for_each_seed():
 def test_slope_says_where_the_input_gradient_is_exact():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
-    assert handle.pop_events() == ["SLoPe leaves the input gradient exact at 1.weight"]
+    assert list(map(str, handle.pop_events())) == [
+        "SLoPe leaves the input gradient exact at 1.weight"
+    ]
     assert len(handle.sparse) == 2
 
 
@@ -444,7 +446,7 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between():
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train_step(model, optimizer, batches(4))
-    assert any("changed outside" in event for event in handle.pop_events())
+    assert any(event.kind == "outside" for event in handle.pop_events())
     torch.testing.assert_close(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
     for group in optimizer.param_groups:
         group["lr"] = LR

@@ -13,15 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nmrun import ranges
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
 
 MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
 THOUSANDS = " kMGTPEZY"  # of FLOPs
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll", "bits", "flops")
-# likewise, as words of their own: "answer" has no word error rate
-SHORT = {"mse", "rmse", "mae", "mape", "wer", "cer", "ppl", "bpb", "bpc", "fid", "epe"}
+# of metrics by which no run is compared unless somebody asks; a task says it of its own metric
+LOWER_IS_BETTER = {
+    *("loss", "perplexity", "bits_per_token", "bits_per_character", "bits_per_byte"),
+    *("seconds", "training_seconds"),
+}
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
 
@@ -29,25 +32,6 @@ BREAK = re.compile(r"\s*\n\s*")
 LONG = 8  # characters of a number
 RECIPE_ORDER = tuple(RECIPES)
 PAPERS = {
-    "asp": "ASP",
-    "ste": "STE",
-    "ste_periodic": "STE, periodic",
-    "sr_ste": "SR-STE",
-    "step": "STEP",
-    "s_ste": "S-STE",
-    "t_sr_ste": "T-SR-STE",
-    "bi_mask": "Bi-Mask",
-    "mdgf_linear": "MdGf-Linear",
-    "mdgf_exponential": "MdGf-Exponential",
-    "sdgf_stepwise": "SdGf-Stepwise",
-    "sdgf_geometric": "SdGf-Geometric",
-    "lbc": "LBC",
-    "maskllm": "MaskLLM",
-    "slope": "SLoPe",
-    "ast": "AST",
-    "cast": "CAST",
-    "proxsparse": "ProxSparse",
-    "sqft": "SQFT",
     "sparsegpt": "SparseGPT",
     "wanda": "Wanda",
     "ria": "RIA",
@@ -107,16 +91,9 @@ METRICS = {
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def higher_is_better(metric: str) -> bool:
-    """Whether higher values of a metric, such as ``eval/accuracy``, are better."""
-    name = metric.lower()
-    words = set(re.split("[^a-z]+", name))
-    return not (words & SHORT or any(word in name for word in LOWER_IS_BETTER))
-
-
-def half_as_good(value: float, other: float, metric: str) -> bool:
+def half_as_good(value: float, other: float, higher_is_better: bool) -> bool:
     """Whether a value of a metric is half as good as another one, or worse."""
-    if higher_is_better(metric):
+    if higher_is_better:
         return other > 0 and value <= other / 2
     return 0 <= other < value and value >= 2 * other
 
@@ -278,7 +255,10 @@ def order(text: str) -> tuple[int, float, int, str]:
 
 def written(label: str, aliases: Mapping[str, str] | None = None) -> str:
     """A label as papers write it, ``SR-STE`` for ``sr_ste``; the user's ``aliases`` win."""
-    return {**PAPERS, **(aliases or {})}.get(label, label)
+    names = {**PAPERS, **(aliases or {})}
+    if label in RECIPES and label not in names:
+        return recipe_facts(RECIPES[label]).title
+    return names.get(label, label)
 
 
 def bare(name: str) -> str:

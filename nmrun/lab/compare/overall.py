@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare.notation import Key, higher_is_better
+from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.statistics import (
     FEWEST,
     LEVEL,
@@ -175,7 +175,7 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
         ),
     )
     unit = max(unit * inverse(counts) if apart else unit, least)
-    sign = 1.0 if higher_is_better(table.metric_of(row, column)) else -1.0
+    sign = 1.0 if table.higher_is_better(table.metric_of(row, column)) else -1.0
     if not unit:  # all runs of the column are equal
         return _Cell(dict.fromkeys(common, 0.0), 0.0)
     gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}

@@ -31,7 +31,7 @@ from nmrun.lab.runs.run_folder import (
     walk,
     weights_in,
 )
-from nmrun.lab.words.identity import GROUPS, OF_COMMAND, completed
+from nmrun.lab.words.identity import GROUPS, OF_COMMAND
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
 from nmrun.registry import did_you_mean
@@ -80,8 +80,9 @@ def collect(
     Columns are the config's groups by name (``recipe``; ``sparsity`` as ``2:4`` or ``dense``) and
     every dotted key (``optimizer.lr``; lists as text). Metrics are the final ones
     (``test/accuracy``), those of the best weights (``best/test/accuracy``), and ``flops/...``.
-    Beside them there are ``status``, ``folder``, ``metric`` (the task's own), ``events`` (in words)
-    and others. What a run does not have is NaN.
+    Beside them there are ``status``, ``folder``, ``metric`` (the task's own), ``events`` (in words),
+    ``switched_by`` (what decided STEP's switch: its ``rule``, ``t_max``, or that it is ``fixed``) and
+    others. What a run does not have is NaN.
 
     A file that is not a whole result, or was changed, is left out with a line on standard error; so
     is a folder that cannot be read. Where ``strict`` they raise RunError.
@@ -119,8 +120,8 @@ def collect(
 
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One row of :func:`collect`, of what is in a ``result.json``."""
-    config = completed(result["config"])
-    ratio = written(config["sparsity"])
+    config = result["config"]
+    ratio, events = written(config["sparsity"]), result.get("events", ())
     keys = {
         key: str(value).replace(" ", "") if isinstance(value, list) else value
         for key, value in flatten(config).items()
@@ -141,7 +142,9 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "training_seconds": result.get("training_seconds"),
         "commit": result.get("environment", {}).get("commit"),
         "metric": result.get("metric"),
-        "events": "; ".join(result.get("events", ())),
+        "higher_is_better": result.get("higher_is_better"),
+        "events": "; ".join(event["sentence"] for event in events),
+        "switched_by": next((e["by"] for e in events if e.get("kind") == "switch"), math.nan),
         **result["metrics"]["final"],
         **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},
         **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
@@ -166,7 +169,7 @@ def _other_run(place: str, ratio: str) -> str:
 
 
 def from_csv(path: str | Path) -> list[dict[str, Any]]:
-    """What :func:`to_csv` wrote, as rows of :func:`collect` with the keys that came since.
+    """What :func:`to_csv` wrote, as rows of :func:`collect`.
     ``folder`` is the file's line. A spreadsheet may have saved it since, with a mark of UTF-8 at its
     beginning; empty lines are none. Raises ConfigError where it is no such file.
     """
@@ -192,7 +195,7 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
         if problem := _problem(run):
             raise ConfigError(f"{path}, line {number}: {problem}")
         without = dict.fromkeys(LAST, math.nan)
-        runs.append({**without, **_complete(run), "folder": f"{path}:{number}"})
+        runs.append({**without, **run, "folder": f"{path}:{number}"})
     return runs
 
 
@@ -212,16 +215,6 @@ def _problem(run: dict[str, Any]) -> str:
         if not number and ("/" in name or name == "seconds"):
             return f"{name}={value} is no number"
     return ""
-
-
-def _complete(run: dict[str, Any]) -> dict[str, Any]:
-    values = {name: value for name, value in run.items() if value == value}
-    config: dict[str, Any] = {}
-    for name, value in values.items():
-        group, dot, key = name.partition(".")
-        if dot:
-            config.setdefault(group, {})[key] = value
-    return {**run, **flatten(completed(config)), **values}
 
 
 def _value(name: str, text: str) -> Any:

@@ -16,10 +16,10 @@ import pandas as pd
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import (
+    LOWER_IS_BETTER,
     Key,
     but_ratio,
     deviates,
-    higher_is_better,
     label,
     labels_of,
     places,
@@ -134,6 +134,20 @@ class Table:
         labels = dict(zip(self.row_keys + self.column_keys, row + column, strict=True))
         return labels.get("metric", self.metric)
 
+    def higher_is_better(self, metric: str) -> bool:
+        """Whether higher values of a metric, such as ``test/accuracy``, are better: the runs say it
+        of their task's own."""
+        name = metric.rpartition("/")[2]
+        known = name not in LOWER_IS_BETTER and not metric.startswith("flops/")
+        return self._directions.get(name, known)
+
+    @functools.cached_property
+    def _directions(self) -> dict[str, bool]:
+        if "higher_is_better" not in self.runs:  # of a CSV file
+            return {}
+        told = self.runs[["metric", "higher_is_better"]].dropna()
+        return dict(zip(told["metric"], told["higher_is_better"], strict=True))
+
     def beside(self, row: Key, column: Key) -> dict[Key, Cell]:
         """The cells of a column in the metric of one of them, by row, that one included."""
         return self._by_metric[column, self.metric_of(row, column)]
@@ -226,7 +240,7 @@ def build(
         for key in settings_apart(everything)
         if key not in named
         and key.partition(".")[0] not in named
-        and len(labels(key) - {"-"}) > 1  # a run of before there was the key, or of another group
+        and len(labels(key) - {"-"}) > 1  # a run of another option has no such key
     ]
     # a run of a CSV file or outside of git has none
     commits = sorted({c[:7] for run in everything if isinstance(c := run.get("commit"), str)})
@@ -267,7 +281,7 @@ def _set_apart(table: Table) -> Table:
             continue
         middle, sign = (
             statistics.median(cell.values.values()),
-            1 if higher_is_better(metric) else -1,
+            1 if table.higher_is_better(metric) else -1,
         )
         worse = {seed: sign * (middle - value) for seed, value in cell.values.items()}
         if max(worse.values()) <= abs(middle) / 10:
@@ -399,7 +413,7 @@ def _best(table: Table) -> list[Place]:
     rivals: dict[Place, dict[Place, float]] = {}
     for (row, column), cell in table.cells.items():
         metric = table.metric_of(row, column)
-        value = cell_value(cell, table.statistic, higher_is_better(metric))
+        value = cell_value(cell, table.statistic, table.higher_is_better(metric))
         # of what was logged neither way is better
         if value is None or row in table.references or metric.startswith("mean/"):
             continue
@@ -413,7 +427,7 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
     if len(values) < 2:
         return []
     metric = table.metric_of(*next(iter(values)))
-    top = (max if higher_is_better(metric) else min)(values, key=values.__getitem__)
+    top = (max if table.higher_is_better(metric) else min)(values, key=values.__getitem__)
 
     def digits(place: Place) -> int:
         spread = table.cells[place].sd if table.statistic == "mean" else None

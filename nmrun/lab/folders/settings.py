@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.runs.run_folder import RESULT, RunFolder, metrics_of
 from nmrun.lab.verbs import Parser, aligned
-from nmrun.lab.words.identity import OF_COMMAND, completed
+from nmrun.lab.words.identity import OF_COMMAND
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
@@ -36,7 +36,7 @@ def of(run: RunFolder) -> dict[str, str]:
     flat = {
         **{key: name for key, name in named.items() if name is not None},
         "sparsity": written(config["sparsity"]),
-        **{key: value for key, value in flatten(completed(config)).items() if key[-5:] != ".name"},
+        **{key: value for key, value in flatten(config).items() if key[-5:] != ".name"},
     }
     return {key: value_text(value) for key, value in flat.items() if key not in RATIO_KEYS}
 

@@ -76,7 +76,7 @@ class Config:
 
     @property
     def init(self) -> str | None:
-        return self.plain.get("init")  # older runs have no such key
+        return self.plain["init"]
 
     @property
     def output_dir(self) -> str:

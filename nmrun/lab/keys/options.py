@@ -18,8 +18,9 @@ import yaml
 
 from nmrun import recipes, registry
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.fields import Field, fields, recipe_fields
+from nmrun.lab.keys.fields import Field, fields
 from nmrun.lab.keys.ranges import START
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs import documents
 from nmrun.patterns import USUAL
 from nmrun.ranges import WEIGHTS
@@ -132,7 +133,7 @@ def keys(group: str, name: str = "") -> Mapping[str, Field]:
         return fields(kind(group, name))
     if name not in names(group):
         raise KeyError(name)
-    return recipe_fields(recipes.RECIPES[name]) if name in recipes.RECIPES else {}
+    return recipe_facts(recipes.RECIPES[name]).keys if name in recipes.RECIPES else {}
 
 
 def weights_named(config: Mapping[str, Any]) -> dict[str, str]:

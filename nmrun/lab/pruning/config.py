@@ -22,7 +22,6 @@ from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, composition, precheck, rules, schema, suggestions
 from nmrun.lab.words.composition import config_of
-from nmrun.lab.words.identity import completed
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import whole
 
@@ -111,7 +110,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if result is None:
         raise ConfigError(f"{folder}: {run.unfinished()}")
     verbs.demand_consent(folder, result["config"], trusted)
-    plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder)}
+    plain: dict[str, Any] = {**result["config"], "init": str(folder)}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}

@@ -42,6 +42,7 @@ NUMBER = (int, float, type(None))
 SHAPE: dict[str, type | tuple[type, ...]] = {
     **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
     **{"config": dict, "metrics": dict, "sparsity": dict, "environment": dict, "files": dict},
+    "higher_is_better": bool,
     **{"flops": dict, "notes": dict, "signature": dict, "sha256": str},
     **dict.fromkeys(("seconds", "training_seconds"), NUMBER),
 }
@@ -356,8 +357,9 @@ def _wrong_shape(result: Any) -> str:
             return f"it is no result: {key} has what is no number"
     if not isinstance(result.get("environment", {}).get("command", ""), str):
         return "it is no result: its command is no text"
-    if not all(isinstance(event, str) for event in result.get("events", ())):
-        return "it is no result: an event is no text"
+    for event in result.get("events", ()):
+        if not isinstance(event, dict) or not isinstance(event.get("sentence"), str):
+            return "it is no result: an event has no sentence"
     for name, record in result.get("files", {}).items():
         entry = record if isinstance(record, dict) else {}
         if name not in SEALED or not isinstance(entry.get("bytes"), int) or "sha256" not in entry:

@@ -7,10 +7,8 @@ from collections import Counter
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.notation import half_as_good, higher_is_better, label, printed, words
+from nmrun.lab.compare.notation import half_as_good, label, printed, words
 from nmrun.lab.compare.tables import FAR, SCORES, Table
-
-LATEST, DECIDED = "(t > t_max", "has settled"  # as STEP's event gives the reason for its switch
 
 
 def of_values(table: Table) -> list[str]:
@@ -125,8 +123,9 @@ def _far_apart(table: Table) -> list[str]:
         if metric.partition("/")[0] not in SCORES or not values:
             continue
         low, high = min(values), max(values)
-        worst, best = (low, high) if higher_is_better(metric) else (high, low)
-        if half_as_good(worst, best, metric):
+        higher = table.higher_is_better(metric)
+        worst, best = (low, high) if higher else (high, low)
+        if half_as_good(worst, best, higher):
             ends = f"{printed(low, metric)} to {printed(high, metric)}"
             apart[id(cell)] = f"{_place(table, row, column)} ({ends})"
     where = ", ".join(apart.values())
@@ -139,11 +138,9 @@ def switches(table: Table) -> list[str]:
     for run in table.runs.to_dict("records"):
         if run["status"] != "finished":
             continue
-        events = run.get("events")
-        text = events if isinstance(events, str) else ""
-        if LATEST in text:
+        if run.get("switched_by") == "t_max":
             late += 1
-        elif DECIDED in text:
+        elif run.get("switched_by") == "rule":
             decided += 1
         elif label(run.get("recipe.switch", "-")) in ranges.SWITCHES:
             unknown += 1

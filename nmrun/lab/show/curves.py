@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,6 @@ FEW = 7  # lines that one panel shows well
 SWITCHES = "STEP's switch"
 OVER = {"step": "training step", "epoch": "epoch", "seconds": "seconds of training steps"}
 SPEED = "steps_per_second"  # since the row before
-# of either second moment, as nmrun/recipes/step.py says it
-SWITCH = re.compile(r"step (\d+): STEP (?:freezes|keeps updating) the second moment")
 
 
 # --- what was logged ------------------------------------------------------------------------------
@@ -102,10 +99,10 @@ class History:
     def switches(self, row: Key, column: Key, x: str = "step") -> list[float]:
         """Where STEP began to learn masks: a place for each run that did, in order."""
         places = [
-            self._over(run, x)(np.array([int(match[1])])).item()
+            self._over(run, x)(np.array([event["step"]])).item()
             for run in self.cells.get((row, column), ())
             for event in self.folders[run["folder"]].result.get("events", ())
-            if (match := SWITCH.match(event))
+            if event.get("kind") == "switch"
         ]
         return sorted(places)
 

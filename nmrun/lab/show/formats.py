@@ -24,7 +24,6 @@ from nmrun.lab.compare.comparison import ALL, Comparison, lines
 from nmrun.lab.compare.notation import (
     MINUS,
     Key,
-    higher_is_better,
     interval,
     labelled,
     p_value,
@@ -149,7 +148,7 @@ def _figures(table: Table, row: Key, column: Key) -> tuple[str, str, Cell]:
     """A cell's value and standard deviation as they are printed, each empty where there is none."""
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
-    value = cell_value(cell, table.statistic, higher_is_better(metric))
+    value = cell_value(cell, table.statistic, table.higher_is_better(metric))
     if value is None:
         return "", "", cell
     sd = cell.sd if table.statistic == "mean" else None

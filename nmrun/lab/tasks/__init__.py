@@ -44,5 +44,10 @@ def _own_task(target: str, config: Config, device: torch.device) -> Task:
             f"dataset._target_={target} returned a {type(made).__name__}, and no task as "
             "nmrun.lab.tasks.base.Task is"
         )
+    if not isinstance(getattr(made, "higher_is_better", None), bool):
+        raise ConfigError(
+            f"dataset._target_={target}: its task needs higher_is_better, true or false: whether "
+            "higher values of its metric are better"
+        )
     task: Task = adopted(made)
     return task

@@ -39,7 +39,9 @@ class Task(ABC):
     inputs: dict[str, Any]
     """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
     metric: str
-    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.lab.compare.notation`` for which way is better."""
+    """The metric of :meth:`evaluate` that epochs and recipes are compared by."""
+    higher_is_better: bool
+    """Whether higher values of :attr:`metric` are better, as of an accuracy, or lower ones, as of a loss."""
     has_test: bool = True
     """Whether there is a test split to evaluate. Without one, results have metrics of the validation split alone."""
     equal_batches: bool = True

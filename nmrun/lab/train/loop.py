@@ -17,7 +17,6 @@ from nmrun.errors import RunError
 from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab import ranks
-from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
@@ -34,6 +33,7 @@ from nmrun.lab.train.steps import (
 )
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
+from nmrun.recipes.base import Event
 from nmrun.sparsity.metrics import layer_metrics
 
 # what a checkpoint keeps of a loop's attributes
@@ -116,7 +116,7 @@ class Evaluation:
         metric = f"eval/{self.task.metric}"
         if math.isnan(row[metric]):  # a correlation with what is constant, say
             return False
-        sign = 1 if higher_is_better(metric) else -1
+        sign = 1 if self.task.higher_is_better else -1
         return not self.best or sign * row[metric] > sign * self.best[metric]
 
     def evaluate(self, split: str) -> dict[str, float]:
@@ -165,7 +165,7 @@ class Evaluation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
         self.best, self.candidates = state["best"], state["candidates"]
-        self.last = state.get("last", {})  # checkpoints of earlier versions have none
+        self.last = state["last"]
         best = self.strategy.distribute(state["best_weights"])
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
 
@@ -175,7 +175,7 @@ class Loop:
 
     Attributes:
         row: what there is to log of a step whose evaluation a signal put off, else None.
-        events: sentences on what happened, in order.
+        events: what happened, in order, as of :attr:`nmrun.recipes.base.Event.record`.
         seconds: of all sittings, with those that the recipe took beforehand.
         training_seconds: of steps and their logging alone, without the first step of a sitting,
             which warms up.
@@ -192,7 +192,8 @@ class Loop:
         self.row: dict[str, float] | None = None
         self.evaluation = Evaluation(steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
-        self.events = [*parts.events, *self.handle.pop_events()]
+        events = [*(Event(0, text) for text in parts.events), *self.handle.pop_events()]
+        self.events = [event.record for event in events]
         self.seconds, self.training_seconds = parts.seconds, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
         self.progress = RunProgress(steps)
@@ -271,7 +272,7 @@ class Loop:
         if due.epoch_ends:
             self.average.add(remaining=self.epochs - due.epoch - 1)
         for event in self.handle.pop_events():
-            self.events.append(event)
+            self.events.append(event.record)
             self.console.say(f"  {event}")
         row = self._training_row() | self._speed() if due.log else {}
         if due.evaluate or due.save or not warm:
@@ -364,6 +365,5 @@ class Loop:
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name in FIELDS:
             setattr(self, name, state["loop"][name])
-        # checkpoints of earlier versions have none
-        self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)
+        self.clock.spent = state["loop"]["checkpoint_seconds"]
         self.evaluation.load_state_dict(state["loop"])

@@ -80,7 +80,7 @@ def write(
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """What loggers show of a run that has ended, without nesting: metrics, those of the best
     weights under ``best/``, FLOPs under ``flops/``, and how it ended."""
-    keys = ("status", "error", "metric", "seconds", "training_seconds")
+    keys = ("status", "error", "metric", "higher_is_better", "seconds", "training_seconds")
     return {
         **metrics_of(result),
         **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
@@ -148,7 +148,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
             for key, value in final.items()
             if key.startswith("test/") and "/dense/" not in key
         }
-        if not validation or best.get("step") != loop.steps.step:  # earlier versions kept no step
+        if not validation or best["step"] != loop.steps.step:
             loop.model.load_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
         best |= {"candidates": evaluation.candidates, **tested}
@@ -166,6 +166,7 @@ def finished(
     return {
         "status": "finished",
         "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
         "metrics": {"final": final, "best": best},
         "notes": dict(task.notes),
         "signature": dict(task.signature),

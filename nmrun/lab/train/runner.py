@@ -34,6 +34,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words.identity import identity, title
+from nmrun.recipes.base import Event
 
 
 def run(
@@ -254,7 +255,7 @@ class _Run:
         loop = self.loop = Loop(config, parts, self.console, self.id)
         if state is None:
             for event in loop.events:
-                self.console.say(f"  {event}")
+                self.console.say(f"  {event['sentence']}")
         else:
             _restore(loop, folder, state)
             state = None  # or else it would be kept beside what the loop has
@@ -264,9 +265,9 @@ class _Run:
             step = loop.steps.step - (loop.row is not None)
             say = self.console.say
             self.tracker = Tracker(folder, config.plain, self.id, self.sweep, step, say, rows)
-            for event in self.tracker.events:
-                loop.events.append(event)
-                self.console.say(f"  {event}")
+            for text in self.tracker.events:
+                loop.events.append(Event(step, text, "log").record)
+                self.console.say(f"  {text}")
 
         alone = ranks.world() == 1  # else the other ranks wait for this one's share
         with self.signals.set("wait"):
@@ -277,23 +278,20 @@ class _Run:
             return results.finish(folder, loop)
 
     def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
-        if state is not None and "loop" not in state:
+        if state is None:
+            return
+        if not {"loop", "id"} <= state.keys():
             raise RunError(
                 "checkpoint.pt is not of nmrun: move it away, or start over with force=true"
             )
-        saved = (state or {}).get("id", self.id)  # checkpoints of earlier versions have none
-        if saved != self.id:
+        if state["id"] != self.id:
             raise RunError(
-                f"checkpoint.pt is of run {saved}, this is run {self.id}: put this run's own checkpoint back, "
+                f"checkpoint.pt is of run {state['id']}, this is run {self.id}: put this run's own checkpoint back, "
                 "or start over with force=true"
             )
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
-    if any(".parametrizations." in f".{name}" for name in state["model"]):
-        raise RunError(
-            "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
-        )
     try:
         loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
     except (KeyError, RuntimeError, ValueError, TypeError) as error:

@@ -141,11 +141,9 @@ def _step(row: dict[str, Any]) -> float:
 
 def _lost(actual: list[int], expected: list[int] | None, damaged: list[int]) -> list[str]:
     """What is to be said of rows that a checkpoint counts on and that are not there."""
-    if actual == expected or not (expected or damaged):
+    if expected is None or actual == expected:
         return []
     where = f" (damaged: line {', '.join(map(str, damaged))})" if damaged else ""
-    if expected is None:  # an earlier version's checkpoint
-        return [f"metrics.jsonl: rows may be lost{where}"]
     if actual[0] < expected[0]:
         return [f"metrics.jsonl: {expected[0] - actual[0]} of {expected[0]} rows are lost{where}"]
     return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed{where}"]

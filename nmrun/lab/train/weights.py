@@ -18,7 +18,6 @@ from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, weights_in
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.words.identity import completed
 from nmrun.step.handle import Handle
 
 
@@ -38,7 +37,7 @@ def network(config: Config, task: Task) -> nn.Module:
 def check_alike(config: Config, place: str, setting: str, keys: Collection[str]) -> None:
     """Compare keys of the network that no weight's shape shows with those of the run whose weights
     ``place`` names. ConfigError where one differs."""
-    theirs, ours = completed(weights_in(place)[0].config).get("model", {}), config.model.values()
+    theirs, ours = weights_in(place)[0].config.get("model", {}), config.model.values()
     for key in keys:
         if key in theirs and key in ours and theirs[key] != ours[key]:
             raise ConfigError(

@@ -325,7 +325,7 @@ def _unsteady(name: str, best: Trial, tuning: Seeds, seeds: Seeds) -> list[str]:
     they ended with an error (None), or are worse than the tuning seeds' median by over a tenth of it.
     """
     middle = statistics.median(value for value in tuning if value is not None)
-    sign = 1 if notation.higher_is_better(best.metric) else -1
+    sign = 1 if best.higher_is_better else -1
     notes = []
     for values, which in ((tuning, "tuning seeds"), (seeds, "seeds")):
         lost = [v for v in values if v is None or sign * (middle - v) > abs(middle) / 10]

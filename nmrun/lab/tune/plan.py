@@ -19,7 +19,8 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.fields import Field, recipe_fields
+from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.lab.verbs import quantity
 from nmrun.lab.words import command_line, schema
@@ -232,9 +233,8 @@ def settings(config: Config) -> dict[str, Any]:
 def _of_recipe(config: Config) -> dict[str, Field]:
     path = config.recipe.target or RECIPES[config.recipe.name]
     fields: Mapping[str, Field] = {}
-    # of a class that its module imports nothing is known; one that is nowhere ends the first trial
-    with contextlib.suppress(LookupError, ImportError, SyntaxError, OSError):
-        fields = recipe_fields(path)
+    with contextlib.suppress(Exception):  # a class that cannot be imported ends the first trial
+        fields = recipe_facts(path).keys
     return {f"recipe.{key}": field for key, field in fields.items()}
 
 

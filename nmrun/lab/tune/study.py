@@ -19,7 +19,6 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, extra
-from nmrun.lab.compare.notation import higher_is_better
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words.schema import flatten
@@ -35,13 +34,14 @@ ENDED = ("finished", "failed")  # ends after which nothing is left to do
 @dataclass(frozen=True)
 class Trial:
     """A run that ended: its settings by key, and the validation metric of its last weights; None
-    where it failed or the metric was not finite."""
+    where it failed or the metric was not finite. A failed run says nothing of the metric."""
 
     params: dict[str, Any]
     seed: int
     metric: str
     value: float | None
     seconds: float
+    higher_is_better: bool = False
 
 
 def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
@@ -66,7 +66,8 @@ def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
     metric, final = f"eval/{result['metric']}", result["metrics"]["final"]
     if metric not in final:
         raise ConfigError(f"{flat['dataset.name']} has no validation split to tune by")
-    return Trial(params, flat["seed"], metric, final[metric], seconds)
+    value, higher = final[metric], result["higher_is_better"]
+    return Trial(params, flat["seed"], metric, value, seconds, higher)
 
 
 class Study:
@@ -123,8 +124,7 @@ class Study:
     def ranked(self, count: int) -> list[Trial]:
         """Order the first ``count`` trials, without those that failed, the best first."""
         good = [trial for trial in self._distinct(count) if trial.value is not None]
-        higher = bool(good) and higher_is_better(good[0].metric)
-        return sorted(good, key=_value, reverse=higher)
+        return sorted(good, key=_value, reverse=bool(good) and good[0].higher_is_better)
 
     def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
         """List the finalists' settings with the seeds that they have not been repeated with."""
@@ -145,7 +145,7 @@ class Study:
             values = [value for value in every if value is not None]
             if len(values) == len(every):
                 means.append(replace(trial, value=sum(values) / len(values)))
-        choose = max if means and higher_is_better(means[0].metric) else min
+        choose = max if means and means[0].higher_is_better else min
         return choose(means, key=_value) if means else None
 
     def seconds(self, count: int) -> float:
@@ -169,8 +169,7 @@ class Study:
             return listed[len(trials)]
         # each trial its own stream of random numbers, the same whoever goes on after an interrupt
         sampler = optuna.samplers.TPESampler(seed=len(trials), n_startup_trials=max(2, count // 2))
-        metrics = [trial.metric for trial in trials if trial.value is not None]
-        higher = bool(metrics) and higher_is_better(metrics[0])
+        higher = any(trial.higher_is_better for trial in trials)
         directions = optuna.study.StudyDirection
         direction = directions.MAXIMIZE if higher else directions.MINIMIZE
         study = optuna.create_study(direction=direction, sampler=sampler)

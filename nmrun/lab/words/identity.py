@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nmrun.lab.keys import options
+from nmrun.lab.keys import fields, options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import FINAL, weights_in
 from nmrun.oneshot import METHODS
@@ -23,34 +23,6 @@ IRRELEVANT = {
         *("log_every", "checkpoint_every"),
     },
 }
-GPTS = ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")
-# keys that came later, with the values at which a run is what it was before: there they are no part
-# of an id, so that finished runs are found again
-LATER: dict[str, dict[str, Any]] = {
-    "optimizer": {"decay": "all"},
-    "sparsity": {"v": 1},
-    "track": {"tags": [], "also": []},
-    "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
-    "trainer": {
-        **{"evaluate": "sparse", "test": True, "limit_evaluation": None, "steps": None},
-        **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
-        **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
-    },
-    **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
-    **{f"model={name}": {"bias": True} for name in GPTS},
-    # of those data sets and models that have them
-    "dataset": {"stride": None},
-    "model": {"activation": "gelu"},
-    "recipe=maskllm": {"masks": None},
-    "recipe=step": {
-        "window": "full",
-        "threshold": None,
-        "second_moment": "frozen",
-        "lr_factor": 1.0,
-    },
-    "recipe=sdgf_geometric": {"densify": False},
-    "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
-}
 # by key: other keys that change nothing while it is null
 DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
@@ -63,12 +35,15 @@ SPEED = {"device", "deterministic", "threads", "distributed", "acceleration"}
 
 
 def identity(config: Config) -> str:
-    """Ten hexadecimal digits. Equal for two commands exactly when they ask for the same training."""
+    """Ten hexadecimal digits. Equal for two commands exactly when they ask for the same training.
+
+    Of the keys, those count that are not at their default: a new key changes no id.
+    """
     relevant = {}
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            later, ignored = _later(group, value), set(IRRELEVANT.get(group, ()))
+            defaults, ignored = _defaults(group, value), set(IRRELEVANT.get(group, ()))
             if str(value.get("budget")).startswith("seconds:"):
                 ignored -= SPEED
             for key, others in DEPENDENT.items():
@@ -78,7 +53,7 @@ def identity(config: Config) -> str:
             value = {
                 key: item
                 for key, item in value.items()
-                if key not in ignored and not (key in later and later[key] == item)
+                if key not in ignored and not (key in defaults and defaults[key] == item)
             }
         relevant[group] = value
     for key, place in options.weights_named(config.plain).items():
@@ -115,24 +90,12 @@ def title(config: Config) -> str:
     return f"{what} on {config.dataset.name} with {config.model.name}, {how}, seed {config.seed}"
 
 
-def completed(plain: dict[str, Any]) -> dict[str, Any]:
-    """A run's config as its folder has it, with the keys that came after the run."""
-    whole = {
-        group: {**_later(group, value), **value} if isinstance(value, dict) else value
-        for group, value in plain.items()
-    }
-    return {"init": None, **whole}
-
-
-def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
-    if "_target_" in value:  # the user's own, whose keys are no business of ours
-        return {}
+def _defaults(group: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of a group's keys. There is no name among them, and none of the user's own."""
     name = str(value.get("name"))
-    later = {**LATER.get(group, {}), **LATER.get(f"{group}={name}", {})}
-    if group in ("dataset", "model"):
-        has = options.keys(group, name) if name in options.names(group) else {}
-        later = {key: value for key, value in later.items() if key in has}
-    return later
+    if "_target_" in value or (group not in options.UNNAMED and name not in options.names(group)):
+        return {}
+    return fields.defaults(options.keys(group, name))
 
 
 def run_folder(config: Config) -> Path:

@@ -16,7 +16,8 @@ from typing import Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
-from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
+from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.words.advice import ADVICE
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
@@ -84,19 +85,19 @@ def _of_class(group: str, name: str) -> Option:
 
 
 def _recipe(name: str, path: str) -> Option:
-    of_class, of_module = docstrings(path)
-    about, use = of_class.split("\n\n")[:2]
-    keys = _keys("recipe", kinds.keys("recipe", name))
-    return Option("recipe", name, about, keys, of_module, use)
+    facts = recipe_facts(path)
+    about, use = facts.about.split("\n\n")[:2]
+    return Option("recipe", name, about, _keys("recipe", facts.keys), facts.module, use)
 
 
 def _installed(name: str, path: str) -> Option:
-    """A recipe of another package, whose docstring may have any form; its module is read, not imported."""
+    """A recipe of another package, whose docstring may have any form."""
     try:
-        about, keys = docstrings(path)[0].partition("\n\n")[0], recipe_fields(path)
-    except (LookupError, ImportError, SyntaxError, OSError):  # what is wrong with it a run will say
-        about, keys = "", {}
-    return Option("recipe", name, " ".join(about.split()) or path, _keys("recipe", keys))
+        facts = recipe_facts(path)
+    except Exception:  # what is wrong with it a run will say
+        return Option("recipe", name, path, ())
+    about = " ".join(facts.about.partition("\n\n")[0].split())
+    return Option("recipe", name, about or path, _keys("recipe", facts.keys))
 
 
 def _preset(group: str, file: Path) -> Option:
@@ -122,9 +123,9 @@ def _class_fields(group: str, values: Mapping[str, Any]) -> Mapping[str, Field]:
     name = str(values.get("name", first))
     try:
         if group == "recipe":
-            return recipe_fields(str(target)) if target else kinds.keys(group, name)
+            return recipe_facts(str(target)).keys if target else kinds.keys(group, name)
         return {} if target or group not in GROUPS else kinds.keys(group, name)
-    except (LookupError, ImportError, SyntaxError, OSError):  # what is wrong with it a run will say
+    except Exception:  # what is wrong with it a run will say
         return {}
 
 

@@ -17,8 +17,10 @@ from nmrun.errors import extra
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import START
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.patterns import Pattern, PatternError, written
+from nmrun.recipes import RECIPES
 
 Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
 
@@ -32,8 +34,6 @@ PACKAGES = {
         ("model=hf_encoder", "model=hf_gpt2", "model=hf_causal"), ("transformers", "transformers")
     ),
 }
-# the recipes whose masks keep the largest weights, along one dimension alone
-BLOCKS = ("asp", "sr_ste", "ste", "ste_periodic", "step", "sqft")
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
 
 
@@ -138,11 +138,13 @@ def _wrong_recipe(facts: Facts) -> Iterator[str]:
                 f"recipe.dense={recipe['dense']} and recipe.final={recipe['final']} are "
                 "fractions of one run: at most 1 together"
             )
-    if facts.own_rules and pattern is not None and pattern.v > 1 and name not in BLOCKS:
-        yield (
-            f"recipe={name} sparsity={pattern}: V:N:M masks are for recipes that keep the largest "
-            f"weights ({', '.join(BLOCKS)})"
-        )
+    if facts.own_rules and pattern is not None and pattern.v > 1:
+        taking = [each for each, path in RECIPES.items() if recipe_facts(path).takes_blocks]
+        if name not in taking:
+            yield (
+                f"recipe={name} sparsity={pattern}: V:N:M masks are for recipes that keep the "
+                f"largest weights ({', '.join(taking)})"
+            )
 
 
 def _wrong_training(facts: Facts) -> Iterator[str]:

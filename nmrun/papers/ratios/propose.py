@@ -76,11 +76,10 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
 
     from nmrun.lab import models, tasks
     from nmrun.lab.words import command_line, schema
-    from nmrun.lab.words.identity import completed
     from nmrun.papers.ratios import search
     from nmrun.sparsity.select import select
 
-    config = schema.check(OmegaConf.create(completed(run.result["config"])))
+    config = schema.check(OmegaConf.create(run.result["config"]))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs)
     model.load_state_dict(load_file(run.checked(FINAL)))

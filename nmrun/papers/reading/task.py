@@ -46,6 +46,7 @@ class Reading(InMemory):
     """
 
     metric = "f1"
+    higher_is_better = True
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class Translation(Categorical):
     """
 
     metric = "bleu"
+    higher_is_better = True
     equal_batches = False
 
     def __init__(

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from runs import rewrite
 from terminal import Terminal
 from verbs import verb
 
-from nmrun.lab.compare.notation import higher_is_better
-from nmrun.lab.compare.runs import collect
+from nmrun.lab.compare.runs import collect, to_csv
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.show import cli
 from nmrun.lab.words import composition
@@ -138,19 +138,16 @@ def test_the_deviation_is_that_of_a_sample():
     )
 
 
-def test_the_direction_follows_the_name():
-    assert all(map(higher_is_better, ["test/accuracy", "best/test/bleu", "eval/f1"]))
-    # of tasks of one's own
-    assert all(map(higher_is_better, ["test/answer_f1", "eval/r2", "test/confidence", "test/map"]))
-    assert not any(
-        map(higher_is_better, ["test/mse", "eval/val_RMSE", "best/test/wer", "test/mae"])
-    )
-    assert not any(
-        map(
-            higher_is_better,
-            ["test/loss", "test/perplexity", "seconds", "eval/error_rate", "test/NLL"],
-        )
-    )
+@pytest.mark.parametrize(("name", "higher"), [("glossary_recall", True), ("ece", False)])
+def test_a_metric_of_ones_own_is_better_as_its_task_says(name, higher, write, table, tmp_path):
+    for recipe, value in (("ste", 0.25), ("asp", 0.75)):
+        folder = write(recipe, "2:4", 0)
+        metrics = {"final": {f"test/{name}": value}, "best": {}}
+        rewrite(folder, metrics=metrics, metric=name, higher_is_better=higher)
+    marked = {recipe: row["2:4"].startswith("**") for recipe, row in cells(table()[1]).items()}
+    assert marked == {"asp": higher, "ste": not higher}
+    (tmp_path / "runs.csv").write_text(to_csv(collect([tmp_path / "outputs"])))
+    assert cells(table(paths=["runs.csv"])[1]) == cells(table()[1])
 
 
 # --- what the table says --------------------------------------------------------------------------

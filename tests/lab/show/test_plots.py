@@ -24,6 +24,7 @@ from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.tables import build
 from nmrun.lab.show import plots, style
 from nmrun.lab.show.curves import History
+from nmrun.recipes.base import Event
 
 STEPS = (10, 20, 30, 40)
 
@@ -105,7 +106,7 @@ def test_metric_against_ratio(write, tmp_path):
 def test_learning_curves_with_step_s_switch(write, tmp_path):
     curves = {0: [0.5, 0.7, 0.8, 0.9], 1: [0.3, 0.7, 0.9, 0.95]}
     for seed, accuracies in curves.items():
-        event = f"step {21 + seed}: STEP freezes the second moment and starts learning masks (fixed switch point, 20 steps)"
+        event = Event(21 + seed, "whatever", "switch", {"by": "fixed"}).record
         log(
             write("step", "2:4", seed, accuracies[-1]),
             [{"eval/accuracy": a} for a in accuracies],
@@ -146,7 +147,7 @@ def test_switch_of_a_real_step_is_marked(second_moment, write, tmp_path):
         layer(torch.ones(1, 8)).sum().backward()
         optimizer.step()
     folder = write("step", "2:4", 0, 0.9)
-    log(folder, [{"eval/accuracy": 0.9}] * 4, events=handle.pop_events())
+    log(folder, [{"eval/accuracy": 0.9}] * 4, events=[e.record for e in handle.pop_events()])
     (axes,) = drawn("curves", tmp_path).axes
     marks = [each.get_xdata()[0] for each in axes.lines if each.get_label() == "STEP's switch"]
     assert marks == [20]  # half of 40 steps are dense

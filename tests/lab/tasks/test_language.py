@@ -20,7 +20,7 @@ from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
-from nmrun.lab.compare.notation import higher_is_better
+from nmrun.lab.compare.notation import LOWER_IS_BETTER
 from nmrun.lab.keys.datasets import StdlibText
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus, files
@@ -82,7 +82,8 @@ def test_the_perplexity_of_a_uniform_model_is_the_vocabulary():
         math.log(1160), rel=1e-5
     )
     assert set(task.evaluate(model, "val")) == {"loss", "perplexity", "bits_per_token"}
-    assert not any(map(higher_is_better, metrics))
+    assert set(metrics) <= LOWER_IS_BETTER
+    assert task.higher_is_better is False
 
 
 def test_metrics_are_those_of_the_bigram_model_summed_by_hand():

@@ -59,7 +59,9 @@ def test_channels_that_change_places_are_averaged_with_themselves(tmp_path):
     weights = []
     for last in (1, EPOCHS):
         cfg = config(tmp_path, *words, "optimizer.lr=1e-12", f"trainer.average={last}")
-        assert any("channels permuted of inner" in event for event in finished(cfg)["events"])
+        assert any(
+            "channels permuted of inner" in event["sentence"] for event in finished(cfg)["events"]
+        )
         weights.append(load_file(run_folder(cfg) / "model.safetensors"))
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-5, atol=1e-7)

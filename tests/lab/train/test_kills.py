@@ -50,7 +50,9 @@ def test_a_sweep_killed_again_and_again(tmp_path):
     (folder / "model.safetensors").write_bytes(weights)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([*lines[:-1], lines[-2], lines[-1]]))
-    result.write_text(json.dumps({**json.loads(result.read_text()), "events": ["another"]}))
+    result.write_text(
+        json.dumps({**json.loads(result.read_text()), "events": [{"sentence": "another"}]})
+    )
     (jobs := output / ".sweeps" / "one").mkdir()
     (jobs / "jobs.jsonl").write_text(json.dumps({"folder": "f", "status": "finished"}) + "\n")
     (jobs / "jobs.jsonl").write_text((jobs / "jobs.jsonl").read_text() * 2)

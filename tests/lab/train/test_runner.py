@@ -626,3 +626,18 @@ def test_nothing_is_chosen_by_the_test_split(recipe, tmp_path, monkeypatch):
     assert asked == ["val"] * 4 + ["test"]  # the last weights are the best
     assert result["metrics"]["best"]["epoch"] == 4
     assert result["metrics"]["best"]["eval/accuracy"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("higher", "epoch"), [(True, 4), (False, 1)])
+def test_the_best_epoch_is_by_the_direction_that_the_task_says(
+    higher, epoch, tmp_path, monkeypatch
+):
+    rising = iter(range(1, 9))
+    monkeypatch.setattr(Classification, "metric", "calibration")
+    monkeypatch.setattr(Classification, "higher_is_better", higher)
+    monkeypatch.setattr(
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "calibration": next(rising)}
+    )
+    result = run(config(tmp_path, "recipe=ste"))
+    assert result["metrics"]["best"]["epoch"] == epoch
+    assert (result["metric"], result["higher_is_better"]) == ("calibration", higher)

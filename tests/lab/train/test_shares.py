@@ -18,6 +18,7 @@ from runs import config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.lab import ranks, tasks
 from nmrun.lab.tasks.base import Categorical, Task, adopted, turns
 from nmrun.lab.tasks.vision import Classification, augmentation
@@ -385,3 +386,9 @@ def test_an_own_task_with_classes_can_still_be_taught():
     assert isinstance(own, Categorical)  # what distillation asks for
     (second,) = own.micro_batches(0, 0, 3, range(1, 2))
     assert all(torch.equal(a, b) for a, b in zip(second, whole[1], strict=True))
+
+
+def test_an_own_task_says_which_way_its_metric_is_better(tmp_path, monkeypatch):
+    monkeypatch.delattr(two_evaluate.Plain, "higher_is_better")
+    with pytest.raises(ConfigError, match="higher_is_better"):
+        tasks.build(config(tmp_path, *two_evaluate.OWN), torch.device("cpu"))

@@ -81,7 +81,7 @@ def test_schedule_and_phases_end_with_the_budget(clock, tmp_path):
     cfg = config(tmp_path, "recipe=asp", BUDGET, "schedule=linear", "trainer.eval_every=1")
     result = finished(cfg)
     steps = result["steps"]
-    assert any(f"{steps} steps of" in event for event in result["events"])
+    assert any(f"{steps} steps of" in event["sentence"] for event in result["events"])
     last = [json.loads(line) for line in (run_folder(cfg) / "metrics.jsonl").open()][-1]
     assert last["step"] == steps
     assert last["lr"] == pytest.approx(cfg.optimizer.lr / steps)  # of the step before the last: 0

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys import fields
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.tune import plan
 from nmrun.lab.words import command_line, composition, schema
 from nmrun.lab.words.composition import composing
@@ -37,7 +37,7 @@ def test_a_recipe_is_tuned_over_the_learning_rate_and_what_its_class_declares():
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_recipes_declare_is_allowed(name):
     """Both ends, or every value, are in the setting's own range; so is the default in the space."""
-    for field in fields.recipe_fields(RECIPES[name]).values():
+    for field in recipe_facts(RECIPES[name]).keys.values():
         if field.search is None:
             continue
         for value in field.search.values or (field.search.low, field.search.high):

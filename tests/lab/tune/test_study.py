@@ -16,15 +16,15 @@ DEFAULTS = {"optimizer.lr": 1e-3, "recipe.switch": "auto"}
 class Runs:
     """Trials, whose runs end as ``value`` says."""
 
-    def __init__(self, folder: Path, metric: str = "eval/loss") -> None:
-        self.folder, self.metric, self.ended = folder, metric, []
+    def __init__(self, folder: Path, higher_is_better: bool = False) -> None:
+        self.folder, self.higher, self.ended = folder, higher_is_better, []
         folder.mkdir(exist_ok=True)
 
     def study(self) -> Study:
         return Study(self.folder, SPACE, DEFAULTS, self.ended)
 
     def run(self, params, value, seed: int = SEED, seconds: float = 1.0) -> None:
-        self.ended.append(Trial(params, seed, self.metric, value, seconds))
+        self.ended.append(Trial(params, seed, "eval/score", value, seconds, self.higher))
 
     def tried(self, params, value, seconds: float = 1.0) -> None:
         self.study().add(params)
@@ -83,10 +83,10 @@ def test_it_finds_the_bottom_of_a_bowl(tmp_path):
     assert study.ranked(24)[0].value < 0.2
 
 
-@pytest.mark.parametrize(("metric", "best"), [("eval/loss", 2.0), ("eval/accuracy", 7.0)])
-def test_the_best_is_by_the_metrics_own_direction(tmp_path, metric, best):
-    runs = Runs(tmp_path, metric)
-    last = 9.0 if metric == "eval/accuracy" else 1.0
+@pytest.mark.parametrize(("higher", "best"), [(False, 2.0), (True, 7.0)])
+def test_the_best_is_by_the_metrics_own_direction(tmp_path, higher, best):
+    runs = Runs(tmp_path, higher)
+    last = 9.0 if higher else 1.0
     for number, value in enumerate((5.0, None, 2.0, 7.0, last), 1):
         runs.tried(rate(number / 100), value)
     assert runs.study().ranked(4)[0].value == best  # the fifth does not count

@@ -19,7 +19,7 @@ from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query
-from nmrun.lab.keys import fields
+from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show import experiments
@@ -305,7 +305,7 @@ def test_asp_on_imagenet_trains_twice():
 def test_comparisons_differ_in_recipe_and_ratio_alone(name):
     """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
     for config in itertools.chain(*(configs_of(name, scale) for scale in experiment.SCALES)):
-        declared = fields.recipe_fields(RECIPES[config.recipe.name])
+        declared = recipe_facts(RECIPES[config.recipe.name]).keys
         assert config.recipe.options == {key: field.default for key, field in declared.items()}
     for scale in experiment.SCALES:
         alike: dict[str, set[str]] = {}

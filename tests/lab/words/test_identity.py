@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from test_schema import EACH, VALUES, changed
 from verbs import python
 
+from nmrun.lab.keys import options
+from nmrun.lab.keys.groups import Trainer
 from nmrun.lab.words import schema
-from nmrun.lab.words.identity import completed, identity, run_folder
+from nmrun.lab.words.identity import identity, run_folder
+from nmrun.ranges import number
 
 # Where and how a run is done and what it tells of itself. How often it is evaluated does count: it
 # decides which epoch is the best.
@@ -181,37 +183,62 @@ def test_the_folder_says_what_it_is_and_goes_on_any_file_system():
     )
 
 
-# of commands, as they have been from the first: finished runs are found again. Those of copy_reverse
-# are of the second version of its sentences.
-IDS = {
-    "": "aee948f9c2",
-    "recipe=dense": "f568531cbe",
-    "recipe=asp sparsity=1:4": "808d952892",
-    "recipe=sr_ste recipe.decay=1e-4 sparsity=1:16 optimizer=adamw seed=3": "7a5dba4530",
-    "recipe=ste optimizer=sgd schedule=cosine trainer.epochs=20": "cd319c4873",
-    "recipe=maskllm dataset=copy_reverse model=fairseq_transformer": "ca1c8090ce",
-    "recipe=lbc dataset=cifar10 model=resnet18": "ead661f259",
-    "recipe=s_ste dataset=imagenet model=vit_small dataset.workers=2": "aa682fe47d",
-    "recipe=mdgf_linear trainer.mvue='2:4' trainer.budget=flops:1e12": "8efef84b90",
-    "recipe=sdgf_geometric sparsity=2:4": "a8c96b705d",
-    "'sparsity.overrides={inner.1: 1:8, head: dense}'": "e611fdd16d",
-    "recipe=custom ++recipe._target_=a.b.Mine ++recipe.x=1": "89e3b8390f",
-    "++dataset._target_=a.b ++dataset.side=3": "712d31c815",
-    "++model._target_=a.b ++model.w=3": "6e9efa28a9",
-    "schedule=inverse_sqrt track=local debug=fast trainer.acceleration=force": "7773f16bb0",
-    "model=mlp model.hidden=[16,32] dataset=glue": "d309c6f4f4",
-    "model=timm dataset=image_folder dataset.path=x model.include=a": "3438d7aa02",
-}
+LINES = (
+    "",
+    "recipe=dense",
+    "recipe=step,sparsity=1:4,optimizer=adamw",
+    "recipe=s_ste,optimizer=sgd,schedule=cosine",
+    "dataset=imagenet,model=vit_small",
+    "dataset=glue,model=text_encoder",
+    "dataset=shakespeare,model=gpt_tiny,optimizer=adamw",
+)
 
 
-@pytest.mark.parametrize("line", IDS)
-def test_the_ids_of_finished_runs_stay(line):
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        assert identity(schema.check(compose("nmrun", shlex.split(line)))) == IDS[line]
+@pytest.mark.parametrize("line", LINES)
+def test_a_default_that_is_written_out_changes_no_id(line):
+    config = checked(line)
+    for group in ("dataset", "model", "recipe", "optimizer", "schedule", "trainer"):
+        name = str(config.plain[group].get("name", ""))
+        for key, field in options.keys(group, name).items():
+            if config.plain[group][key] == field.default:
+                assert same(config, checked(line, **{f"{group}.{key}": field.default})), key
 
 
-def test_what_came_later_changes_no_id_of_before():
-    """Where it stands for how it was; what a run's literature asks for otherwise is another run."""
+@dataclass(frozen=True)
+class WithOneMore(Trainer):
+    """The keys of today, and one that comes some day."""
+
+    gradient_noise: Annotated[float, number(0), "noise"] = 0.0
+
+
+def test_a_new_key_changes_an_id_only_where_it_is_set(monkeypatch):
+    config = checked("recipe=step")
+    before = identity(config)
+    kind = options.kind
+    monkeypatch.setattr(
+        options,
+        "kind",
+        lambda group, *rest: WithOneMore if group == "trainer" else kind(group, *rest),
+    )
+
+    def with_noise(noise: float) -> schema.Config:
+        trainer = {**config.plain["trainer"], "gradient_noise": noise}
+        return schema.Config({**config.plain, "trainer": trainer}, config.pattern)
+
+    assert identity(with_noise(0.0)) == before
+    assert identity(with_noise(0.5)) != before
+
+
+def test_all_that_a_class_of_ones_own_is_given_counts():
+    def of(**given: object) -> schema.Config:
+        recipe = {"name": "custom", "_target_": "a.b.Mine", **given}
+        config = checked()
+        return schema.Config({**config.plain, "recipe": recipe}, config.pattern)
+
+    assert len({identity(config) for config in (of(), of(decay=0.0), of(decay=2e-4))}) == 3
+
+
+def test_what_decays_is_what_it_comes_to():
     for line in ("optimizer=adamw", "optimizer=sgd,model=resnet20,recipe=ste"):
         assert same(checked(line), checked(line, **{"optimizer.decay": "all"}))
         assert not same(checked(line), checked(line, **{"optimizer.decay": "matrices"}))
@@ -230,12 +257,3 @@ def test_a_length_in_steps_is_the_whole_length():
     assert same(checked(**steps), checked(**steps, **{"trainer.epochs": 3}))
     assert not same(checked(**steps), checked(**{"trainer.steps": 11}))
     assert not same(checked(**steps), checked())
-
-
-def test_a_config_of_before_is_completed():
-    before = {"optimizer": {"name": "sgd", "lr": 0.1}, "seed": 3, "recipe": {"name": "ste"}}
-    assert completed(before)["optimizer"] == {"name": "sgd", "lr": 0.1, "decay": "all"}
-    assert {key: completed(before)[key] for key in ("seed", "recipe")} == {
-        key: before[key] for key in ("seed", "recipe")
-    }
-    assert before["optimizer"] == {"name": "sgd", "lr": 0.1}

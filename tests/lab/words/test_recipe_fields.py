@@ -1,4 +1,4 @@
-"""Hyperparameters read from the source of a recipe's class, and the config nodes made of them."""
+"""What the classes of recipes say of themselves, and where a command line and tables read it."""
 
 from __future__ import annotations
 
@@ -9,127 +9,132 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.object_type import ObjectType
 
-from nmrun import recipes
-from nmrun.lab.keys import fields
+from nmrun import recipes, registry
+from nmrun.lab.compare import notation
+from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.recipe_facts import of_class, recipe_facts
 from nmrun.lab.words import composition, precheck, schema
 
 composition.register()
-BASE = """
-import no_such_module_at_all
-from typing import Annotated, ClassVar
-
-from nmrun.ranges import FRACTION, number, one_of, whole
-
-class Recipe:
-    name: ClassVar[str]
-    needs: "ClassVar[tuple[str, ...]]" = ()
-    step: int = field(init=False)
-    _private: int = 3
-
-class Held(Recipe):
-    interval: Annotated[int, whole(1)] = 1
-    dense: Annotated[float, FRACTION] = 0.0
-"""
 MINE = """
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
-import typing
 
 from nmrun import ranges
-from sample_recipes import base
-from sample_recipes.base import Recipe
-from nmrun.ranges import number, one_of
+from nmrun.ranges import FRACTION, number, one_of, whole
+from nmrun.recipes.base import Recipe
 
-class Scaled:
-    scale: typing.Annotated[float, number(0, open_low=True, optional=True)] = None
+POWERS = number(1, 3)
 
-class Mine(Scaled, base.Held):
+@dataclass
+class Held(Recipe):
+    \'\'\'Held.
+
+    Args:
+        interval: steps that a mask stays.
+    \'\'\'
+    interval: Annotated[int, whole(1)] = 1
+    dense: Annotated[float, FRACTION] = 0.0
+
+@dataclass
+class Mine(Held):
     name: ClassVar[str] = "mine"
+    title: ClassVar[str] = "M-INE"
+    masks_are_largest: ClassVar[bool] = True
+
     dense: Annotated[float, number(0, 0.5)] = 0.25
     span: tuple[float, float] = (100.0, 5.0)
-    gradient: "Annotated[str, one_of('ste', 'masked')]" = "ste"
-    strength: Annotated[float, ranges.number(0)] = 0.5
+    gradient: Annotated[str, one_of('ste', 'masked')] = "ste"
     power: Annotated[float, POWERS] = 2.0
-    made: list = field(default_factory=list)
+
+@dataclass
+class Variant(Mine):
+    name: ClassVar[str] = "variant"
 """
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    folder = tmp_path / "sample_recipes"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "base.py").write_text(BASE)
-    (folder / "mine.py").write_text(MINE)
+    (tmp_path / "sample_recipes.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sample_recipes", raising=False)
-    return "sample_recipes.mine.Mine"
+    recipe_facts.cache_clear()
+    return "sample_recipes.Mine"
 
 
-def test_the_fields_of_a_class_and_its_bases(mine):
-    keys = fields.recipe_fields(mine)
-    assert {name: field.default for name, field in keys.items()} == {
-        "interval": 1,
-        "dense": 0.25,
-        "scale": None,
-        "span": [100.0, 5.0],
-        "gradient": "ste",
-        "strength": 0.5,
-        "power": 2.0,
+def told(field: Field) -> tuple[object, ...]:
+    allowed = None if field.check is None else field.check.allowed
+    return field.default, allowed, str(field.search), field.meaning
+
+
+@pytest.mark.parametrize("path", recipes.RECIPES.values())
+def test_what_is_known_without_an_import_is_what_the_class_says(path):
+    """If not: ``python docs/generate.py``."""
+    known, kind = recipe_facts(path), registry.imported(path, path)
+    own = of_class(kind)
+    assert [(key, told(field)) for key, field in known.keys.items()] == [
+        (key, told(field)) for key, field in own.keys.items()
+    ]
+    assert (known.title, known.takes_blocks) == (own.title, own.takes_blocks)
+    assert (known.about, known.module) == (own.about, own.module)
+
+
+def test_the_keys_of_a_class_and_its_bases(mine):
+    keys = recipe_facts(mine).keys
+    assert {key: told(field)[:2] for key, field in keys.items()} == {
+        "interval": (1, "a whole number, 1 or more"),
+        "dense": (0.25, "a number at least 0 and at most 0.5"),
+        "span": ([100.0, 5.0], None),
+        "gradient": ("ste", "one of ste, masked"),
+        "power": (2.0, "a number at least 1 and at most 3"),
     }
-    assert "sample_recipes.base" not in sys.modules  # it could not be imported
-    allowed = {name: field.check and field.check.allowed for name, field in keys.items()}
-    assert allowed == {
-        "interval": "a whole number, 1 or more",
-        "dense": "a number at least 0 and at most 0.5",
-        "scale": "a number above 0, or null",
-        "span": None,
-        "gradient": "one of ste, masked",
-        "strength": "a number at least 0",
-        "power": None,  # of a name that only the module has
-    }
+    assert keys["interval"].meaning == "steps that a mask stays."
+
+
+def test_a_variant_has_not_the_title_of_the_class_above_it(mine):
+    assert recipe_facts("sample_recipes.Variant").title == "variant"
 
 
 def test_a_class_that_is_not_there(mine):
-    with pytest.raises(LookupError, match=r"sample_recipes\.mine has no class Nothing"):
-        fields.recipe_fields("sample_recipes.mine.Nothing")
-    with pytest.raises(LookupError, match=r"no module sample_recipes\.none"):
-        fields.recipe_fields("sample_recipes.none.Nothing")
+    for path in ("sample_recipes.Nothing", "no_such_recipes.Nothing"):
+        with pytest.raises(ValueError, match="cannot be imported"):
+            recipe_facts(path)
 
 
 @pytest.fixture
-def without_file(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A built-in recipe ``mine``."""
+def added(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A built-in recipe ``mine``, of which no generated file tells."""
     monkeypatch.setitem(recipes.RECIPES, "mine", mine)
 
 
-def test_a_recipe_without_a_file_is_served(without_file):
+def test_a_recipe_is_a_file_and_its_name(added):
     offered = composition.ClassSource("nmrun", "nm://")
     assert offered.list("recipe", ObjectType.CONFIG) == [*recipes.RECIPES, "custom"]
-    assert "mine" in recipes.RECIPES
     assert offered.is_config("recipe/mine.yaml")
     assert not offered.is_config("recipe/nothing")
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        config = schema.check(compose("nmrun", ["recipe=mine", "recipe.dense=0", "recipe.scale=2"]))
+        config = schema.check(compose("nmrun", ["recipe=mine", "recipe.dense=0"]))
     assert config.plain["recipe"] == {
         "name": "mine",
         "interval": 1,
         "dense": 0.0,
-        "scale": 2.0,
         "span": [100.0, 5.0],
         "gradient": "ste",
-        "strength": 0.5,
         "power": 2.0,
     }
-    assert config.recipe.options["scale"] == 2.0
+    assert notation.written("mine") == "M-INE"
+    assert precheck.look(["recipe=mine", "sparsity=64:2:8"]).problems == []
+    (problem,) = precheck.look(["recipe=s_ste", "sparsity=64:2:8"]).problems
+    assert "mine" in problem
 
 
-def test_its_ranges_are_those_of_the_class(without_file):
+def test_its_ranges_are_those_of_the_class(added):
     line = "recipe=mine recipe.dense=0.6 recipe.gradient=mask recipe.intervall=3"
-    assert precheck.look(line.split()).problems == [
-        "recipe.intervall: no such key; did you mean recipe.interval?"
-        " (recipe has dense, gradient, interval, name, power, scale, span, strength)",
-        "recipe.dense=0.6: it takes a number at least 0 and at most 0.5",
-        "recipe.gradient=mask: it takes one of ste, masked; did you mean masked?",
+    problems = precheck.look(line.split()).problems
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "recipe.intervall",
+        "recipe.dense=0.6",
+        "recipe.gradient=mask",
     ]
     (problem,) = precheck.look(["recipe=mien"]).problems
-    assert problem.startswith("recipe=mien: no such recipe; did you mean mine?")
+    assert "did you mean mine?" in problem

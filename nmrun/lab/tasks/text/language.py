@@ -42,6 +42,7 @@ class LanguageModelling(Categorical):
     """
 
     metric = "perplexity"
+    higher_is_better = False
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class Classification(ItemBatches, Categorical):
     """
 
     metric = "accuracy"
+    higher_is_better = True
 
     def __init__(
         self,
