@@ -82,8 +82,7 @@ TABLE_HEAD = '''"""What the classes of ``nmrun.recipes`` say. Written by docs/ge
 # ruff: noqa
 # fmt: off
 from nmrun import ranges
-from nmrun.lab.keys.fields import Field
-from nmrun.lab.keys.recipe_facts import RecipeFacts
+from nmrun.lab.keys.fields import Field, RecipeFacts
 
 TABLE = {
 '''

@@ -38,6 +38,17 @@ class Field:
     meaning: str = ""
 
 
+@dataclass(frozen=True)
+class RecipeFacts:
+    """What is on a recipe's class. ``about`` and ``module`` are the docstrings of both."""
+
+    title: str
+    takes_blocks: bool  # V:N:M patterns
+    about: str
+    module: str
+    keys: Mapping[str, Field]
+
+
 @functools.cache
 def fields(kind: type) -> Mapping[str, Field]:
     """The keys of a class beside ``name``: first its own, then those of each class above it."""

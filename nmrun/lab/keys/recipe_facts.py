@@ -9,31 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from nmrun import registry
-from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.fields import RecipeFacts
 from nmrun.lab.keys.fields import fields as fields_of
-
-
-@dataclass(frozen=True)
-class RecipeFacts:
-    """What is on a recipe's class. ``about`` and ``module`` are the docstrings of both."""
-
-    title: str
-    takes_blocks: bool  # V:N:M patterns
-    about: str
-    module: str
-    keys: Mapping[str, Field]
+from nmrun.lab.keys.recipe_table import TABLE
 
 
 @functools.cache
 def recipe_facts(path: str) -> RecipeFacts:
     """The facts of a class by its dotted path. Raises ValueError where it cannot be imported."""
-    from nmrun.lab.keys.recipe_table import TABLE
-
     return TABLE[path] if path in TABLE else of_class(registry.imported(path, path))
 
 

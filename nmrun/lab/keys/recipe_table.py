@@ -3,8 +3,7 @@
 # ruff: noqa
 # fmt: off
 from nmrun import ranges
-from nmrun.lab.keys.fields import Field
-from nmrun.lab.keys.recipe_facts import RecipeFacts
+from nmrun.lab.keys.fields import Field, RecipeFacts
 
 TABLE = {
     'nmrun.recipes.dense.Dense': RecipeFacts(

@@ -30,8 +30,6 @@ def test_what_is_written_is_read_again(tmp_path):
     assert math.isnan(read.pop("recipe.decay"))
     gone = ("folder", "output_dir", "track.name", "recipe.decay")
     assert read.items() >= {key: value for key, value in RUN.items() if key not in gone}.items()
-    later = {key: value for key, value in read.items() if key not in RUN}
-    assert later.items() >= {"optimizer.decay": "all", "trainer.test": True}.items()
     assert type(read["seed"]) is int
     assert read["model.bias"] is True
     assert "\n'=step," in file.read_text()  # no formula
@@ -160,33 +158,6 @@ def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
     of_folders = printed(str(tmp_path / "outputs"), *asked)
     assert printed(str(tmp_path / "runs.csv"), *asked) == of_folders
     assert of_folders.count("\n") == 4
-
-
-def test_files_of_before_and_after_a_key_came_make_one_table(tmp_path, write, capsys):
-    """At the value that stands for how it was; at another they are refused, as elsewhere."""
-
-    def printed(*names):
-        ended = verb("table", *(str(tmp_path / name) for name in names))
-        return ended, capsys.readouterr()
-
-    for seed in (0, 1, 2):
-        write("sr_ste", "1:8", seed, 0.8 + seed / 50, trainer__test=True, recipe__decay=2e-4)
-    runs = collect([tmp_path / "outputs"])
-    before, after = runs[runs.seed == 0].drop(columns="trainer.test"), runs[runs.seed > 0]
-    for name, part in (
-        ("all", runs),
-        ("before", before),
-        ("after", after),
-        ("other", after.assign(**{"trainer.test": False})),
-    ):
-        (tmp_path / f"{name}.csv").write_text(to_csv(part))
-    ended, one = printed("all.csv")
-    assert ended == 0
-    assert "(3)" in one.out
-    assert printed("before.csv", "after.csv") == (ended, one)
-    ended, two = printed("before.csv", "other.csv")
-    assert ended == 2
-    assert "differ in trainer.test" in two.err
 
 
 def test_a_line_a_run_says_what_happened(tmp_path, write, capsys):

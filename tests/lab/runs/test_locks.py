@@ -129,13 +129,6 @@ def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_a_lease_of_an_earlier_nmrun_keeps_nobody_out(tmp_path):
-    (tmp_path / ".lease").write_text('{"host": "node7", "pid": 1, "boot": "another"}')
-    assert not locks.is_locked(tmp_path)
-    with locks.hold(tmp_path) as ours:
-        assert ours
-
-
 def test_a_full_disk(tmp_path, monkeypatch):
     """A file that says nothing locks as well as one that does."""
 

@@ -384,17 +384,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
     assert outcome(make(tmp_path, "ste", "force=true")) == left_alone(tmp_path, "ste")
 
 
-def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(tmp_path, capsys):
-    cfg = make(tmp_path, "ste")
-    kill(cfg, TrainingSteps, "train_step", 8)
-    path = run_folder(cfg) / "checkpoint.pt"
-    state = checkpoint.load(path)
-    assert state.pop("id") == run_folder(cfg).name.partition("-")[2]
-    checkpoint.save(path, state)
-    assert outcome(cfg) == left_alone(tmp_path, "ste")
-    assert "goes on at step 6 of 12" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [(), ("resume=false",)])
 def test_a_run_that_begins_anew_says_so(words, tmp_path, capsys):
     """Where it was killed before its first checkpoint, and nobody has asked for it."""

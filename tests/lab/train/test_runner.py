@@ -502,22 +502,6 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path, monkeypatch):
     assert "force=true starts over" in result["error"]
 
 
-def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path):
-    """Of before, when the model had the dense weights, under parametrizations."""
-    cfg = config(tmp_path, "recipe=ste")
-    kill(cfg, results, "save_weights", 1)
-    path = run_folder(cfg) / "checkpoint.pt"
-    state = torch.load(path, weights_only=True)
-    weight = state["model"].pop("inner.0.weight")
-    state["model"]["inner.0.parametrizations.weight.original"] = weight
-    torch.save(state, path)
-    result = run(cfg)
-    assert result["status"] == "failed"
-    assert result["error"].startswith("checkpoint.pt is of an older nmrun")
-    assert result["error"].endswith("; force=true starts over")
-    assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
-
-
 def test_a_checkpoint_of_another_program_is_told_in_a_line(tmp_path):
     cfg = config(tmp_path, "recipe=ste")
     run_folder(cfg).mkdir(parents=True)
