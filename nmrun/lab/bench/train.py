@@ -152,13 +152,10 @@ HEAD = "model", "N:M", "arm", "ms a step", "times as fast", "items/s", "layers b
 
 
 def line(row: Row) -> list[str]:
-    first = [row["model"], row["sparsity"], row["arm"]]
-    if "wrong" in row:
-        return [*first, row["wrong"], "", "", ""]
-    rate = f"{row['items_per_second']:,.0f}"
     return [
-        *first, f"{row['ms']:.4g}", harness.spread(row, "speedup"), rate, row.get("layers", ""),
-    ]  # fmt: skip
+        *(row["model"], row["sparsity"], row["arm"], f"{row['ms']:.4g}"),
+        *(harness.spread(row, "speedup"), f"{row['items_per_second']:,.0f}", row.get("layers", "")),
+    ]
 
 
 def page(rows: list[Row], steps: int, device: torch.device) -> str:
@@ -167,7 +164,13 @@ def page(rows: list[Row], steps: int, device: torch.device) -> str:
         f"Training steps: milliseconds{clock}, and times as fast as dense. Median [quartiles] of paired "
         f"stretches of {steps} steps, n = {harness.samples(rows)}. Items are tokens or images."
     )
-    return f"{title}\n\n{aligned(HEAD, [line(row) for row in rows])}"
+    table = aligned(HEAD, [line(row) for row in rows if "ms" in row])
+    missing = [
+        f"{row['model']} {row['sparsity']} without {row['arm']}: {row['wrong']}"
+        for row in rows
+        if "wrong" in row
+    ]
+    return "\n\n".join([title, table, *missing])
 
 
 def benchmark(
