@@ -38,7 +38,10 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     source = tmp_path / "source"
     for folder in ("nmrun", "conf"):  # nmrun/conf is a link to conf, and stays one
         shutil.copytree(
-            ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / folder,
+            source / folder,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -76,7 +79,10 @@ def test_imports_in_the_folder_that_holds_the_clone(tmp_path):
     clone.mkdir()
     for folder in ("nmrun", "conf"):
         shutil.copytree(
-            ROOT / folder, clone / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / folder,
+            clone / folder,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone / name)
@@ -96,7 +102,11 @@ assert nmrun.__file__ == {str(clone / "nmrun" / "__init__.py")!r}, nmrun.__file_
 assert resources.files("nmrun.conf").joinpath("nmrun.yaml").is_file()
 """
     process = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=without_path()
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=without_path(),
     )
     assert process.returncode == 0, process.stderr
 

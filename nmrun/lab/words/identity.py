@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import SOURCE, Config
 from nmrun.lab.runs.run_folder import FINAL, weights_in
 from nmrun.oneshot import METHODS
 
@@ -68,7 +68,7 @@ def identity(config: Config) -> str:
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            later, ignored = _later(group, value), set(IRRELEVANT.get(group, ()))
+            later, ignored = _later(group, value), {SOURCE, *IRRELEVANT.get(group, ())}
             if str(value.get("budget")).startswith("seconds:"):
                 ignored -= SPEED
             for key, others in DEPENDENT.items():
