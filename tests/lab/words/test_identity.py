@@ -196,7 +196,7 @@ IDS = {
     "recipe=mdgf_linear trainer.mvue='2:4' trainer.budget=flops:1e12": "8efef84b90",
     "recipe=sdgf_geometric sparsity=2:4": "a8c96b705d",
     "'sparsity.overrides={inner.1: 1:8, head: dense}'": "e611fdd16d",
-    "recipe=custom ++recipe._target_=a.b.Mine ++recipe.x=1": "89e3b8390f",
+    "recipe=custom ++recipe._target_=a.b.Mine ++recipe.x=1": "0f4c44024f",
     "++dataset._target_=a.b ++dataset.side=3": "712d31c815",
     "++model._target_=a.b ++model.w=3": "6e9efa28a9",
     "schedule=inverse_sqrt track=local debug=fast trainer.acceleration=force": "7773f16bb0",
