@@ -82,8 +82,8 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
 
     A run that has finished is skipped. One that was interrupted goes on from its checkpoint. The
     process is left as it was: working folder, logging, Hydra, random numbers, torch's threads and
-    determinism. Runs and sweeps in threads of one process wait for each other. SIGINT and SIGTERM end the training with KeyboardInterrupt or SystemExit, once the
-    checkpoint is saved.
+    determinism. Runs and sweeps in threads of one process wait for each other. SIGINT and SIGTERM
+    end the training with KeyboardInterrupt or SystemExit, once the checkpoint is saved.
 
     Args:
         overrides: words of the command line, ``--config-dir DIR`` among them. A text is split as a

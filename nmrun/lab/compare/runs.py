@@ -203,7 +203,8 @@ def _nest(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """W&B's own mappings as dictionaries, without what it adds (``_step``, ``_runtime``); ``_source_`` stays."""
+    """W&B's own mappings as dictionaries, without what it adds (``_step``, ``_runtime``). The keys
+    ``_target_`` and ``_source_`` are ours."""
     if hasattr(value, "items"):
         its = [key for key in map(str, value) if key[:1] == "_" and key[-1:] != "_"]
         return {key: _plain(item) for key, item in value.items() if str(key) not in its}
