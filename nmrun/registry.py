@@ -35,8 +35,7 @@ def imported(path: str, what: str) -> Any:
     """Import an object by its dotted path; modules of the current folder are found too. Raises
     ValueError where it cannot be imported."""
     module, _, attribute = path.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    see_current_folder()
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -46,6 +45,12 @@ def imported(path: str, what: str) -> Any:
             f"{what} cannot be imported: {module} ends the program; put what it does as a script "
             'below if __name__ == "__main__"'
         ) from None
+
+
+def see_current_folder() -> None:
+    """Let modules of the current folder be found."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 @functools.cache

@@ -71,14 +71,15 @@ def install(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
-    """A class of the current folder, with and without recipe=custom, and the name that an installed
-    package registers.
+def test_all_ways_to_name_it_are_the_same_training(folder, nmrun_cli):
+    """A class of the current folder, with and without recipe=custom; and the name that an installed
+    package registers, which is then that of the class.
     """
     first = nmrun_cli("recipe._target_=saliency.Saliency", "recipe.beta=0.9", *QUICK)
     assert first.returncode == 0, first.stderr
     (run,) = [file.parent for file in folder.rglob("result.json")]
-    assert run.parent == folder / "out" / "digits" / "small_conv" / "saliency" / "2of8"
+    place = folder / "out" / "digits" / "small_conv"
+    assert run.parent == place / "saliency.Saliency" / "2of8"
     result = result_of(run)
     assert (result["status"], result["sparsity"]["pattern"]) == ("finished", "2:8")
     bits = (run / "model.safetensors").read_bytes()
@@ -97,13 +98,17 @@ def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
     )
     assert (second.returncode, "finished already" in second.stdout) == (0, True), second.stderr
 
-    third = nmrun_cli("recipe=saliency", "recipe.beta=0.9", "force=true", *QUICK, **install(folder))
+    path = install(folder)
+    third = nmrun_cli("recipe=saliency", "recipe.beta=0.9", *QUICK, **path)
     assert third.returncode == 0, third.stderr
-    assert [file.parent for file in folder.rglob("result.json")] == [run]
-    assert (run / "model.safetensors").read_bytes() == bits
+    (named,) = place.glob("saliency/2of8/*")
+    assert (named / "model.safetensors").read_bytes() == bits
+    fourth = nmrun_cli("recipe._target_=saliency.Saliency", "recipe.beta=0.9", *QUICK, **path)
+    assert (fourth.returncode, "finished already" in fourth.stdout) == (0, True), fourth.stderr
+    assert named.name in fourth.stdout
 
 
-@pytest.mark.parametrize(("line", "name"), [("name: slow\n", "slow"), ("", "saliency")])
+@pytest.mark.parametrize(("line", "name"), [("name: slow\n", "slow"), ("", "saliency.Saliency")])
 def test_a_yaml_of_its_own_names_it_or_its_class_does(line, name, folder, nmrun_cli):
     (folder / "mine" / "recipe").mkdir(parents=True)
     (text,) = blocks("yaml")
@@ -114,6 +119,8 @@ def test_a_yaml_of_its_own_names_it_or_its_class_does(line, name, folder, nmrun_
     assert one.returncode == 0, one.stderr
     (path,) = folder.rglob("result.json")
     result = json.loads(path.read_text())
+    source = result["config"]["recipe"].pop("_source_")
+    assert re.fullmatch("[0-9a-f]{10}", source)
     assert result["config"]["recipe"] == {
         "name": name, "_target_": "saliency.Saliency", "beta": 0.999,
     }  # fmt: skip
@@ -163,6 +170,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
             ("recipe._target_=saliency.torch",),
             "recipe=saliency.torch is not a subclass of nmrun.recipes.base.Recipe",
         ),
+        (("recipe=saliency.Saliency",), "recipe=saliency.Saliency: alone it is recipe._target_="),
         (
             ("recipe._target_=saliency:Saliency",),
             "recipe._target_=saliency:Saliency: it takes package.Class",

@@ -8,6 +8,7 @@ import contextlib
 import os
 import shlex
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,46 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# --- the process ----------------------------------------------------------------------------------
+
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT", *MLFLOW_WAITS)
+
+
+_turn = threading.RLock()
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Leave a process as it was: its random numbers, torch's threads, determinism and CUDA device,
+    and environment variables. Threads enter in turn: these are the whole process's, and so is
+    Hydra."""
+    with _turn:
+        variables = {name: os.environ.get(name) for name in VARIABLES}
+        random, threads = checkpoint.random_state(), torch.get_num_threads()
+        mode = torch.get_deterministic_debug_mode()
+        fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        try:
+            yield
+        finally:
+            for name, value in variables.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+            checkpoint.restore_random_state(random)
+            torch.set_num_threads(threads)
+            torch.set_deterministic_debug_mode(mode)
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+            if device is not None:
+                torch.cuda.set_device(device)
+            elif torch.cuda.is_initialized():  # as CUDA would have begun without the run
+                torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+# --- runs and sweeps --------------------------------------------------------------------------------
+
+
+@unchanged()
 def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result:
     """Do one run, as ``nmrun [overrides]`` does. ::
 
@@ -41,8 +82,8 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
 
     A run that has finished is skipped. One that was interrupted goes on from its checkpoint. The
     process is left as it was: working folder, logging, Hydra, random numbers, torch's threads and
-    determinism. SIGINT and SIGTERM end the training with KeyboardInterrupt or SystemExit, once the
-    checkpoint is saved.
+    determinism. Runs and sweeps in threads of one process wait for each other. SIGINT and SIGTERM
+    end the training with KeyboardInterrupt or SystemExit, once the checkpoint is saved.
 
     Args:
         overrides: words of the command line, ``--config-dir DIR`` among them. A text is split as a
@@ -58,8 +99,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
     ((words, job),) = jobs_of(sweeps, config_dir, look.composed)
     config = schema.check(job)
-    with unchanged():
-        outcome = jobs.one(config, command=command_line.typed(config_dir, words))
+    outcome = jobs.one(config, command=command_line.typed(config_dir, words))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
@@ -67,6 +107,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     return Result(outcome["status"], config.plain, metrics_of(outcome), folder)
 
 
+@unchanged()
 def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     """Do the runs of a sweep one after the other, as ``nmrun -m overrides`` does without a launcher. ::
 
@@ -90,7 +131,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     command = command_line.typed(config_dir, ["-m", *typed])
     folders: list[Path] = []
     count = len(job_words(sweeps, config_dir))
-    with unchanged(), recorded(looks, command, [], count) as folder:
+    with recorded(looks, command, [], count) as folder:
         composed = jobs_of(sweeps, config_dir, looks[0].composed)
         for outcome in jobs.run_jobs(folder, composed, config_dir, folders.append):
             raise_interrupt(outcome)
@@ -189,37 +230,6 @@ class Result:
             *((name, "-" if value is None else f"{value:.4g}") for name, value in metrics.items()),
             ("folder", str(self.folder)),
         ]
-
-
-# --- the process ----------------------------------------------------------------------------------
-
-VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT", *MLFLOW_WAITS)
-
-
-@contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """Leave a process as it was: its random numbers, torch's threads, determinism and CUDA device,
-    and environment variables."""
-    variables = {name: os.environ.get(name) for name in VARIABLES}
-    random, threads = checkpoint.random_state(), torch.get_num_threads()
-    mode = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        checkpoint.restore_random_state(random)
-        torch.set_num_threads(threads)
-        torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        if device is not None:
-            torch.cuda.set_device(device)
-        elif torch.cuda.is_initialized():  # as CUDA would have begun without the run
-            torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 # --- arguments of Python as words -----------------------------------------------------------------

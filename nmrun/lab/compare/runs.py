@@ -20,6 +20,7 @@ from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
+from nmrun.lab.keys.config import SOURCE
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import (
     FINAL,
@@ -31,6 +32,7 @@ from nmrun.lab.runs.run_folder import (
     walk,
     weights_in,
 )
+from nmrun.lab.words import sources
 from nmrun.lab.words.identity import GROUPS, OF_COMMAND
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
@@ -42,7 +44,8 @@ FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "see
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
 STATUSES = ("finished", "failed", "interrupted")  # likewise
-TEXTS = {"id", "commit", "dataset.sha256"}  # likewise: their digits are no number
+# likewise: their digits are no number
+TEXTS = {"id", "commit", "dataset.sha256", *(f"{group}.{SOURCE}" for group in sources.OWN)}
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
 

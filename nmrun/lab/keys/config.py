@@ -13,6 +13,9 @@ from nmrun.lab.keys.groups import Optimizer, RecipeKeys, Schedule, Sparsity, Tra
 from nmrun.lab.keys.models import Model, OwnModel
 from nmrun.patterns import Pattern
 
+# in a group with something of the user's own, the hash of its source (nmrun.lab.words.sources)
+SOURCE = "_source_"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -101,4 +104,4 @@ class Config:
 
 def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The keys of the user's own, which its class or function knows."""
-    return {key: value for key, value in values.items() if key not in ("name", "_target_")}
+    return {key: value for key, value in values.items() if key not in ("name", "_target_", SOURCE)}

@@ -27,6 +27,7 @@ from nmrun.lab.runs.run_folder import (
     make_folder,
     remove_empty,
 )
+from nmrun.lab.words import sources
 from nmrun.lab.words.identity import identity, run_folder, title
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
             raise
     else:
         how = "" if run_dir.is_sealed else f"; {OF_EARLIER}"
+        names = ", ".join(sources.changed(result["config"], config).values())
+        how += f"; that was before {names} changed" if names else ""
         print(f"  finished already (force=true prunes again){how}")
         print("\n".join(f"  {line}" for line in oneshot.lines(result["sparsity"]["layers"])))
     final, metric = result["metrics"]["final"], result["metric"]
@@ -120,6 +123,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         )  # fmt: skip
         after = _metrics(task, model, "")
     task.close()
+    config = sources.recorded(config)
     RunFolder(folder).begin(config.plain, command, anew=True)
     state = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     results.save_weights(folder / FINAL, state)

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,14 +208,17 @@ class RunFolder:
             _unverified.add(self.path)
             tell([f"{self.path}: {OF_EARLIER}"])
 
-    def say_finished(self) -> None:
-        """Print what the run that has finished here has reached, and where."""
+    def say_finished(self, changed: Iterable[str] = ()) -> None:
+        """Print what the run that has finished here has reached, and where, and what of the user's
+        own was ``changed`` since."""
         final = self.result["metrics"]["final"].items()
         texts = {key: "-" if value is None else f"{value:.4g}" for key, value in final}
         metrics = "  ".join(f"{key} {text}" for key, text in texts.items())
         how = "" if self.is_sealed else f"\n  {OF_EARLIER}"
         line = f"finished already: {metrics}\n  {self.path} (force=true runs it again){how}"
         print(line, flush=True)
+        if names := ", ".join(changed):
+            tell([f"that was before {names} changed; force=true runs it again"])
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.jsonl`` that are whole; raises as :meth:`checked`."""

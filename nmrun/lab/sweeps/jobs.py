@@ -33,7 +33,14 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import JobLines
-from nmrun.lab.words import command_line, composition, experiment, precheck, schema
+from nmrun.lab.words import (
+    command_line,
+    composition,
+    experiment,
+    precheck,
+    schema,
+    sources,
+)
 from nmrun.lab.words.composition import (
     Cache,
     job_words,
@@ -323,7 +330,7 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     run_dir = RunFolder(folder)
     result = None if config.force or config.dry else run_dir.finished()
     if result is not None:
-        run_dir.say_finished()
+        run_dir.say_finished(sources.changed(result["config"], config).values())
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing

@@ -31,6 +31,7 @@ from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
+from nmrun.lab.words import sources
 from nmrun.patterns import hold
 
 
@@ -51,6 +52,10 @@ def write(
     described = environment(loop.steps.device if loop else torch.device("cpu"))
     if loop:
         described["precision"] = loop.steps.precision
+    for path in sources.targets(config.plain).values():
+        package = path.partition(".")[0]
+        if version := _version(package):
+            described[package] = version
     result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab import ranks
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import (
@@ -26,6 +27,7 @@ from nmrun.lab.runs.run_folder import (
     RunFolder,
     make_folder,
     remove_empty,
+    weights_in,
 )
 from nmrun.lab.signals import Signals, of_interrupt
 from nmrun.lab.train import checkpoint, console, results, trials
@@ -33,6 +35,7 @@ from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
+from nmrun.lab.words import sources
 from nmrun.lab.words.identity import identity, title
 from nmrun.recipes.base import Event
 
@@ -131,7 +134,7 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         return None
     run_dir = RunFolder(folder)
     if (result := run_dir.finished()) is not None:
-        run_dir.say_finished()
+        run_dir.say_finished(sources.changed(result["config"], config).values())
         return {**result, "status": "skipped"}
     wrong = run_dir.broken()
     error = ""
@@ -242,6 +245,9 @@ class _Run:
         show = partial(_show_plan, config, self.console.brief, plan)
         parts = trials.parts(config, state, plan=show)
         show(parts)
+        begun = {} if state is None else run_dir.begun
+        complaints += _other_code(config, begun)
+        self.config = config = sources.recorded(config, begun)
         if ranks.leads():
             if state is None:
                 checkpoint.remove(folder)
@@ -289,6 +295,20 @@ class _Run:
                 f"checkpoint.pt is of run {state['id']}, this is run {self.id}: put this run's own checkpoint back, "
                 "or start over with force=true"
             )
+
+
+def _other_code(config: Config, begun: dict[str, Any]) -> list[str]:
+    """What is to be said where code of the user's own has changed since the run has ``begun``, or
+    since a run was made whose weights it reads. Asked once that code is imported."""
+    earlier = {"": begun}
+    for key, place in options.weights_named(config.plain).items():
+        earlier[key] = weights_in(place)[0].config
+    lines = []
+    for key, before in earlier.items():
+        if names := ", ".join(sources.changed(before, config).values()):
+            what = f"{key} is a run of before {names} changed" if key else ""
+            lines.append(what or f"{names} changed since it began")
+    return lines
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:

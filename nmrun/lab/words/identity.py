@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import fields, options
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import SOURCE, Config
 from nmrun.lab.runs.run_folder import FINAL, weights_in
 from nmrun.oneshot import METHODS
 
@@ -43,7 +43,7 @@ def identity(config: Config) -> str:
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            defaults, ignored = _defaults(group, value), set(IRRELEVANT.get(group, ()))
+            defaults, ignored = _defaults(group, value), {SOURCE, *IRRELEVANT.get(group, ())}
             if str(value.get("budget")).startswith("seconds:"):
                 ignored -= SPEED
             for key, others in DEPENDENT.items():

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import SOURCE, Config
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import Model
@@ -20,7 +20,7 @@ from nmrun.lab.words import rules
 from nmrun.lab.words.suggestions import no_key, wrong_keys
 from nmrun.patterns import Pattern, written
 from nmrun.ranges import Check, value_text, wrong_values
-from nmrun.recipes import RECIPES
+from nmrun.recipes import RECIPES, installed
 from nmrun.registry import no_such
 
 # what a model of the user's own need not say
@@ -59,6 +59,9 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             message if not place or place in message else f"{place}: {message}"
         ) from None
     plain.pop("hydra", None)
+    for group in plain.values():
+        if isinstance(group, dict):
+            group.pop(SOURCE, None)  # a fact of an earlier run, whose config this was
     model = plain.get("model")
     if isinstance(model, dict) and "_target_" in model:
         plain["model"] = {**ALL_LAYERS, **model}
@@ -163,10 +166,12 @@ def _wrong_name(group: str, name: str) -> dict[str, str]:
 
 
 def _recipe_name(recipe: dict[str, Any]) -> str:
-    """The name of a recipe; of a class of the user's own its name in lower case, unless given."""
+    """The name of a recipe; of a class of the user's own its dotted path, unless it has another."""
     name, target = str(recipe.get("name") or ""), str(recipe.get("_target_", ""))
     unnamed = name in ("", "custom") or name in RECIPES
-    return target.rpartition(".")[2].lower() if target and unnamed else name
+    if not target or not unnamed:
+        return name
+    return next((given for given, path in installed().items() if path == target), target)
 
 
 def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

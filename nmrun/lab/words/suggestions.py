@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -85,6 +86,12 @@ def option(group: str, name: str, names: Collection[str]) -> str:
     if group == "recipe" and name in METHODS:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
+    if group in ("dataset", "model", "recipe") and re.fullmatch(r"\w+(\.\w+)+", name):
+        alone = f"alone it is recipe._target_={name}; " if group == "recipe" else ""
+        return (
+            f"{group}={name}: {alone}beside others it has a name, by a file DIR/{group}/NAME.yaml with the lines "
+            f"name: NAME and _target_: {name}, and --config-dir DIR"
+        )
     line = f"{group}={name}: {no_such(group, name, names)}"
     more = "; nmrun.sparsify takes any in your own loop" if group == "optimizer" else ""
     return line + more

@@ -10,6 +10,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,35 @@ def test_an_interrupted_run_goes_on(monkeypatch, tmp_path):
     assert "goes on at step" in (run.folder / "run.log").read_text()
     a, b = (load_file(one.folder / "model.safetensors") for one in (run, whole))
     assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.slow
+def test_runs_in_threads_are_those_alone():
+    def run(seed: int, place: str) -> bytes:
+        words = [*SHORT, "recipe=sr_ste", f"output_dir={place}"]
+        return (nmrun.run(words, seed=seed).folder / "model.safetensors").read_bytes()
+
+    alone = [run(seed, "alone") for seed in (2, 3)]
+    assert alone[0] != alone[1]
+    before = process()
+    for number in range(5):
+        with ThreadPoolExecutor(2) as pool:
+            pair = [pool.submit(run, seed, f"pair{number}") for seed in (2, 3)]
+            assert [one.result() for one in pair] == alone
+    assert process() == before
+
+
+def test_a_run_inside_a_run_does_not_wait_for_it():
+    done = []
+
+    def nested() -> None:
+        with runs.unchanged():
+            done.append(nmrun.run([*SHORT, "dry=true"]).status)
+
+    thread = threading.Thread(target=nested, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert done == ["planned"]
 
 
 def test_history_is_the_file():

@@ -136,7 +136,7 @@ def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters():
     keys = {"recipe._target_": "pack.Mine", "recipe.strength": 1.0}
     first = checked("recipe=custom", **keys)
     assert same(first, checked("recipe=custom", **keys))
-    assert first.recipe.name == "mine"
+    assert first.recipe.name == "pack.Mine"
     for change in (
         {"recipe._target_": "other.Mine"},
         {"recipe.strength": 2.0},
