@@ -18,9 +18,10 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
 from nmrun.lab.words.advice import ADVICE
+from nmrun.lab.words.suggestions import INSTEAD
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
-from nmrun.registry import did_you_mean, no_such
+from nmrun.registry import choose, did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
 WORDS = {  # of a command, which no config has as keys
@@ -194,7 +195,8 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
 
     if topic in experiment.names():
         return "\n".join(_experiment(topic))
-    raise ConfigError(f"{topic}: no such key, group, option or verb{_hint(topic, others)}")
+    what, hint = "key, group, option or verb", _hint(topic, others)
+    raise ConfigError(f"{topic}: {no_such(what, topic, (), hint=hint)}")
 
 
 def _experiments() -> Iterator[str]:
@@ -217,11 +219,8 @@ def _experiment(name: str) -> Iterator[str]:
 
 
 def _find(among: list[Option], group: str, name: str) -> Option:
-    for option in among:
-        if option.name == name:
-            return option
-    names = [option.name for option in among if option.name]
-    raise ConfigError(f"{group}={name}: {no_such(group, name, names)}")
+    by_name = {option.name: option for option in among}
+    return by_name[choose(group, name, by_name)]
 
 
 def _hint(topic: str, others: Iterable[str]) -> str:
@@ -229,6 +228,8 @@ def _hint(topic: str, others: Iterable[str]) -> str:
     ending = dict.fromkeys(key for key in keys if key.endswith(f".{topic}"))
     if ending:
         return f"; did you mean {' or '.join(ending)}?"
+    if how := INSTEAD.get(topic):
+        return f"; {how}"
     return did_you_mean(topic, [*keys, *GROUPS, *others])
 
 
