@@ -209,7 +209,9 @@ class _Run:
                 outcome = self._sitting(accumulate, fresh)
             except Exception as error:
                 several = ranks.world() > 1
-                if not checkpoint.out_of_memory(error) or (self.loop is None and several):
+                # Python's own before training is of the data or the network, not of a batch's size
+                whole = self.loop is None and (several or isinstance(error, MemoryError))
+                if whole or not checkpoint.out_of_memory(error):
                     raise
                 self.alone = several  # the others wait for a gradient that never comes
                 if self.loop is None:  # a pass that looks at the sizes of layers, or a trial

@@ -21,6 +21,7 @@ from nmrun.lab.keys import options as groups
 from nmrun.lab.keys.ranges import no_expression
 from nmrun.lab.words import suggestions
 from nmrun.lab.words.suggestions import RATIOS
+from nmrun.ranges import plain
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean, no_such
 
@@ -154,20 +155,23 @@ def word(key: str, value: Any) -> str:
     try:
         return unescaped(f"{key}={Override._get_value_element_as_str(_element(value))}")
     except TypeError:
+        own = ""
+        if key in ("dataset", "model", "recipe"):
+            own = f"; of your own: {key}._target_ in a file, see --config-dir"
         raise ConfigError(
-            f"{key}={value!r}: it takes a number, a text, True, False, None, a list or a dictionary"
+            f"{key}: a {type(value).__name__}: it takes a number, a text, True, False, None, a list "
+            f"or a dictionary{own}"
         ) from None
 
 
 def _element(value: Any) -> Any:
     """A value as Hydra's parser would have read it; texts are quoted, but where they are plain
     words."""
-    if hasattr(value, "item"):  # a number of NumPy
-        value = value.item()
+    value = plain(value)
     if isinstance(value, str | Path):
         text = str(value)
-        plain = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
-        return text if plain else QuotedString(text, Quote.double)
+        bare = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
+        return text if bare else QuotedString(text, Quote.double)
     if isinstance(value, list | tuple):
         return [_element(item) for item in value]
     if isinstance(value, dict):

@@ -118,7 +118,7 @@ class _Look:
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         launcher, missing = _launcher(overrides, loader)
-        if launcher != "basic" and not multirun:
+        if launcher != "basic" and not multirun and not missing:
             missing.append(f"{LAUNCHER}={launcher}: launchers are for sweeps; add -m")
         findings.problems += missing
         if missing:  # then what is said to it is left out
@@ -153,7 +153,7 @@ class _Look:
             both = f", or {key}={first} track.also=[{','.join(more)}] for one run with both"
             problems.append(
                 f"{override.input_line}: several values make a sweep; add -m"
-                + (both if key == "track" else "")
+                + (both if key == "track" and "local" not in several else "")
             )
         if not several:
             there_are = f"matches nothing (there are {', '.join(options)})" if options else ""

@@ -19,9 +19,10 @@ from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field, docstrings, recipe_fields
 from nmrun.lab.words.advice import ADVICE
 from nmrun.lab.words.suggestions import INSTEAD
+from nmrun.lab.words.suggestions import option as option_line
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
-from nmrun.registry import choose, did_you_mean, no_such
+from nmrun.registry import did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
 WORDS = {  # of a command, which no config has as keys
@@ -220,17 +221,20 @@ def _experiment(name: str) -> Iterator[str]:
 
 def _find(among: list[Option], group: str, name: str) -> Option:
     by_name = {option.name: option for option in among}
-    return by_name[choose(group, name, by_name)]
+    if name not in by_name:
+        raise ConfigError(option_line(group, name, by_name))
+    return by_name[name]
 
 
 def _hint(topic: str, others: Iterable[str]) -> str:
+    if how := INSTEAD.get(topic):
+        return f"; {how}"
     keys = [key.name for group in ("", *GROUPS) for option in options(group) for key in option.keys]
     ending = dict.fromkeys(key for key in keys if key.endswith(f".{topic}"))
     if ending:
         return f"; did you mean {' or '.join(ending)}?"
-    if how := INSTEAD.get(topic):
-        return f"; {how}"
-    return did_you_mean(topic, [*keys, *GROUPS, *others])
+    names = [name for group in GROUPS for name in kinds.names(group)]
+    return did_you_mean(topic, [*keys, *GROUPS, *WORDS, *others, *names])
 
 
 def _list(among: list[Option]) -> Iterator[str]:

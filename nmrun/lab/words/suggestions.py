@@ -49,7 +49,7 @@ MEANT = {word: key for key, words in ELSEWHERE.items() for word in words}
 # What to type instead of the words of other tools: first words and options, keys (with = at their end),
 # options of groups.
 TABLE = {
-    "leave it out: nmrun recipe=sr_ste sparsity=2:4 is a run": "train fit run start launch main finetune",
+    "leave it out: nmrun recipe=sr_ste sparsity=2:4 is a run": "train fit run start launch main finetune train.py",
     "-m makes a sweep, as in nmrun -m recipe=dense,sr_ste seed=0,1,2": "sweep multirun grid agent --sweep",
     "nmrun tune NAME -m ... searches settings": "hpo search optimize",
     "each run evaluates itself; nmrun table outputs shows it": "eval evaluate test val validate predict",
@@ -65,7 +65,7 @@ TABLE = {
     "the same command goes on with a run that was cut off": "resume continue restart",
     "remove the run's folder; nmrun status lists them": "delete remove clean",
     "track=wandb track.mode=online logs to W&B, after wandb login": "login sync wandb",
-    "--config-dir FOLDER adds your configs: FOLDER/model/mine.yaml is model=mine": "init cp new create --config -c",
+    "--config-dir FOLDER adds your configs: FOLDER/model/mine.yaml is model=mine": "init cp new create --config config=",
     "for jobs side by side write -m hydra/launcher=joblib hydra.launcher.n_jobs=4": "--jobs -j --n-jobs --parallel jobs= n_jobs=",
     "debug=fast is a run of seconds": "debug --debug",
     "force=true makes a finished run anew": "--overwrite -f overwrite=",
@@ -114,7 +114,7 @@ def written(word: str) -> str:
         return f"write {' or '.join(f'{each}={name}' for each in places)}"
     if word in options.GROUPS:
         return f"write {word}=NAME; nmrun help {word} lists them"
-    key = as_key(word)
+    key = "" if group and group not in options.GROUPS else as_key(word)
     return f"write {key if '=' in key else f'{key}=VALUE'}" if key else ""
 
 
@@ -160,6 +160,8 @@ def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> 
     leaf = meant.rpartition(".")[2] or leaf
     if meant and group and (having := owners(group, leaf)):
         return _belongs(f"{group}.{leaf}", group, having)
+    if group and leaf in keys:
+        return f"; did you mean {leaf}?"
     if same := sorted(name for name in keys if name.rpartition(".")[2] == leaf and "." in name):
         return f"; did you mean {' or '.join(same)}?"
     for other in () if group else options.NAMED:
