@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
@@ -24,7 +25,7 @@ def find(kind: str, name: str, paths: Mapping[str, str]) -> Any:
         module, _, attribute = paths[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
     if "." not in name:
-        raise ConfigError(f"{kind}={name}: {no_such(kind.partition('.')[0], name, paths)}")
+        choose(kind, name, paths)
     try:
         return imported(name, f"{kind}={name}")
     except ValueError as error:
@@ -78,14 +79,38 @@ ALSO = {
     "tb": "tensorboard",
     "wb": "wandb",
     "none": "local",
+    "to": "out",
     "sparsity": "pattern",  # a word of commands, and nmrun.sparsify's
 }
 
 
-def no_such(what: str, name: str, options: Collection[str]) -> str:
-    """``no such recipe; did you mean step? (there are ...)``, of a name that is none of the options."""
-    listing = f" (there are {', '.join(options)})" if options else ""
-    return f"no such {what}{did_you_mean(name, options)}{listing}"
+def choose(key: str, name: str, options: Collection[str]) -> str:
+    """Return the name. Raise ConfigError where it is none of the options of ``key``, such as
+    ``model.name``."""
+    if name not in options:
+        group = key.partition(".")[0]
+        raise ConfigError(f"{key}={name}: {no_such(group, name, options, f'nmrun help {group}')}")
+    return name
+
+
+FEW = 8  # names that a line has room for
+
+
+def no_such(
+    what: str, name: str, options: Collection[str], every: str = "", hint: str | None = None
+) -> str:
+    """``no such recipe; did you mean step? (nmrun help recipe lists all)``, of a name that is none of
+    the options. ``every``: the command that lists them; ``hint``: what was meant, where more than
+    letters says it, as in :func:`did_you_mean`."""
+    hint = did_you_mean(name, options) if hint is None else hint
+    if len(options) <= FEW:
+        listing = f"there are {', '.join(options)}" if options else ""
+    elif hint:
+        listing = f"{every} lists all" if every else ""
+    else:
+        some = ", ".join(itertools.islice(options, FEW))
+        listing = f"there are {some}, ..." + (f"; {every} lists all" if every else "")
+    return f"no such {what}{hint}" + (f" ({listing})" if listing else "")
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
@@ -101,12 +126,12 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
     for option in options:
         by_letters.setdefault(_letters(option), option)
     letters = _letters(word)
-    meant = [ALSO.get(word.lower(), word), letters]
+    meant = [_letters(ALSO.get(letters, letters)), letters]
     meant += [each for each in by_letters if sorted(each) == sorted(letters)]
     if not any(each in by_letters for each in meant):
         import difflib  # only for a mistake
 
-        meant += difflib.get_close_matches(letters, by_letters, 1)
+        meant += difflib.get_close_matches(letters, by_letters, 1, 0.65)
         meant += [each for each in by_letters if len(letters) > 2 and letters in each]
     return next((by_letters[each] for each in meant if each in by_letters), None)
 

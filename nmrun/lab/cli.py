@@ -19,7 +19,7 @@ from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, leads, refuse
 from nmrun.lab import verbs
 from nmrun.lab.signals import of_interrupt
-from nmrun.registry import find, installed, nearest
+from nmrun.registry import find, installed
 
 VERBS = {
     "table": "nmrun.lab.show.cli.table",
@@ -134,16 +134,9 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
         first, *rest = following
         spelt = word + first + "".join(rest[:1] if first == "=" else [])
         raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
-    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, names)
-    from nmrun.lab.keys.options import GROUPS
+    from nmrun.lab.words import suggestions
 
-    if word in GROUPS and following:
-        meant = f"{word}={following[0]}"
-    hint = f"; did you mean {meant}?" if meant else ""
-    raise ConfigError(
-        f"{word}: no such verb{hint} (there are {', '.join(names)}; a run takes group=option and "
-        "key=value)"
-    )
+    raise ConfigError(suggestions.no_verb(word, following, names))
 
 
 def _topic(word: str) -> str:

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         hint = ""
         if unknown := re.match(r"unrecognized arguments: (\S+)", message):
             hint = did_you_mean(unknown[1], self._option_string_actions)
-            hint = hint or f"; {' '.join(self.format_usage().split())}"
+            hint = hint or f"; {self.prog} --help lists what it takes"
         raise ConfigError(f"{message}{hint}")
 
 

@@ -33,18 +33,15 @@ def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str]
     """Make a method of ``METHODS`` with hyperparameters of its own. Raises ConfigError for an
     unknown name or hyperparameter, or a value out of its range. ``others``: what else may have
     been meant by such a hyperparameter."""
-    if method not in METHODS:
-        raise ConfigError(f"method={method}: {registry.no_such('method', method, METHODS)}")
     kind: Any = registry.find("method", method, METHODS)
     ranges = checks(kind)
     hyperparameters = {key: plain(value) for key, value in hyperparameters.items()}
-    has = ", ".join(ranges) or "none"
-    known = [*ranges, *others]
-    problems = [
-        f"{method} has no hyperparameter {key}{registry.did_you_mean(key, known)} (it has {has})"
-        for key in hyperparameters
-        if key not in ranges
-    ]
+    problems = []
+    for key in hyperparameters:
+        if key not in ranges:
+            known = registry.did_you_mean(key, [*ranges, *others])
+            no_such = registry.no_such("hyperparameter", key, ranges, hint=known)
+            problems.append(f"{method}: {key}: {no_such}")
     problems += [line for line, _ in wrong_values(ranges, hyperparameters, f"{method}.")]
     if problems:
         raise ConfigError(problems)

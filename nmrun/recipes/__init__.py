@@ -113,9 +113,9 @@ def build(
         fields = list(checks(kind))
         for key in hyperparameters:
             if key not in fields:
-                hint = registry.did_you_mean(key, [*fields, *others])
-                has = ", ".join(fields) or "none"
-                raise TypeError(f"{recipe} has no hyperparameter {key}{hint} (it has {has})")
+                known = registry.did_you_mean(key, [*fields, *others])
+                no_such = registry.no_such("hyperparameter", key, fields, hint=known)
+                raise TypeError(f"{recipe}: {key}: {no_such}")
         instance = kind(**hyperparameters)
     check_hyperparameters(instance)
     return instance

@@ -150,7 +150,8 @@ class Recipe:
         rule = self.rule(weight)
         pattern = rule.pattern or weight.pattern
         if rule.mask is None and self.chooses and rule.soft_threshold_scale is None:
-            rule = Rule(mask=self.choose(weight), pruned_weight_factor=rule.pruned_weight_factor)
+            mask = check_mask(self, weight, self.choose(weight))
+            rule = Rule(mask=mask, pruned_weight_factor=rule.pruned_weight_factor)
         projections.project(weight.dense, out, pattern, weight.dim, rule)
 
     def edit_gradient(self, weight: SparseWeight, grad: Tensor) -> None:
@@ -283,6 +284,20 @@ def check_hyperparameters(recipe: Recipe) -> None:
             problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
     if problems:
         raise ConfigError(problems)
+
+
+def check_mask(recipe: Recipe, weight: SparseWeight, mask: Any) -> Tensor:
+    """Return what :meth:`Recipe.choose` gave. ConfigError where it is no mask of this weight."""
+    shape = tuple(weight.dense.shape)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape:
+        return mask
+    given = f"a {type(mask).__name__}"
+    if isinstance(mask, Tensor):
+        given = f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
+    raise ConfigError(
+        f"{type(recipe).__name__}.choose gave {given} for {weight.name}: it takes a tensor of bool "
+        f"{shape}, True = kept"
+    )
 
 
 @torch.no_grad()

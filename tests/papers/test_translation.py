@@ -572,7 +572,7 @@ def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys):
     ]
     assert (
         prepare.main(
-            [*words, "--to", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]
+            [*words, "--out", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]
         )
         == 0
     )
@@ -584,8 +584,8 @@ def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys):
     assert max(task.splits["train"][0].lengths) <= 21
     assert str(to) in capsys.readouterr().out
     with pytest.raises(ConfigError, match="it is there already"):
-        prepare.main([*words, "--to", str(to)])
-    elsewhere = [*words, "--to", str(tmp_path / "else")]
+        prepare.main([*words, "--out", str(to)])
+    elsewhere = [*words, "--out", str(tmp_path / "else")]
     with pytest.raises(ConfigError, match="vocabulary=8000: sentencepiece cannot learn it"):
         prepare.main(elsewhere)
     (raw / "valid.en").write_text("one\ntwo\n")

@@ -197,7 +197,7 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
     with torch.no_grad():
         expected = model(x)
     for form in ("safetensors", "packed", "onnx"):
-        process = nmrun_cli("export", str(run.folder), "--to", f"to/{form}", "--format", form)
+        process = nmrun_cli("export", str(run.folder), "--out", f"to/{form}", "--format", form)
         assert process.returncode == 0, process.stderr
         assert "16:2:8" in process.stdout
     read = packed.load(root / "to" / "packed")

@@ -15,7 +15,7 @@ from nmrun.lab.compare.runs import filtered, read, summary, typed
 from nmrun.lab.show import cli, plots
 from nmrun.lab.show.style import Layout
 from nmrun.lab.verbs import files_of_the_command
-from nmrun.registry import no_such
+from nmrun.registry import choose
 
 Paths = str | Path | Sequence[str | Path]
 Keys = str | Sequence[str] | None
@@ -133,7 +133,7 @@ def plot(
         ConfigError: as :func:`table`, and where runs of several data sets or models would need
             several figures.
     """
-    _check("kind", kind, cli.PLOTS)
+    choose("kind", kind, cli.PLOTS)
     query = Query(
         keys(rows), keys(cols), keys(metric), _conditions(filter), baseline=baseline or ""
     )
@@ -159,8 +159,3 @@ def _texts(name: str, value: Paths, such: str = "") -> tuple[str, ...]:
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}={value!r}: it takes a text or a list of texts{such}")
     return tuple(map(str, value))
-
-
-def _check(name: str, value: str, names: Sequence[str]) -> None:
-    if value not in names:
-        raise ConfigError(f"{name}={value}: {no_such(name, value, names)}")

@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
+    options.run = settings.only_run(options.run)
     run = RunFolder(options.run)
     if run.problem:
         raise RunError(f"{run.path / RESULT}: {run.problem}")

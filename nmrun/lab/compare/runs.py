@@ -36,7 +36,7 @@ from nmrun.lab.words import sources
 from nmrun.lab.words.identity import GROUPS, OF_COMMAND
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
-from nmrun.registry import did_you_mean
+from nmrun.registry import did_you_mean, no_such
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for one
 Lines = list[list[Any]]  # the head, then a line for each cell or run
@@ -261,9 +261,8 @@ def check_name(name: str, names: Sequence[str], what: str) -> None:
         family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
             n for n in names if "." not in n
         ]
-        raise ConfigError(
-            f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})"
-        )
+        listing = no_such(f"{what} in these runs", name, family, "nmrun table --runs", hint)
+        raise ConfigError(f"{name}: {listing}")
 
 
 def usual_metric(runs: pd.DataFrame) -> str:

@@ -505,7 +505,7 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     recipe = keys.index("recipe") if "recipe" in keys else 0
     matches = [by_name[name]] if name in by_name else [row for row in rows if row[recipe] == name]
     if not matches:
-        raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name)}")
+        raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name, 'nmrun table')}")
     return matches
 
 

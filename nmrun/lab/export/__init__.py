@@ -1,3 +1,3 @@
-"""Finished runs in the formats that other tools read: ``nmrun export RUN --to DIR --format ...``, one
+"""Finished runs in the formats that other tools read: ``nmrun export RUN --out DIR --format ...``, one
 module a format.
 """

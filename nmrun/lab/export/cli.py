@@ -1,4 +1,4 @@
-"""``nmrun export RUN --to DIR [--format ...]``: a finished run's model, checked, in a format that
+"""``nmrun export RUN --out DIR [--format ...]``: a finished run's model, checked, in a format that
 others read.
 """
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         "run", type=Path, help="a run folder (holds result.json and model.safetensors)"
     )
     parser.add_argument(
-        "--to",
+        "--out",
         type=Path,
         required=True,
         metavar="DIR",
@@ -71,17 +71,17 @@ def main(argv: list[str]) -> int:
     from nmrun.lab.export import finished_run  # torch
 
     try:
-        if options.to.resolve() == options.run.resolve():
-            raise ConfigError(f"--to {options.to} is the run's own folder; name another")
+        if options.out.resolve() == options.run.resolve():
+            raise ConfigError(f"--out {options.out} is the run's own folder; name another")
         run = finished_run.load(options.run, options.yes)
         write = find("--format", options.format, FORMATS)
         if options.precision:
             write = partial(write, precision=options.precision)
-        lines = _whole(run, options.to, write)
+        lines = _whole(run, options.out, write)
     except ConfigError:
         raise
     except OSError as error:
-        raise RunError(f"{error.filename or options.to}: {error.strerror or error}") from None
+        raise RunError(f"{error.filename or options.out}: {error.strerror or error}") from None
     except ValueError as error:
         raise RunError(str(error)) from None
     print("\n".join(lines))
@@ -97,7 +97,7 @@ def _whole(
     stays, but for files of the same names: a kill may leave fewer files, and never those of two
     exports."""
     if to.exists() and not to.is_dir():
-        raise ConfigError(f"--to {to} is a file; name a folder")
+        raise ConfigError(f"--out {to} is a file; name a folder")
     place = to.absolute()
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
@@ -108,7 +108,7 @@ def _whole(
     try:
         part.mkdir()
     except OSError as error:
-        raise ConfigError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
+        raise ConfigError(f"--out {to}: {root} cannot be written to ({error.strerror})") from None
     try:
         with atomic.disk_errors(root / place.name), locks.hold(part):
             (new := part / "new").mkdir()

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.runs.run_folder import RESULT, RunFolder, metrics_of
+from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder, metrics_of, walk
 from nmrun.lab.verbs import Parser, aligned
 from nmrun.lab.words.identity import OF_COMMAND
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
 
+FEW = 4  # run folders that a line has room for
 OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 
 
@@ -39,6 +40,22 @@ def of(run: RunFolder) -> dict[str, str]:
         **{key: value for key, value in flatten(config).items() if key[-5:] != ".name"},
     }
     return {key: value_text(value) for key, value in flat.items() if key not in RATIO_KEYS}
+
+
+def only_run(path: Path) -> Path:
+    """The run's folder at a path, or the only one below it. ConfigError where there are several."""
+    if not path.is_dir() or RunFolder(path).config:
+        return path
+    below = [
+        Path(place)
+        for place, _, files in walk(path, lambda _: None)
+        if CONFIG in files and "sparsity" in RunFolder(place).config
+    ]
+    if len(below) > 1:
+        some = ", ".join(str(run.relative_to(path)) for run in sorted(below)[:FEW])
+        more = f", ...; nmrun status {path} lists all {len(below)}" if len(below) > FEW else ""
+        raise ConfigError(f"{path}: name one of the runs below it: {some}{more}")
+    return below[0] if below else path
 
 
 class Condition(NamedTuple):
@@ -89,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     if len(options.runs) < 2:
         raise ConfigError("the following arguments are required: a second RUN")
-    print("\n".join(lines(options.runs, options.all)))
+    print("\n".join(lines([only_run(run) for run in options.runs], options.all)))
     return 0
 
 

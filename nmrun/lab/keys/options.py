@@ -177,8 +177,7 @@ def find_builder(group: str, name: str) -> Any:
     """What builds ``group=name``: the ``builder`` of its class. Raises ConfigError for an unknown
     name.
     """
-    if name not in (every := names(group)):
-        raise ConfigError(f"{group}.name={name}: {registry.no_such(group, name, every)}")
+    registry.choose(f"{group}.name", name, names(group))
     return registry.find(f"{group}.name", name, {name: kind(group, name).builder})
 
 

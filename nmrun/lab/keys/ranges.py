@@ -179,7 +179,18 @@ WIDTHS = Check(
 )
 
 
+def _several(value: Any) -> str:
+    """How the values of 0..4, 0-4 or [0,1,2] are written."""
+    if isinstance(value, list):
+        return f"several have commas and no brackets: -m seed={','.join(map(str, value))}"
+    ends = re.fullmatch(r"(\d+)(?:\.\.+|-|:)(\d+)", value) if isinstance(value, str) else None
+    if ends is None:
+        return ""
+    return f"several have commas, or are a range: -m 'seed=range({ends[1]},{int(ends[2]) + 1})'"
+
+
 SEED = Check(
     "a whole number, 0 or more, below 2^63",
     lambda value: type(value) is int and 0 <= value < 2**63,
+    why=_several,
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.options import CLASSES, find_builder
-from nmrun.registry import find
+from nmrun.registry import find, no_such
 
 
 def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
@@ -33,10 +33,14 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in options if target and not takes_any else ():
+        if key not in parameters:
+            of = [each for each in parameters if each not in inputs]
+            raise ConfigError(f"model.{key}: {no_such(f'argument of {target}', key, of)}")
     if set(needed) - set(inputs) or (set(inputs) - set(parameters) and not takes_any):
-        raise ConfigError(
-            f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs) or 'none of these'}"
-        )
+        has = " and ".join(inputs) or "none of these"
+        made = f"model={name} is made from {' and '.join(needed)}, where this data set has {has}"
+        raise ConfigError(made)
     shape = inputs.get("shape", ())
     if len(shape) == 1 and name != "mlp" and name in CLASSES["model"]:
         raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, extra
+from nmrun.lab.tasks.hugging_face import quiet_hub
 from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
 
@@ -328,15 +329,17 @@ def of_timm(
         )
     arguments = {"num_classes": classes, "in_chans": shape[0], **(options or {})}
     try:
-        try:
-            model: nn.Module = timm.create_model(
-                name_in_timm, img_size=tuple(shape[1:]), **arguments
-            )
-        except TypeError:  # most convolutional networks take any size and do not want to know it
-            model = timm.create_model(name_in_timm, **arguments)
-    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+        with quiet_hub():
+            try:
+                model: nn.Module = timm.create_model(
+                    name_in_timm, img_size=tuple(shape[1:]), **arguments
+                )
+            except TypeError:  # most convolutional networks take any size and do not want to know
+                model = timm.create_model(name_in_timm, **arguments)
+    except (TypeError, AssertionError, ValueError, RuntimeError, OSError) as error:
+        line = " ".join(str(error).split())
         raise ConfigError(
-            f"model.name_in_timm={name_in_timm} with model.options={options}: {error}"
+            f"model.name_in_timm={name_in_timm} with model.options={options}: {line}"
         ) from None
     try:
         with torch.no_grad():

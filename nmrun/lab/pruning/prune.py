@@ -51,12 +51,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
     verbs.consent_option(parser)
-    parser.add_argument("--to", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(argv)
-    if options.to is not None:
+    if options.out is not None:
         raise ConfigError(
-            f"--to {options.to}: the pruned network gets a run folder (output_dir=); then nmrun "
-            f"export RUN --to {options.to} copies it"
+            f"--out {options.out}: the pruned network gets a run folder (output_dir=); then nmrun "
+            f"export RUN --out {options.out} copies it"
         )
     from nmrun.lab.pruning.config import read
 

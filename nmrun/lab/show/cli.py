@@ -248,16 +248,16 @@ def report(argv: Sequence[str]) -> int:
         "report",
         "Write one HTML file about the runs below PATH: tables, pictures, failures, configurations.",
     )
-    parser.add_argument("--to", type=Path, metavar="FILE", help="default: PATH/report.html")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: PATH/report.html")
     _comparison(parser, "default dense, where it is there")
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
         paths = _paths(options)
         from nmrun.lab.show import report
 
-        target = options.to or _default_file(paths, "report.html")
+        target = options.out or _default_file(paths, "report.html")
         if target.suffix not in ("", ".html", ".htm"):
-            raise ConfigError(f"--to {target}: a report is HTML; the suffix must be .html")
+            raise ConfigError(f"--out {target}: a report is HTML; the suffix must be .html")
         report.write(paths, _query(options), target)
         sys.stdout.write(f"{target}\n")
     return 0
@@ -291,6 +291,10 @@ def _parser(verb: str, description: str) -> Parser:
 
 
 def _paths(options: argparse.Namespace) -> list[str]:
+    for path in options.paths:
+        name, equals, value = path.partition("=")
+        if equals and name in vars(options):
+            raise ConfigError(f"{path}: write --{name} {value}")
     return options.paths or [OUTPUTS]
 
 

@@ -189,18 +189,50 @@ def adopted(task: Any) -> Any:
     It has the attributes and methods of :class:`Task`. Those with a default may be missing, and
     ``micro_batches`` may lack ``mine``.
     """
-    if "mine" not in inspect.signature(task.micro_batches).parameters:
-        whole = task.micro_batches
-
-        def share(epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
-            return picked(whole(epoch, index, parts), mine)
-
-        task.micro_batches = share
+    needed = [*Task.__abstractmethods__, "batches_per_epoch", "inputs", "metric"]
+    if missing := sorted(name for name in needed if not hasattr(task, name)):
+        raise ConfigError(f"{type(task).__name__}, the task, has no {', '.join(missing)}")
     for name, default in vars(Task).items():
         abstract = getattr(default, "__isabstractmethod__", False)
         if not (name.startswith("_") or abstract or hasattr(task, name)):
             setattr(task, name, MethodType(default, task) if callable(default) else default)
+    given = task.micro_batches
+    knows_shares = "mine" in inspect.signature(given).parameters
+
+    def micro_batches(epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+        if knows_shares:
+            batches = given(epoch, index, parts, mine)
+        else:
+            batches = picked(given(epoch, index, parts), mine)
+        for batch in batches:
+            check_batch("micro_batches", batch)
+        return list(batches)
+
+    task.micro_batches = micro_batches
+    check_batch("example", task.example())
     return task
+
+
+def check_batch(method: str, batch: Any) -> None:
+    """ConfigError where a batch of the user's own is not a tuple of tensors."""
+    what = f"a {type(batch).__name__}"
+    if isinstance(batch, tuple | list):
+        if all(isinstance(tensor, Tensor) for tensor in batch):
+            return
+        what = f"a {type(batch).__name__} of {', '.join(type(each).__name__ for each in batch)}"
+    raise ConfigError(f"{method} of the task gave {what}: a batch is a tuple of tensors")
+
+
+def as_logits(output: Any, items: Sequence[int], classes: int) -> Tensor:
+    """What a network gave, which may be the user's own. ConfigError where it is no tensor (items...,
+    classes), or one of more classes."""
+    takes = f"this task takes a tensor of logits, {(*items, classes)}"
+    if not isinstance(output, Tensor):
+        hint = "; return its .logits" if hasattr(output, "logits") else ""
+        raise ConfigError(f"the network gave a {type(output).__name__}: {takes}{hint}")
+    if tuple(output.shape[:-1]) != tuple(items) or output.shape[-1] < classes:
+        raise ConfigError(f"the network gave a tensor {tuple(output.shape)}: {takes}")
+    return output
 
 
 def limited(

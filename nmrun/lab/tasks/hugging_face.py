@@ -68,17 +68,28 @@ def fetch_whole(kind: str, source: str, **options: Any) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Let transformers show neither progress bars nor warnings while the context is entered."""
-    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
-    levels, bars = (logging.get_verbosity(), hub.get_verbosity()), logging.is_progress_bar_enabled()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    hub.set_verbosity_error()
     logging.disable_progress_bar()
+    try:
+        with quiet_hub():
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Let the hub's client say nothing of its retries while the context is entered: the error has it."""
+    from huggingface_hub.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(levels[0])
-        hub.set_verbosity(levels[1])
-        if bars:
-            logging.enable_progress_bar()
+        logging.set_verbosity(level)

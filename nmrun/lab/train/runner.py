@@ -219,7 +219,9 @@ class _Run:
         try:
             return self._sitting()
         except Exception as error:
-            if not checkpoint.out_of_memory(error):
+            # Python's own before training is of the data or the network, not of a batch's size
+            others = self.loop is None and isinstance(error, MemoryError)
+            if others or not checkpoint.out_of_memory(error):
                 raise
             self.alone = ranks.world() > 1  # the others wait for a gradient that never comes
             size, accumulate = self.config.trainer.batch_size, self.config.trainer.accumulate

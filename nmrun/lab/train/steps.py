@@ -210,6 +210,8 @@ class TrainingSteps:
     def not_finite(self, step: int, what: str, where: str) -> str:
         """Say what is not finite at which step, from 1, and what to try."""
         lr = self.base_lrs[0] * self.lr_factor(self.updates)
+        if where == BATCH:
+            return f"step {step}: {what}; the first non-finite value is {where}"
         tries = [f"a lower optimizer.lr (it was {lr:.3g})"]
         tries += ["trainer.clip=1"] if self.trainer.clip is None else []
         tries += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
@@ -232,6 +234,9 @@ def synchronize(device: torch.device) -> None:
 # --- where a value is not finite ------------------------------------------------------------------
 
 
+BATCH = "the batch itself"
+
+
 def culprit(
     model: nn.Module,
     loss_of: Loss,
@@ -242,7 +247,7 @@ def culprit(
     output or a gradient."""
     for batch in batches:
         if not all(is_finite(tensor) for tensor in batch):
-            return "the batch itself"
+            return BATCH
     if names := broken(model):
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"parameter {names[0]}{others} (an earlier update broke it)"

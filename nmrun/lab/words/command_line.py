@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,17 @@ from nmrun.lab.keys import options as groups
 from nmrun.lab.keys.ranges import no_expression
 from nmrun.lab.words import suggestions
 from nmrun.lab.words.suggestions import RATIOS
+from nmrun.ranges import plain
 from nmrun.recipes import installed
-from nmrun.registry import did_you_mean
+from nmrun.registry import did_you_mean, no_such
 
 # texts that Hydra reads without quotes; of letters it takes those of ASCII
 PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
 PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
+
+
+# of Hydra's own those that a run or a sweep needs
+OPTIONS = ("--multirun", "--config-dir", "--cfg", "--help", "--version")
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -37,14 +42,15 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def complain(message: str) -> None:
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        if unknown is None:
+        glued = re.match(r"argument \S*(-\w): ignored explicit argument '(.*)'", message)
+        named = re.match(r"(?:unrecognized arguments|ambiguous option): (\S+)", message)
+        if named:
+            word = named[1]
+        elif glued:
+            word = "".join(glued.groups())
+        else:
             raise ConfigError(message)
-        word = unknown[1]
-        hint = did_you_mean(word.partition("=")[0], parser._option_string_actions)
-        if word.startswith("--") and (key := as_key(word.lstrip("-"))):
-            hint = f" (keys are written without dashes: {key})"
-        raise ConfigError(f"{word}: no such option{hint}")
+        raise ConfigError(f"{word}: {_no_option(word, parser._option_string_actions)}")
 
     parser.error = complain  # type: ignore[assignment, method-assign]
     parsed = parser.parse_intermixed_args(argv)
@@ -56,22 +62,13 @@ def options(argv: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def as_key(word: str) -> str:
-    """How a word such as ``max-steps=3`` is written, ``trainer.steps=3``, where one key is meant;
-    else an empty string."""
-    leaf, equals, value = word.partition("=")
-    leaf, own = leaf.replace("-", "_"), groups.keys("")
-    meant = suggestions.MEANT.get(leaf, leaf)
-    if "=" in meant:
-        return meant
-    if "." not in meant and meant not in (*groups.GROUPS, *own, "debug", "experiment"):
-        having = [group for group in groups.GROUPS if suggestions.owners(group, meant)]
-        if len(having) != 1:
-            return ""
-        meant = f"{having[0]}.{meant}"
-    if not equals and meant in own and isinstance(own[meant].default, bool):
-        equals, value = "=", "true"
-    return f"{meant}{equals}{value}"
+def _no_option(word: str, there: Collection[str]) -> str:
+    option, letters = word.partition("=")[0], word.lstrip("-")
+    if how := suggestions.INSTEAD.get(option):
+        return f"no such option; {how}"
+    if len(letters.partition("=")[0]) > 1 and (key := suggestions.as_key(letters)):
+        return f"no such option; keys are written without dashes: {key}"
+    return no_such("option", option, OPTIONS, hint=did_you_mean(option, there))
 
 
 def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
@@ -161,20 +158,23 @@ def word(key: str, value: Any) -> str:
     try:
         return unescaped(f"{key}={Override._get_value_element_as_str(_element(value))}")
     except TypeError:
+        own = ""
+        if key in ("dataset", "model", "recipe"):
+            own = f"; of your own: {key}._target_ in a file, see --config-dir"
         raise ConfigError(
-            f"{key}={value!r}: it takes a number, a text, True, False, None, a list or a dictionary"
+            f"{key}: a {type(value).__name__}: it takes a number, a text, True, False, None, a list "
+            f"or a dictionary{own}"
         ) from None
 
 
 def _element(value: Any) -> Any:
     """A value as Hydra's parser would have read it; texts are quoted, but where they are plain
     words."""
-    if hasattr(value, "item"):  # a number of NumPy
-        value = value.item()
+    value = plain(value)
     if isinstance(value, str | Path):
         text = str(value)
-        plain = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
-        return text if plain else QuotedString(text, Quote.double)
+        bare = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
+        return text if bare else QuotedString(text, Quote.double)
     if isinstance(value, list | tuple):
         return [_element(item) for item in value]
     if isinstance(value, dict):
@@ -197,7 +197,10 @@ def quoting(word: str) -> str:
             return "; write key=value, without spaces around the ="
         if value.rstrip()[-1:] == ",":
             return "; it ends with a comma"
-        return "; quote what is special in a value, as in 'key=\"(a)\"'" if equals else ""
+        if equals:
+            return "; quote what is special in a value, as in 'key=\"(a)\"'"
+        how = suggestions.written(word)
+        return f"; {how}" if how else ""
     inner = value.strip("{} ")
     pairs = PAIR.findall(inner)
     # an expression matches whole names, so ^ and $ at its ends change nothing

@@ -28,7 +28,7 @@ from nmrun.lab.words import command_line, composition, precheck, schema
 from nmrun.lab.words.composition import Cache, jobs_of, plain_errors
 from nmrun.lab.words.identity import run_folder
 from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
-from nmrun.registry import did_you_mean, no_such
+from nmrun.registry import choose, did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flops")
@@ -123,8 +123,7 @@ class Experiment:
 
         Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
         """
-        if scale not in self.scales:
-            raise ConfigError(f"scale={scale}: {no_such('scale', scale, self.scales)}")
+        choose("scale", scale, self.scales)
         sweeps = []
         for sweep in self.sweeps[scale]:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *changes]
@@ -155,8 +154,8 @@ def load(name: str) -> Experiment:
     Raises ConfigError where there is no such experiment, or the file is none.
     """
     is_file = name.endswith(".yaml")
-    if not is_file and name not in names():
-        raise ConfigError(f"experiment={name}: {no_such('experiment', name, names())}")
+    if not is_file:
+        choose("experiment", name, names())
     file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
     content = options.read_yaml(file, f"experiment={name}")
     try:
@@ -231,7 +230,7 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
     if "experiment" not in values:
         if "scale" in values:
             raise ConfigError(
-                f"scale={values['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
+                f"scale={values['scale']}: of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
             )
         return rows(words)
     changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys import options
+from nmrun.lab.keys.options import NAMED
 from nmrun.lab.words import command_line, rules, schema, suggestions
 from nmrun.lab.words.composition import RATIO, Cache, composed, composing, plain_errors
 from nmrun.patterns import Pattern, PatternError
@@ -117,6 +118,8 @@ class _Look:
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         launcher, missing = _launcher(overrides, loader)
+        if launcher != "basic" and not multirun and not missing:
+            missing.append(f"{LAUNCHER}={launcher}: launchers are for sweeps; add -m")
         findings.problems += missing
         if missing:  # then what is said to it is left out
             left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
@@ -143,8 +146,15 @@ class _Look:
             problems.append(
                 f"{override.input_line}: a sweep takes single values; nmrun tune --over searches an interval"
             )
+        if override.is_add() and key in NAMED:
+            problems.append(f"{override.input_line}: {key} is there already; write it without +")
         if override.is_sweep_override() and not multirun:
-            problems.append(f"{override.input_line}: several values make a sweep; add -m")
+            first, *more = map(_word, several)
+            both = f", or {key}={first} track.also=[{','.join(more)}] for one run with both"
+            problems.append(
+                f"{override.input_line}: several values make a sweep; add -m"
+                + (both if key == "track" and "local" not in several else "")
+            )
         if not several:
             there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
             problems.append(f"{override.input_line}: {there_are or 'there is no value in it'}")
@@ -226,7 +236,7 @@ class _Look:
     def _compose(self, choices: dict[str, Any]) -> DictConfig:
         """Compose the config with these options of groups, without the values of keys."""
         words = (
-            f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"
+            f"{'+' if self.written[g].is_add() and g not in NAMED else ''}{g}={_word(option)}"
             for g, option in choices.items()
         )
         return composed([*self.for_hydra, *words], self.findings.composed)
@@ -307,7 +317,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
         except PatternError as error:
             return f"sparsity={option}: {error}; or dense"
         return None if ":" in option else f"sparsity={option}: write it with a colon"
-    if option in options or os.sep in option:
+    if option in options or (os.sep in option and option[0] not in "./~"):
         return None
     return suggestions.option(group, option, options)
 
@@ -332,7 +342,8 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
             problems.append(
                 f"{override.input_line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
             )
-        if override.key_or_group == "hydra.job.chdir" and override.value() is True:
+        chdir = override.key_or_group == "hydra.job.chdir" and override.value() is True
+        if chdir or override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir"):
             problems.append(f"{override.input_line}: runs go to output_dir=...; leave it out")
         if override.key_or_group == "hydra.mode":
             problems.append(f"{override.input_line}: nmrun -m is what makes a sweep; leave it out")
@@ -351,4 +362,8 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[
         elif name not in installed:
             names = sorted({*installed, *EXTRAS})
             problems.append(f"{LAUNCHER}={name}: {no_such(LAUNCHER, name, names)}")
+    for override in overrides:
+        group, _, leaf = override.key_or_group.rpartition(".")
+        if group == "hydra.launcher" and (name == "basic" or leaf == "jobs"):
+            problems.append(f"{override.input_line}: no such key; {suggestions.INSTEAD['--jobs']}")
     return name, problems

@@ -19,6 +19,8 @@ from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.words.advice import ADVICE
+from nmrun.lab.words.suggestions import INSTEAD
+from nmrun.lab.words.suggestions import option as option_line
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such
@@ -195,7 +197,8 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
 
     if topic in experiment.names():
         return "\n".join(_experiment(topic))
-    raise ConfigError(f"{topic}: no such key, group, option or verb{_hint(topic, others)}")
+    what, hint = "key, group, option or verb", _hint(topic, others)
+    raise ConfigError(f"{topic}: {no_such(what, topic, (), hint=hint)}")
 
 
 def _experiments() -> Iterator[str]:
@@ -218,19 +221,21 @@ def _experiment(name: str) -> Iterator[str]:
 
 
 def _find(among: list[Option], group: str, name: str) -> Option:
-    for option in among:
-        if option.name == name:
-            return option
-    names = [option.name for option in among if option.name]
-    raise ConfigError(f"{group}={name}: {no_such(group, name, names)}")
+    by_name = {option.name: option for option in among}
+    if name not in by_name:
+        raise ConfigError(option_line(group, name, by_name))
+    return by_name[name]
 
 
 def _hint(topic: str, others: Iterable[str]) -> str:
+    if how := INSTEAD.get(topic):
+        return f"; {how}"
     keys = [key.name for group in ("", *GROUPS) for option in options(group) for key in option.keys]
     ending = dict.fromkeys(key for key in keys if key.endswith(f".{topic}"))
     if ending:
         return f"; did you mean {' or '.join(ending)}?"
-    return did_you_mean(topic, [*keys, *GROUPS, *others])
+    names = [name for group in GROUPS for name in kinds.names(group)]
+    return did_you_mean(topic, [*keys, *GROUPS, *WORDS, *others, *names])
 
 
 def _list(among: list[Option]) -> Iterator[str]:

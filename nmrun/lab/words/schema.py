@@ -131,13 +131,15 @@ def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
         own = ", or name: and _target_: of your own" if group in ("dataset", "model") else ""
         how = f"its file needs defaults: [OPTION], what it builds on{own}"
         return {f"{group}.name: missing; {how}": group}
-    names = sorted({*RECIPES, "custom"} if group == "recipe" else options.names(group))
+    names = [*RECIPES, "custom"] if group == "recipe" else options.names(group)
     if name not in names:
-        line = f"{group}.name={value_text(name)}: {no_such(group, value_text(name), names)}"
-        timms = (
-            "; timm's networks are named by model.name_in_timm" if "name_in_timm" in content else ""
-        )
-        return {line + timms: group}
+        line = f"{group}.name={value_text(name)}: "
+        line += no_such(group, value_text(name), names, f"nmrun help {group}")
+        if "name_in_timm" in content:
+            line += "; timm's networks are named by model.name_in_timm"
+        elif group in ("dataset", "model", "recipe"):
+            line += "; a file of yours has _target_: module.name or defaults: [OPTION]"
+        return {line: group}
     return wrong_keys(group, ("name", *ranges(group, content)), content)
 
 

@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
         help="Multi30k below NMRUN_DATA, or any line-by-line text",
     )
     parser.add_argument(
-        "--to", type=Path, required=True, help="the folder to write; it must not be there yet"
+        "--out", type=Path, required=True, help="the folder to write; it must not be there yet"
     )
     parser.add_argument(
         "--source",
@@ -253,8 +253,8 @@ def main(argv: list[str]) -> int:
             raise ConfigError(
                 f"prepare parallel: {', '.join(missing)} missing: the text without its .{options.source} and .{options.target}"
             )
-    if options.to.exists():
-        raise ConfigError(f"--to {options.to}: it is there already")
+    if options.out.exists():
+        raise ConfigError(f"--out {options.out}: it is there already")
     if options.corpus == "multi30k":
         texts = multi30k_files(languages, "test_2016_flickr")
     else:
@@ -265,12 +265,12 @@ def main(argv: list[str]) -> int:
     summary = prepare(
         texts,
         languages,
-        options.to,
+        options.out,
         options.vocabulary,
         joint=not options.separate,
         longest=options.longest,
     )
     print(
-        f"{summary}\n  nmrun dataset=fairseq dataset.path={options.to} dataset.subwords=sentencepiece model=fairseq_transformer"
+        f"{summary}\n  nmrun dataset=fairseq dataset.path={options.out} dataset.subwords=sentencepiece model=fairseq_transformer"
     )
     return 0

@@ -138,7 +138,7 @@ def test_another_command_above_the_config_is_refused(folder, capsys):
     assert f"{folder / 'config.yaml'}: it was changed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["export RUN --to new --format onnx", "prune RUN", "ratios RUN"])
+@pytest.mark.parametrize("words", ["export RUN --out new --format onnx", "prune RUN", "ratios RUN"])
 @pytest.mark.parametrize("target", ["brought.build", "torch.hub.load", "nmrun.lab.cli.main"])
 def test_a_model_of_its_own_needs_consent(words, target, folder, capsys):
     settings = {"name": "own", "_target_": target, "include": "auto", "exclude": None}
@@ -155,7 +155,7 @@ def test_consent_imports(folder, capsys):
     layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
     data = {"name": "own", "_target_": "brought.build"}
     seal(folder, "nmrun", config={"dataset": data}, sparsity=layers)
-    line = ("export", str(folder), "--to", "new", "--format", "onnx")
+    line = ("export", str(folder), "--out", "new", "--format", "onnx")
     assert verb(*line) == 2
     assert not Path("imported").exists()
     assert verb(*line, "--yes") in (1, 2)

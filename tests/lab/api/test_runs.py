@@ -181,7 +181,7 @@ def test_a_network_that_ends_dense_is_a_dense_model(tmp_path, capsys):
     state, saved = run.model().state_dict(), load_file(run.folder / "model.safetensors")
     assert all(torch.equal(state[name], saved[name]) for name in saved)
     assert bool((state["inner.0.weight"] != 0).all())
-    assert verb("export", str(run.folder), "--to", str(tmp_path / "to")) == 2
+    assert verb("export", str(run.folder), "--out", str(tmp_path / "to")) == 2
     assert "is a dense run" in capsys.readouterr().err
 
 

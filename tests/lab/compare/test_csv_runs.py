@@ -233,4 +233,4 @@ def test_ratios_of_single_layers_have_a_table_a_report_and_a_csv(tmp_path, write
     assert "{'inner.1':'1:4'}" in of_folders
     file.write_text(printed("table", folder, "--runs"))
     assert printed("table", str(file), *asked) == of_folders
-    printed("report", folder, "--to", str(tmp_path / "report.html"))
+    printed("report", folder, "--out", str(tmp_path / "report.html"))

@@ -315,7 +315,7 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
 
 def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
     run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
-    assert main([str(run), "--to", str(to)]) == 0
+    assert main([str(run), "--out", str(to)]) == 0
     assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4, 1:8 hold in 2 layers\n"
     assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
     assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
@@ -344,7 +344,7 @@ def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
 )
 def test_what_does_not_hold_is_not_copied(changes, message, tmp_path, capsys):
     assert (
-        verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
+        verb("export", str(folder(tmp_path / "run", **changes)), "--out", str(tmp_path / "to")) == 1
     )
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "to").exists()
@@ -360,7 +360,7 @@ def test_what_does_not_hold_is_not_copied(changes, message, tmp_path, capsys):
 )
 def test_what_was_changed_is_not_copied(name, content, tmp_path, capsys):
     """One bit of a kept weight, whose pattern holds as before, or one of a metric."""
-    run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--to", str(to))
+    run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--out", str(to))
     to = tmp_path / "to"
     assert export() == 0
     assert "kept no hashes" in capsys.readouterr().err
@@ -388,12 +388,12 @@ def test_only_finished_runs_are_copied(tmp_path, capsys):
         for name in ("failed", "b", "g")
     )
     (garbled / "result.json").write_text("{")
-    assert verb("export", str(garbled), "--to", str(tmp_path / "to")) == 1
+    assert verb("export", str(garbled), "--out", str(tmp_path / "to")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"nmrun: {garbled / 'result.json'}: it is damaged")
     (bare / "model.safetensors").unlink()
     for run in (failed, bare, tmp_path / "nothing"):
-        assert verb("export", str(run), "--to", str(tmp_path / "to")) == 2
+        assert verb("export", str(run), "--out", str(tmp_path / "to")) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"nmrun: {run} holds no finished run")
     assert not (tmp_path / "to").exists()

@@ -82,7 +82,7 @@ def refused(
     run: Path, to: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 1
 ) -> str:
     before = sorted(to.parent.iterdir())
-    assert verb("export", str(run), "--to", str(to), *words) == status
+    assert verb("export", str(run), "--out", str(to), *words) == status
     # these results have no hashes, which is said before
     lines = [line for line in capsys.readouterr().err.splitlines() if "no hashes" not in line]
     (line,) = lines
@@ -124,7 +124,7 @@ def test_the_documented_layout_is_read_by_hand():
 
 def test_the_packed_file_has_what_the_run_has(tmp_path, capsys):
     run, to = small(tmp_path / "run"), tmp_path / "to"
-    assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
+    assert cli.main([str(run), "--out", str(to), "--format", "packed"]) == 0
     assert capsys.readouterr().out.startswith(f"{to / LAST}: 2:4, 1:4 hold in 2 layers, ")
     state, back = load_file(run / "model.safetensors"), packed.load(to)
     assert list(back) == sorted(state)
@@ -139,7 +139,7 @@ def test_the_packed_file_has_what_the_run_has(tmp_path, capsys):
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     place = tmp_path_factory.mktemp("packed")
     assert (
-        cli.main([str(small(place / "run")), "--to", str(place / "to"), "--format", "packed"]) == 0
+        cli.main([str(small(place / "run")), "--out", str(place / "to"), "--format", "packed"]) == 0
     )
     return (place / "to" / LAST).read_bytes()
 
@@ -205,8 +205,8 @@ def test_where_it_cannot_go(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert "is a file" in refused(run, tmp_path / "file", capsys, status=2)
     assert "the run's own folder" in refused(run, run, capsys, status=2)
-    assert verb("export", str(run), "--to", "/proc/to") == 2
-    assert "nmrun: --to /proc/to: /proc cannot be written to (" in capsys.readouterr().err
+    assert verb("export", str(run), "--out", "/proc/to") == 2
+    assert "nmrun: --out /proc/to: /proc cannot be written to (" in capsys.readouterr().err
 
 
 def test_a_failure_half_way_leaves_what_was_there(tmp_path, capsys, monkeypatch):
@@ -221,7 +221,7 @@ def test_a_failure_half_way_leaves_what_was_there(tmp_path, capsys, monkeypatch)
     said = refused(run, to, capsys, "--format", "packed")
     assert re.search(f"nmrun: {to}: No space left on device, .* free there", said)
     assert (
-        verb("export", str(run), "--to", str(tmp_path / "deep" / "er"), "--format", "packed") == 1
+        verb("export", str(run), "--out", str(tmp_path / "deep" / "er"), "--format", "packed") == 1
     )
     assert not (tmp_path / "deep").exists()
     assert {path.name: path.read_text() for path in to.iterdir()} == {
@@ -229,7 +229,7 @@ def test_a_failure_half_way_leaves_what_was_there(tmp_path, capsys, monkeypatch)
         "notes.txt": "mine",
     }
     monkeypatch.undo()
-    assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
+    assert cli.main([str(run), "--out", str(to), "--format", "packed"]) == 0
     assert sorted(path.name for path in to.iterdir()) == [LAST, "notes.txt", "sparsity.json"]
     assert "older" not in (to / "sparsity.json").read_text()
 
@@ -255,7 +255,7 @@ def test_no_mix_of_two_exports(error, tmp_path, capsys, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", rename)
             with contextlib.suppress(KeyboardInterrupt, RunError):
-                cli.main([str(run), "--to", str(to)])
+                cli.main([str(run), "--out", str(to)])
         return content()
 
     torch.manual_seed(0)
@@ -283,7 +283,7 @@ def test_an_export_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced, fsync = set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda f: (synced.add(os.fstat(f).st_ino), fsync(f)))
     to = tmp_path / "to"
-    assert cli.main([str(small(tmp_path / "run")), "--to", str(to), "--format", "packed"]) == 0
+    assert cli.main([str(small(tmp_path / "run")), "--out", str(to), "--format", "packed"]) == 0
     assert {path.stat().st_ino for path in to.iterdir()} <= synced
 
 
@@ -310,7 +310,7 @@ def test_torchvision_loads_the_weights_without_nmrun(tmp_path):
     torch.manual_seed(0)
     model, threads = resnet18(num_classes=10), torch.get_num_threads()
     run = run_of(tmp_path / "run", model, {})
-    assert cli.main([str(run), "--to", str(tmp_path / "to")]) == 0
+    assert cli.main([str(run), "--out", str(tmp_path / "to")]) == 0
     file = tmp_path / "to" / "model.safetensors"
     weights = load_file(file)
     zeros = {
@@ -360,7 +360,7 @@ def test_transformers_loads_an_encoder(pooling, dtype, tmp_path, capsys):
     )
     to = tmp_path / "to"
     capsys.readouterr()
-    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
+    assert cli.main([str(run), "--out", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
     assert "it/s" not in capsys.readouterr().err  # no progress bar
     tokenizer = transformers.AutoTokenizer.from_pretrained(to)
     texts = tokenizer(["it was good", "badly"], padding=True, return_tensors="pt")
@@ -419,7 +419,7 @@ def test_transformers_loads_a_gpt2(tmp_path, capsys):
         exclude=["lm_head"],
     )
     to, tokens = tmp_path / "to", torch.randint(31, (3, 16))
-    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
+    assert cli.main([str(run), "--out", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
     assert "no tokenizer is saved" in capsys.readouterr().out
     # their network, with our masked weights put in by hand
     for block, ours_block in zip(theirs.transformer.h, model.h, strict=True):
@@ -454,7 +454,7 @@ def test_transformers_loads_a_gpt_of_ours(options, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     model, run = a_gpt(tmp_path, *options)
     to = tmp_path / "to"
-    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0
+    assert cli.main([str(run), "--out", str(to), "--format", "hf"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
     assert type(theirs) is transformers.GPT2LMHeadModel
     tokens = torch.randint(256, (3, 24))
@@ -498,7 +498,7 @@ def onnx_session(run: Path, to: Path) -> Any:
     """onnxruntime with what the run is exported to."""
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
     runtime = pytest.importorskip("onnxruntime")
-    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
+    assert cli.main([str(run), "--out", str(to), "--format", "onnx"]) == 0
     return runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
 
 

@@ -54,7 +54,7 @@ def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Mo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **options)
     run = write_run(place / "run", model.state_dict(), handle.report()["layers"])
-    assert cli.main([str(run), "--to", str(place / "to"), "--format", "packed"]) == 0
+    assert cli.main([str(run), "--out", str(place / "to"), "--format", "packed"]) == 0
     dense.load_state_dict(model.state_dict())
     return place / "to", dense.eval()
 
@@ -242,9 +242,9 @@ def test_a_run_in_int8(
     result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
     plain, low = tmp_path / "plain", tmp_path / "low"
     run = str(result.folder)
-    assert cli.main([run, "--to", str(plain), "--format", "packed"]) == 0
+    assert cli.main([run, "--out", str(plain), "--format", "packed"]) == 0
     capsys.readouterr()
-    words = [run, "--to", str(low), "--format", "packed", "--precision", "int8"]
+    words = [run, "--out", str(low), "--format", "packed", "--precision", "int8"]
     assert cli.main(words) == 0
     first, second, *more = capsys.readouterr().out.splitlines()
     by = " (1 by dense products, which are faster)" if faster == "dense int8" else ""
@@ -312,7 +312,7 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path):
 def test_int8_without_its_products_is_one_line(tmp_path, monkeypatch):
     exported(tmp_path, encoder(), pad=True)
     monkeypatch.setattr(int8, "KERNELS", replace(int8.KERNELS, sources=("nm_scratch",)))
-    words = [str(tmp_path / "run"), "--to", str(tmp_path / "low"), "--format", "packed"]
+    words = [str(tmp_path / "run"), "--out", str(tmp_path / "low"), "--format", "packed"]
     with pytest.raises(
         RunError, match=r"^--precision int8: this processor has no AVX-512 with VNNI and VBMI$"
     ):
@@ -331,7 +331,7 @@ def test_the_metric_before_int8_is_the_runs_own_with_its_pruned_activations(
     result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
     monkeypatch.setattr(exported_packed, "int8_layers", lambda *_: ({}, "stays"))
     capsys.readouterr()
-    to = [str(result.folder), "--to", str(tmp_path / "low"), "--format", "packed"]
+    to = [str(result.folder), "--out", str(tmp_path / "low"), "--format", "packed"]
     assert cli.main([*to, "--precision", "int8"]) == 0
     told = re.search(r"eval/perplexity: (\S+) before", capsys.readouterr().out)
     assert float(told[1]) == pytest.approx(result.metrics["eval/perplexity"], rel=1e-5)

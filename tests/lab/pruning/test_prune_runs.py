@@ -145,7 +145,9 @@ def test_other_verbs_take_the_folder(dense, tmp_path, capsys):
     result, _ = prune(
         dense, "method=magnitude", "samples=2", f"output_dir={tmp_path}", capsys=capsys
     )
-    assert verb("export", result["folder"], "--to", str(tmp_path / "to"), "--format", "packed") == 0
+    assert (
+        verb("export", result["folder"], "--out", str(tmp_path / "to"), "--format", "packed") == 0
+    )
     assert verb("table", str(tmp_path), "--metric", "test/perplexity", "--format", "csv") == 0
     assert "magnitude" in capsys.readouterr().out
     prune(dense, "method=magnitude", "samples=2", "seed=1", f"output_dir={tmp_path}", capsys=capsys)
@@ -266,7 +268,7 @@ def test_a_pretrained_network(tmp_path, capsys):
     )
     result, _ = prune(*words, *small, "sparsity=2:4", capsys=capsys)
     assert len(result["sparsity"]["layers"]) == 14
-    assert verb("export", result["folder"], "--to", str(tmp_path / "to"), "--format", "hf") == 0
+    assert verb("export", result["folder"], "--out", str(tmp_path / "to"), "--format", "hf") == 0
     pruned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
     for name, module in pruned.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":

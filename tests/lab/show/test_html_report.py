@@ -23,7 +23,7 @@ from nmrun.lab.runs import documents
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: str) -> tuple[int, str, str]:
         status = verb(
-            "report", str(tmp_path / "outputs"), "--to", str(tmp_path / "report.html"), *arguments
+            "report", str(tmp_path / "outputs"), "--out", str(tmp_path / "report.html"), *arguments
         )
         return status, *capsys.readouterr()
 
@@ -221,7 +221,7 @@ def test_one_line_for_a_mistake_and_no_half_a_page(write, tmp_path, capsys):
     target = tmp_path / "report.html"
 
     def message(*arguments):
-        assert verb("report", *arguments, "--to", str(target)) == 2
+        assert verb("report", *arguments, "--out", str(target)) == 2
         assert not target.exists()
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
@@ -234,7 +234,7 @@ def test_one_line_for_a_mistake_and_no_half_a_page(write, tmp_path, capsys):
     assert "No such file or directory" in message(outputs)
     target = tmp_path / "taken"
     target.mkdir()
-    assert verb("report", outputs, "--to", str(target)) == 2
+    assert verb("report", outputs, "--out", str(target)) == 2
     assert list(target.iterdir()) == []
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
@@ -253,7 +253,7 @@ def comparison(write: Any) -> None:
 def test_a_report(width, scheme, write, tmp_path):
     comparison(write)
     target = tmp_path / "report.html"
-    assert verb("report", str(tmp_path / "outputs"), "--to", str(target)) == 0
+    assert verb("report", str(tmp_path / "outputs"), "--out", str(target)) == 0
     with browser.opened(width, scheme) as tab:
         asked: list[str] = []
         tab.on("request", lambda request: asked.append(request.url))

@@ -171,7 +171,7 @@ def test_of_a_finished_run(name, kind, whole, tmp_path, monkeypatch, capsys):
     cfg, folder = copied(whole, tmp_path)
     size = (folder / name).stat().st_size
     damage(folder / name, kind)
-    for words in (("table", "out", "--verify"), ("export", str(folder), "--to", "exported")):
+    for words in (("table", "out", "--verify"), ("export", str(folder), "--out", "exported")):
         assert verb(*words) != 0
         out, err = capsys.readouterr()
         assert out == ""

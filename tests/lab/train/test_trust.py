@@ -55,7 +55,7 @@ def commands(folder: Path, to: Path) -> dict[str, list[str]]:
             "sparsity=1:4",
         ],
         "ratios": ["ratios", str(folder)],
-        "export": ["export", str(folder), "--to", str(to)],
+        "export": ["export", str(folder), "--out", str(to)],
     }
 
 

@@ -99,7 +99,7 @@ def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
     assert "HEAVY []" in second.stderr
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
-    export = nmrun_cli("export", str(folder), "--to", "model")
+    export = nmrun_cli("export", str(folder), "--out", "model")
     assert export.returncode == 0, export.stderr
     assert "2:8 holds in 2 layers" in export.stdout
 

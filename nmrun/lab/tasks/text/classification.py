@@ -23,6 +23,7 @@ from nmrun.lab.tasks.base import (
     Categorical,
     InMemory,
     Tally,
+    as_logits,
     epoch_order,
     limited,
     sent,
@@ -137,8 +138,7 @@ class TextClassification(InMemory, Categorical):
         )
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        logits: Tensor = model(*batch[:-1]).float()
-        return logits
+        return as_logits(model(*batch[:-1]), batch[0].shape[:1], self.classes).float()
 
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         return self._loss(logits, batch[-1], self.label_smoothing)

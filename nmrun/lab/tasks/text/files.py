@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
 from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.hugging_face import quiet_hub
 from nmrun.lab.tasks.text import corpus
 
 if TYPE_CHECKING:
@@ -167,9 +168,10 @@ def _rows(options: HubText, split: str) -> Any:
         ) from None
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(
-            options.path, options.subset, split=split, data_files=options.files
-        )
+        with quiet_hub():
+            rows = datasets.load_dataset(
+                options.path, options.subset, split=split, data_files=options.files
+            )
     except Exception as error:  # each format has errors of its own
         cause = error.__cause__ or error  # datasets says that it failed, its cause how
         line = textwrap.shorten(str(cause) or type(cause).__name__, 300)

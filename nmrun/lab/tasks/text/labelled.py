@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import GeneratedText, Glue
 from nmrun.lab.tasks import storage
+from nmrun.lab.tasks.hugging_face import quiet_hub
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +165,8 @@ def _from_hub(task: str, spec: Spec, split: str) -> Rows:
     import datasets
 
     try:
-        table = datasets.load_dataset("nyu-mll/glue", task, split=split)
+        with quiet_hub():
+            table = datasets.load_dataset("nyu-mll/glue", task, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         line = textwrap.shorten(str(error) or type(error).__name__, 300)
         raise ConfigError(

@@ -15,7 +15,17 @@ from torch.nn import functional
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Context
-from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
+from nmrun.lab.tasks.base import (
+    Batch,
+    Categorical,
+    Tally,
+    as_logits,
+    limited,
+    picked,
+    sent,
+    turns,
+    watched,
+)
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -129,8 +139,7 @@ class LanguageModelling(Categorical):
         return batch[1].numel()
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch[0])
-        return logits
+        return as_logits(model(batch[0]), batch[0].shape, self.inputs["vocabulary"])
 
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         # FLOPs are counted on the meta device, which has no compiler

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
     ItemBatches,
     Tally,
+    as_logits,
     epoch_order,
     generator,
     limited,
@@ -65,6 +67,8 @@ class Classification(ItemBatches, Categorical):
         names: Sequence[str] = (),
         prepared: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        for name, (images, labels) in splits.items():
+            check_labelled(name, images, labels, classes)
         self.normalise = Normalise.of(splits["train"][0], device)
         self.splits = {
             name: (images.to(device), labels.to(device))
@@ -133,8 +137,7 @@ class Classification(ItemBatches, Categorical):
         return self.images[rows], self.labels[rows]
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch[0]).float()
-        return logits
+        return as_logits(model(batch[0]), batch[0].shape[:1], self.classes).float()
 
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         return functional.cross_entropy(logits, batch[1], label_smoothing=self.label_smoothing)
@@ -170,6 +173,19 @@ class Classification(ItemBatches, Categorical):
 
     def example(self) -> Batch:
         return self.normalise(self.images[:2]), self.labels[:2]
+
+
+def check_labelled(split: str, images: Any, labels: Any, classes: int) -> None:
+    """ConfigError where a split of the user's own is not images with a class each."""
+    takes = f"it takes tensors, images (N, ...) and labels (N,) of int64, 0 to {classes - 1}"
+    if not (isinstance(images, Tensor) and isinstance(labels, Tensor)):
+        raise ConfigError(f"{split}: {type(images).__name__}, {type(labels).__name__}: {takes}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        dtype = str(labels.dtype).removeprefix("torch.")
+        given = f"images {tuple(images.shape)}, labels {tuple(labels.shape)} of {dtype}"
+        raise ConfigError(f"{split}: {given}: {takes}")
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ConfigError(f"{split}: labels {int(labels.min())} to {int(labels.max())}: {takes}")
 
 
 def signature(
