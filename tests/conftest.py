@@ -5,7 +5,6 @@ folder.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from verbs import verb
+
+from nmrun.lab.runs.run_folder import RunFolder
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -161,7 +162,7 @@ def write(tmp_path: Path):
             "status": status, "id": place.name.partition("-")[2], "config": config, "metrics": {"final": final, "best": best},
             "sparsity": {}, "environment": {"commit": "abc"}, "seconds": 2.5,
         }  # fmt: skip
-        (place / "result.json").write_text(json.dumps(result))
+        RunFolder(place).write_result(result)
         return place
 
     return call

@@ -348,23 +348,18 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
 
 
 def verify(runs: pd.DataFrame) -> None:
-    """Compare the files of the finished runs with the hashes in their results. Runs of before there
-    were hashes pass, and are counted in a line on standard error.
+    """Compare the files of the finished runs with the hashes in their results.
 
     Raises RunError for all files that are missing or changed, ConfigError for runs in W&B.
     """
-    wrong, unsealed = [], 0
+    wrong = []
     for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
         if not folder.is_dir():
             raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
-        run = RunFolder(folder)  # read anew
-        broken = run.broken(contents=True)
+        broken = RunFolder(folder).broken(contents=True)  # read anew
         wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
-        unsealed += run.is_finished and not run.is_sealed
     if wrong:
         raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
-    if unsealed:
-        tell([f"runs finished by an earlier nmrun, which kept no hashes; not verified: {unsealed}"])
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:

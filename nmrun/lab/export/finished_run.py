@@ -96,7 +96,6 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
         raise ConfigError(f"{folder} holds no finished run (there is no {FINAL})")
     for name, problem in run.broken(contents=True).items():
         raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
-    run.tell_unverified()
     try:
         state = load_file(source)
     except SafetensorError as error:

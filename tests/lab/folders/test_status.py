@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import at_work, result_of
+from runs import at_work, result_of, write_result
 from terminal import Terminal
 from verbs import python
 
@@ -57,7 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
                 "environment": {"command": "nmrun -m all of it"},
                 **more,
             }
-            (folder / "result.json").write_text(json.dumps(result))
+            write_result(folder, result)
         if steps:
             rows = "".join(json.dumps({"step": step}) + "\n" for step in range(10, steps + 1, 10))
             # a kill in the middle of a line
@@ -162,7 +162,7 @@ def run_with(
     }
     (folder / "config.yaml").write_text("# nmrun recipe=ste\n" + yaml.safe_dump(whole))
     if state:
-        (folder / "result.json").write_text(json.dumps({"status": state, "config": whole}))
+        write_result(folder, {"status": state, "config": whole})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"st')
     return folder
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import KINDS, at_work, config, kill, result_of, rewrite, rows, signal_after
+from runs import KINDS, at_work, config, kill, result_of, rows, signal_after
 from safetensors.torch import load_file
 from sklearn import datasets
 from torch.nn import functional
@@ -278,16 +278,6 @@ def test_rows_of_a_finished_run_cannot_be_made_again_alone(tmp_path, capsys):
     assert not (folder / "metrics.jsonl").exists()
     forced = run(config(tmp_path, "recipe=ste", "force=true"))
     assert (forced["status"], forced["metrics"]) == ("finished", first["metrics"])
-
-
-def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path):
-    cfg = config(tmp_path, "recipe=ste")
-    run(cfg)
-    folder = run_folder(cfg)
-    rewrite(folder, files=None, sha256=None)
-    assert run(cfg)["status"] == "skipped"
-    (folder / "model.safetensors").unlink()
-    assert run(cfg)["status"] == "finished"
 
 
 def test_a_forced_run_that_was_cut_off_goes_on(tmp_path, capsys):
