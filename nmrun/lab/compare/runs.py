@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.errors import ConfigError, RunError, first_line, tell
+from nmrun.errors import ConfigError, RunError, first_line, neutral, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
@@ -213,7 +213,7 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            table = [[documents.neutral(text) for text in line] for line in csv.reader(file)]
+            table = [[neutral(text) for text in line] for line in csv.reader(file)]
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: no file of runs: it is not UTF-8") from None
     except (OSError, csv.Error) as error:
@@ -394,8 +394,8 @@ def as_text(lines: Lines, style: str) -> str:
     """
     if style == "csv":
         out = io.StringIO()
-        neutral = ([_no_formula(_join(cell)) for cell in line] for line in lines)
-        csv.writer(out, lineterminator="\n").writerows(neutral)
+        cells = ([_no_formula(_join(cell)) for cell in line] for line in lines)
+        csv.writer(out, lineterminator="\n").writerows(cells)
         return out.getvalue()
     head, *rest = lines
     records = [documents.strict(dict(zip(head, line, strict=True))) for line in rest]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, neutral
 from nmrun.lab.runs import documents
 
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
@@ -139,7 +139,7 @@ class RunFolder:
         except OSError:
             head = None
         if head is not None:
-            return documents.neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
+            return neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
         typed: str | None = self.result.get("environment", {}).get("command")
         return typed
 
@@ -307,7 +307,7 @@ def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with documents.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, neutral
 from nmrun.lab.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
@@ -358,7 +358,8 @@ def _experiments(options: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """With hyphens for minus signs where the terminal has none."""
+    """With hyphens for minus signs where the terminal has none, and no commands to it."""
+    text = neutral(text)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:

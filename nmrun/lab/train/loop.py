@@ -167,7 +167,7 @@ class Evaluation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
         self.best, self.candidates = state["best"], state["candidates"]
-        self.last = state.get("last", {})  # checkpoints of earlier versions have none
+        self.last = state["last"]
         best = self.strategy.distribute(state["best_weights"])
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
 
@@ -374,8 +374,7 @@ class Loop:
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name in FIELDS:
             setattr(self, name, state["loop"][name])
-        # checkpoints of earlier versions have none
-        self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)
+        self.clock.spent = state["loop"]["checkpoint_seconds"]
         self.evaluation.load_state_dict(state["loop"])
         if self.diagnostics is not None:
             self.diagnostics.load_state_dict(state.get("diagnostics"))

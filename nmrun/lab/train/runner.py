@@ -289,23 +289,14 @@ class _Run:
             return results.finish(folder, loop)
 
     def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
-        if state is not None and "loop" not in state:
+        if state is not None and state["id"] != self.id:
             raise RunError(
-                "checkpoint.pt is not of nmrun: move it away, or start over with force=true"
-            )
-        saved = (state or {}).get("id", self.id)  # checkpoints of earlier versions have none
-        if saved != self.id:
-            raise RunError(
-                f"checkpoint.pt is of run {saved}, this is run {self.id}: put this run's own checkpoint back, "
+                f"checkpoint.pt is of run {state['id']}, this is run {self.id}: put this run's own checkpoint back, "
                 "or start over with force=true"
             )
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
-    if any(".parametrizations." in f".{name}" for name in state["model"]):
-        raise RunError(
-            "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
-        )
     try:
         loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
     except (KeyError, RuntimeError, ValueError, TypeError) as error:

@@ -23,7 +23,7 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.train.build import Parts, build, check_budget, device_of, precision_of
+from nmrun.lab.train.build import Parts, build, check_budget
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
@@ -49,10 +49,7 @@ def parts(
         recipe = {**config.plain["recipe"], "decay": decay}
         config = Config({**config.plain, "recipe": recipe}, config.pattern)
     earlier = state or {}
-    precision = earlier.get("precision")
-    if state and precision is None:  # of an earlier version, whose auto was bf16 on GPUs alone
-        precision = precision_of(config.trainer.precision, device_of(config.trainer.device))
-    built = build(config, steps, earlier.get("acceleration"), precision)
+    built = build(config, steps, earlier.get("acceleration"), earlier.get("precision"))
     return replace(built, seconds=built.seconds + seconds, flops=flops, events=events)
 
 

@@ -136,3 +136,14 @@ def test_markdown_cells_are_texts(write, table):
     (line,) = [line for line in out.splitlines() if "http" in line]
     assert line.startswith("| a\\|b c]\\(http://x) \\<img src=x>  [31m")
     assert line.replace("\\|", "").count("|") == 3
+
+
+def test_names_of_folders_send_a_terminal_no_commands(sealed, table, capsys):
+    folder = sealed("ste", "2:4", 0, 0.5)
+    odd = folder.rename(folder.with_name("\x1b]0;x"))
+    status, out, err = table("--runs")
+    assert (status, "\x1b" in out + err, "]0;x" in out) == (0, False, True)
+    (odd / "result.json").write_text("{")
+    assert verb("table", str(odd), "--verify") == 1
+    out, err = capsys.readouterr()
+    assert ("\x1b" in out + err, "it is damaged" in err) == (False, True)

@@ -4,9 +4,7 @@ while it is watched.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -26,6 +24,7 @@ from terminal import Terminal
 from verbs import python
 
 from nmrun.lab.folders import status, sweep
+from nmrun.lab.runs import locks
 
 Place = Callable[..., Path]
 
@@ -352,10 +351,17 @@ def test_the_list_stays_at_one_place_of_the_terminal(place, monkeypatch):
 
 def test_asking_is_not_in_the_way(place, capsys):
     folder = place("s0-a")
+    (folder / locks.NAME).touch()  # as a killed run leaves it
     output(capsys)
-    handle = os.open(folder, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # would raise
-    os.close(handle)
+    with locks.hold(folder) as ours:
+        assert ours
+
+
+def test_names_of_folders_send_a_terminal_no_commands(place, capsys):
+    place("s0-\x1b[31ma")
+    place("s0-\x1b[31mb", "failed", error="x")
+    assert "killed" in (text := output(capsys))
+    assert "\x1b" not in text
 
 
 def test_a_run_folder_that_stands_alone(place, capsys):

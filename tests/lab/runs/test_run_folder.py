@@ -14,7 +14,7 @@ import pytest
 from runs import result_of
 
 from nmrun.errors import RunError
-from nmrun.lab.runs.run_folder import RunFolder, sealed
+from nmrun.lab.runs.run_folder import RunFolder, position_of, sealed
 
 RESULT: dict[str, Any] = {
     "status": "finished",
@@ -252,3 +252,21 @@ def test_odd_files(kind, verbs, folder, tmp_path, capsys):
         assert status in (0, 1, 2)
         assert status or words[0] in ("status", "table", "report", "compare"), words
         (out + err).encode()
+
+
+def test_a_file_of_any_size_is_looked_at(folder):
+    """Of holes, which take no place on a disk."""
+    for name in ("result.json", "config.yaml"):
+        os.truncate(folder / name, 2**31)
+    assert "64 MB" in RunFolder(folder).problem
+    assert RunFolder(folder).begun == {}
+    (folder / "result.json").unlink()
+    rows = folder / "metrics.jsonl"
+    os.truncate(rows, 2**31)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: .*64 MB"):
+        RunFolder(folder).rows()
+    with rows.open("a") as file:
+        file.write('\n{"step": 7}\n{"st')
+    position = position_of(folder, {})
+    assert position is not None
+    assert position.step == 7

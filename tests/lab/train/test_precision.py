@@ -85,22 +85,6 @@ def test_a_run_that_goes_on_keeps_its_precision(precision, tmp_path, monkeypatch
     assert results[0] == results[1]
 
 
-def test_a_run_of_an_earlier_version_goes_on_in_float32(tmp_path, monkeypatch):
-    """Their ``auto`` was float32 on every CPU, and their checkpoints do not say so."""
-    monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
-    played(monkeypatch)
-    run = config(tmp_path, "recipe=sr_ste")
-    cut_off(run, 8)
-    checkpoint = run_folder(run) / "checkpoint.pt"
-    state = torch.load(checkpoint, weights_only=False)
-    del state["precision"]
-    torch.save(state, checkpoint)
-    played(monkeypatch, "avx512_bf16")
-    finished(run)
-    result = result_of(run_folder(run))
-    assert result["environment"]["precision"] == "fp32"
-
-
 @pytest.mark.parametrize(("deterministic", "mode"), [("true", 1), ("false", 0)])
 def test_operations_with_other_bits_every_time_are_for_those_who_want_them(
     deterministic, mode, tmp_path

@@ -383,17 +383,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
     assert outcome(make(tmp_path, "ste", "force=true")) == left_alone(tmp_path, "ste")
 
 
-def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(tmp_path, capsys):
-    cfg = make(tmp_path, "ste")
-    kill(cfg, TrainingSteps, "train_step", 8)
-    path = run_folder(cfg) / "checkpoint.pt"
-    state = checkpoint.load(path)
-    assert state.pop("id") == run_folder(cfg).name.partition("-")[2]
-    checkpoint.save(path, state)
-    assert outcome(cfg) == left_alone(tmp_path, "ste")
-    assert "goes on at step 6 of 12" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [(), ("resume=false",)])
 def test_a_run_that_begins_anew_says_so(words, tmp_path, capsys):
     """Where it was killed before its first checkpoint, and nobody has asked for it."""
@@ -478,3 +467,27 @@ def test_killed_for_real(tmp_path, monkeypatch, nmrun_cli):
     weights = [(run_folder(cfg) / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
     assert weights == expected.weights
     assert rows(run_folder(cfg)) == expected.rows
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
+def test_a_closed_terminal_and_a_limit_of_time_save_the_run(number, tmp_path):
+    """The limit's signal comes again each second, while the run is saved."""
+    cfg = make(tmp_path, "ste")
+    with signal_after(7, number, *[number] * (number == signal.SIGXCPU)):
+        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
+    assert checkpoint.load(run_folder(cfg) / "checkpoint.pt")["loop"]["step"] == 7
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
+
+
+def test_a_signal_that_the_parent_ignores_ends_nothing(tmp_path):
+    """As of a command with ``&`` in a script, or under nohup."""
+    former = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
+    }
+    try:
+        with signal_after(7, *former):
+            finished(make(tmp_path, "ste"))
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in former)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -467,19 +467,24 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path, monkeypatch):
     assert "force=true starts over" in result["error"]
 
 
-def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path):
-    """Of before, when the model had the dense weights, under parametrizations."""
+@pytest.mark.parametrize("edit", ["no optimizer state", "precision", "float64"])
+def test_an_edited_checkpoint_is_refused(edit, tmp_path):
+    """It is loaded without an error, and trains on to other bits."""
     cfg = config(tmp_path, "recipe=ste")
     kill(cfg, results, "save_weights", 1)
     path = run_folder(cfg) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    weight = state["model"].pop("inner.0.weight")
-    state["model"]["inner.0.parametrizations.weight.original"] = weight
+    if edit == "no optimizer state":
+        state["optimizer"]["state"] = {}
+    elif edit == "precision":
+        state["precision"] = "bf16"
+    else:
+        state["model"]["head.weight"] = state["model"]["head.weight"].double()
     torch.save(state, path)
+    theirs = path.read_bytes()
     result = run(cfg)
-    assert result["status"] == "failed"
-    assert result["error"].startswith("checkpoint.pt is of an older nmrun")
-    assert result["error"].endswith("; force=true starts over")
+    assert (result["status"], path.read_bytes()) == ("failed", theirs)
+    assert "checkpoint.pt was changed" in result["error"]
     assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
 
 
@@ -491,8 +496,16 @@ def test_a_checkpoint_of_another_program_is_told_in_a_line(tmp_path):
     theirs = path.read_bytes()
     result = run(cfg)
     assert result["status"] == "failed"
-    assert result["error"].startswith("checkpoint.pt is not of nmrun: move it away")
+    assert "checkpoint.pt was changed, or is not of nmrun" in result["error"]
     assert path.read_bytes() == theirs
+
+
+def test_a_checkpoint_that_is_a_pipe_is_not_waited_for(tmp_path, capsys):
+    cfg = config(tmp_path, "recipe=ste")
+    run_folder(cfg).mkdir(parents=True)
+    os.mkfifo(run_folder(cfg) / "checkpoint.pt")
+    assert run(cfg)["status"] == "finished"
+    assert "checkpoint.pt is damaged" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path, monkeypatch):

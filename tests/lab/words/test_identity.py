@@ -240,3 +240,13 @@ def test_a_config_of_before_is_completed():
         key: before[key] for key in ("seed", "recipe")
     }
     assert before["optimizer"] == {"name": "sgd", "lr": 0.1}
+
+
+def test_the_last_and_the_best_weights_of_a_run_begin_different_runs(write):
+    run = write("dense", "dense", 0, 0.9)
+    last, same, best, dense = (
+        identity(checked(init=f"{run}{name}"))
+        for name in ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors")
+    )
+    assert last == same
+    assert len({last, best, dense}) == 3
