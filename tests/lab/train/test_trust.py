@@ -112,3 +112,17 @@ def test_another_runs_files_in_this_folder(of, run, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert runner.run(config(root, *words, "seed=0", "force=true"), folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize("change", [{"hidden": [2**47, 16]}, {"name": "os.system"}])
+@pytest.mark.parametrize("words", ["export RUN --to TO --format onnx", "prune RUN output_dir=TO"])
+def test_a_network_that_cannot_be_built_is_one_line(change, words, run, tmp_path, capsys):
+    config = result_of(run)["config"]
+    rewrite(run, config=config | {"model": config["model"] | change})
+    assert verb(*words.replace("RUN", str(run)).replace("TO", str(tmp_path / "to")).split()) in (
+        1,
+        2,
+    )
+    err = capsys.readouterr().err
+    assert err.startswith("nmrun: model")
+    assert err.count("\n") == 1
