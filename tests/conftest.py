@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
 os.fsync = lambda handle: None  # no test cuts the power, and waiting for the disk takes long
+# as of a job in the background of a script, or under nohup, they may be ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 gc.disable()  # until all tests are collected
 
 

@@ -26,6 +26,11 @@ LAUNCHERS = signal.SIGUSR2  # submitit's; of no meaning where no launcher handle
 ECHO = 2.0
 
 
+def heeded() -> list[signal.Signals]:
+    """Those of :data:`ENDING` that the parent has not ignored."""
+    return [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+
+
 @functools.cache
 def ends_with(parent: int) -> bool:
     """Let SIGTERM reach this process when ``parent``, which may have started it, ends, on Linux.
@@ -59,9 +64,8 @@ class Signals:
         launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
         # not in the main thread: whoever runs us there handles signals
         with contextlib.suppress(ValueError):
-            for number in (*ENDING, *launcher):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._former[number] = signal.signal(number, self._catch)
+            for number in (*heeded(), *launcher):
+                self._former[number] = signal.signal(number, self._catch)
         return self
 
     def __exit__(self, *_: object) -> None:

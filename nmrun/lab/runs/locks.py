@@ -70,7 +70,7 @@ def folder_beside(place: Path) -> Iterator[Path]:
     while True:
         part = Path(tempfile.mkdtemp(prefix=f".{place.name}{PARTIAL}", dir=place.parent))
         with hold(part) as ours:
-            if not ours:  # it was taken for a remnant
+            if not ours and not part.exists():  # it was taken for a remnant
                 continue
             try:
                 yield part
