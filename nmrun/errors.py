@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
 from typing import TextIO
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # lines and tabs may stay
 
 
 class ConfigError(ValueError):
@@ -49,10 +52,16 @@ def refuse(problems: Iterable[str], status: int = 2) -> int:
     return status
 
 
+def neutral(text: str) -> str:
+    """A text with spaces for what is no character: control codes, of which a terminal may begin a
+    command, and halves of surrogate pairs, which cannot be written."""
+    return CONTROL.sub(" ", text)
+
+
 def tell(lines: Iterable[str]) -> None:
     """Print lines beside the results, for the person who typed the command."""
     for line in lines if leads() else []:
-        print(folded(f"nmrun: {line}", sys.stderr), file=sys.stderr)
+        print(folded(f"nmrun: {neutral(line)}", sys.stderr), file=sys.stderr)
 
 
 def folded(text: str, stream: TextIO) -> str:

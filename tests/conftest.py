@@ -5,8 +5,8 @@ folder.
 from __future__ import annotations
 
 import gc
-import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +17,16 @@ import pytest
 import torch
 from verbs import verb
 
+from nmrun.lab.runs.run_folder import RunFolder
+
 os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
 os.fsync = lambda handle: None  # no test cuts the power, and waiting for the disk takes long
+# as of a job in the background of a script, or under nohup, they may be ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 gc.disable()  # until all tests are collected
 
 
@@ -161,7 +166,7 @@ def write(tmp_path: Path):
             "status": status, "id": place.name.partition("-")[2], "config": config, "metrics": {"final": final, "best": best},
             "sparsity": {}, "environment": {"commit": "abc"}, "seconds": 2.5,
         }  # fmt: skip
-        (place / "result.json").write_text(json.dumps(result))
+        RunFolder(place).write_result(result)
         return place
 
     return call

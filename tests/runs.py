@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nmrun import recipes
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
+from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
@@ -80,10 +81,15 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
-    """Other values of some keys in result.json; of ``None`` none."""
+    """Other values of some keys in result.json, of ``None`` none; that of a finished run is sealed anew."""
     result = result_of(folder) | changes
     left = {key: value for key, value in result.items() if value is not None}
-    (folder / "result.json").write_text(json.dumps(left))
+    write_result(folder, left)
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """result.json as a run leaves it beside the files that are there."""
+    RunFolder(folder).write_result(result)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -211,7 +217,7 @@ def write_run(
     status: str = "finished",
     **config: Any,
 ) -> Path:
-    """The folder of a run, as far as exports read it: weights, and a result without hashes."""
+    """The folder of a run, as far as exports read it: weights and a result."""
     folder.mkdir(parents=True)
     result = {
         "status": status,
@@ -219,9 +225,9 @@ def write_run(
         "config": {"recipe": {"name": "ste"}, **config},
         "sparsity": {"pattern": pattern, "layers": layers},
     }
-    (folder / "result.json").write_text(json.dumps(result))
     weights = {name: tensor.contiguous().clone() for name, tensor in state.items()}
     save_file(weights, folder / "model.safetensors")
+    write_result(folder, result)
     return folder
 
 

@@ -540,3 +540,14 @@ def test_projected_once_a_step_however_often_it_is_read(monkeypatch):
         optimizer.step()
         model.eval()(batch(step))
     assert projected == ["0.weight", "2.weight"] * 3
+
+
+@pytest.mark.filterwarnings("ignore:nmrun")
+def test_weights_that_are_written_now_and_then_end_no_run():
+    model, optimizer, handle = start("sr_ste")
+    for step in range(TOTAL):
+        if step % 2:
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)
+        train(model, optimizer, [step])
+    assert len(events(handle)) == TOTAL // 2

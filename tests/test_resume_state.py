@@ -465,3 +465,14 @@ def test_a_wrapper_around_the_model_changes_no_name(compiled, loads):
     for model, optimizer, _ in (first, second):
         train(model, optimizer, range(4, 6))
     assert bits(second[0].state_dict()) == bits(first[0].state_dict())
+
+
+def test_a_sparse_phase_without_its_dense_weights_is_refused():
+    model, optimizer, _ = start("sr_ste")
+    train(model, optimizer, range(3))
+    states = stored(model, optimizer)
+    for tensors in states[1]["state"].values():
+        tensors.pop("nmrun_dense", None)
+    _, optimizer, _ = start("sr_ste", seed=5)
+    with pytest.raises(ConfigError, match=r"no dense weight of 0\.weight"):
+        optimizer.load_state_dict(states[1])

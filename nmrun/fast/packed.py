@@ -39,6 +39,9 @@ PARTS = ("values", "places", "scales")
 VERSION, VERSION_INT8 = 1, 2
 INT8 = torch.int8
 LAYERS = ("int8", "dense int8")
+# A small file with huge groups would fill the memory: so large may its dense weights be, in all or by
+# its size. The sparsest patterns in use, 1:128, are below.
+MOST_BYTES, MOST_TIMES = 2**30, 128
 LONGEST = 1024  # of a group that has fewer weights than its size
 
 
@@ -47,10 +50,17 @@ def load(path: Path | str) -> dict[str, Tensor]:
     weights become float32. It works on any machine, without a compiler.
 
     Raises:
-        ValueError: in one line, if the file is cut off, changed, of a newer version, or no packed
-            file.
+        ValueError: in one line, if the file is cut off, changed, of a newer version, no packed
+            file, or of weights that are far larger than the file.
     """
     tensors, layers = read(path)
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    dense = sum(math.prod(line.shape) * torch.float32.itemsize for line in layers)
+    if dense > max(MOST_BYTES, MOST_TIMES * stored):
+        raise ValueError(
+            f"{path} cannot be unpacked: its {stored} bytes would become {dense}, more than "
+            f"{MOST_TIMES} times as many; nmrun.load_packed fits it to a model"
+        )
     for line in layers:
         weight = line.dense(tensors)
         line.drop(tensors)

@@ -1,5 +1,6 @@
-"""Signals that end a run: SIGINT, SIGTERM, and SIGUSR1, which Slurm sends before the time is up
-(``--signal=USR1@60``).
+"""Signals that end a run: SIGINT, SIGTERM, SIGHUP of a terminal that closes, SIGXCPU of ``ulimit -t``,
+and SIGUSR1, which Slurm sends before the time is up (``--signal=USR1@60``). One that the parent has
+ignored, as ``nohup`` and ``&`` in a script do, stays so.
 
 Schedulers, ``timeout`` and shells send them to all processes of a job. A step is finished and saved
 first; where nothing is to be saved, a signal acts at once.
@@ -18,11 +19,16 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1)
 LAUNCHERS = signal.SIGUSR2  # submitit's; of no meaning where no launcher handles it
 # Seconds within which a second SIGTERM is the first one's echo: ``timeout`` and ``torchrun`` send
 # it to the group and to the process.
 ECHO = 2.0
+
+
+def heeded() -> list[signal.Signals]:
+    """Those of :data:`ENDING` that the parent has not ignored."""
+    return [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
 
 
 @functools.cache
@@ -58,7 +64,7 @@ class Signals:
         launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
         # not in the main thread: whoever runs us there handles signals
         with contextlib.suppress(ValueError):
-            for number in (*ENDING, *launcher):
+            for number in (*heeded(), *launcher):
                 self._former[number] = signal.signal(number, self._catch)
         return self
 
@@ -99,6 +105,8 @@ class Signals:
             self.caught, self._since = number, time.monotonic()
             if self._raises():
                 raise KeyboardInterrupt
+        elif number == signal.SIGXCPU:  # it comes each second from the limit on
+            return
         elif number == signal.SIGINT or time.monotonic() - self._since > ECHO:
             self.__exit__()
             os.kill(os.getpid(), number)

@@ -128,6 +128,8 @@ def _size_obstacle(entry: Candidate, pattern: Pattern, pad: bool) -> str:
     """Why a weight of this size cannot hold the pattern, or nothing."""
     assert entry.axes is not None
     dim, outputs = entry.dim, entry.outputs
+    if 0 in entry.shape:
+        return "it has no weights"
     if pattern.v > 1 and outputs != (1 if dim == 0 else 0):
         return f"{pattern} is for matrices and convolutions, whose outputs lie along one dimension"
     if entry.shape[outputs] % pattern.v:

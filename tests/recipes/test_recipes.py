@@ -321,11 +321,13 @@ def test_values_out_of_range(recipe, hyperparameters, message):
         )
 
 
-def test_step_wants_one_beta2_and_eps_for_what_it_pools():
+@pytest.mark.parametrize("other", [{"eps": 1e-6}, {"betas": (0.9, 0.99)}])
+@pytest.mark.parametrize("switch", ["auto", "auto_geometric", "variance_ratio", "gradient_norm"])
+def test_step_wants_one_beta2_and_eps_for_what_it_pools(switch, other):
     model = Net()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "eps": 1e-6}]
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), **other}]
     with pytest.raises(ValueError, match="must share beta2 and eps"):
-        nmrun.sparsify(model, nmrun.optim.Adam(groups), "step", "2:4", 10)
+        nmrun.sparsify(model, nmrun.optim.Adam(groups), "step", "2:4", 10, switch=switch)
 
 
 def test_at_a_fixed_switch_step_freezes_every_group_by_its_own_beta2_and_eps():

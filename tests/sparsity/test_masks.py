@@ -103,6 +103,12 @@ def test_nan_is_kept_on_top_of_the_n(n, indices):
     assert nm_mask(torch.full((1, 4), math.nan), "1:4").all()
 
 
+def test_a_nan_stays_one_under_a_soft_threshold_and_takes_no_place():
+    weight = torch.tensor([[math.nan, 1.0, -2.0, 3.0], [4.0, 1.0, -2.0, 3.0]])
+    expected = torch.tensor([[math.nan, 0.0, -1.0, 2.0], [2.0, 0.0, 0.0, 1.0]])
+    torch.testing.assert_close(soft_threshold(weight, "2:4"), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (6,), ()])
 def test_sizes_that_are_no_multiple_of_m(shape):
     with pytest.raises(ValueError, match=r"2:4 needs dimension \d to be a multiple of 4; it is"):

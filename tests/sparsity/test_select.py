@@ -459,3 +459,11 @@ def test_mistakes_in_all_options_are_told_at_once():
     assert all(
         p.startswith(start) for p, start in zip(raised.value.problems, starts, strict=True)
     ), raised.value.problems
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_layer_without_weights_stays_dense(shape):
+    model = layers(empty=nn.Linear(*shape), other=nn.Linear(8, 8))
+    assert names(model) == ["other.weight"]
+    assert reasons(model) == {"empty.weight": "it has no weights"}

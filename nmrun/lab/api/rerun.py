@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if run.problem:
         raise RunError(f"{run.path / RESULT}: {run.problem}")
     settings.read(options.run)
-    if run.is_sealed:
+    if run.is_finished:
         run.checked(CONFIG)  # the command stands above it
     known = status.command(run)
     if known is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.errors import ConfigError, RunError, tell
+from nmrun.errors import ConfigError, RunError, neutral, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
@@ -178,7 +178,7 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            table = [[documents.neutral(text) for text in line] for line in csv.reader(file)]
+            table = [[neutral(text) for text in line] for line in csv.reader(file)]
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: no file of runs: it is not UTF-8") from None
     except (OSError, csv.Error) as error:
@@ -302,23 +302,18 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
 
 
 def verify(runs: pd.DataFrame) -> None:
-    """Compare the files of the finished runs with the hashes in their results. Runs of before there
-    were hashes pass, and are counted in a line on standard error.
+    """Compare the files of the finished runs with the hashes in their results.
 
     Raises RunError for all files that are missing or changed, ConfigError for runs in W&B.
     """
-    wrong, unsealed = [], 0
+    wrong = []
     for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
         if not folder.is_dir():
             raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
-        run = RunFolder(folder)  # read anew
-        broken = run.broken(contents=True)
+        broken = RunFolder(folder).broken(contents=True)  # read anew
         wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
-        unsealed += run.is_finished and not run.is_sealed
     if wrong:
         raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
-    if unsealed:
-        tell([f"runs finished by an earlier nmrun, which kept no hashes; not verified: {unsealed}"])
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -353,8 +348,8 @@ def as_text(lines: Lines, style: str) -> str:
     """
     if style == "csv":
         out = io.StringIO()
-        neutral = ([_no_formula(_join(cell)) for cell in line] for line in lines)
-        csv.writer(out, lineterminator="\n").writerows(neutral)
+        cells = ([_no_formula(_join(cell)) for cell in line] for line in lines)
+        csv.writer(out, lineterminator="\n").writerows(cells)
         return out.getvalue()
     head, *rest = lines
     records = [documents.strict(dict(zip(head, line, strict=True))) for line in rest]

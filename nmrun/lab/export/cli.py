@@ -5,7 +5,6 @@ others read.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -101,26 +100,17 @@ def _whole(
     place = to.absolute()
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
-    part = root / f".{place.name}-{os.getpid()}"
-    for remnant in root.glob(f".{place.name}-*"):
-        if (remnant / locks.NAME).is_file() and not locks.is_locked(remnant):  # by a kill
-            shutil.rmtree(remnant, ignore_errors=True)
-    try:
-        part.mkdir()
-    except OSError as error:
-        raise ConfigError(f"--out {to}: {root} cannot be written to ({error.strerror})") from None
-    try:
-        with atomic.disk_errors(root / place.name), locks.hold(part):
-            (new := part / "new").mkdir()
-            first, *others = write(run, new)
-            atomic.sync(new)
-            if to.exists():
-                _replace(to, new, part / "old")
-            else:
-                to.parent.mkdir(parents=True, exist_ok=True)
-                os.rename(new, to)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {to}: {root} cannot be written to")
+    with atomic.disk_errors(root / place.name), locks.folder_beside(root / place.name) as part:
+        (new := part / "new").mkdir()
+        first, *others = write(run, new)
+        atomic.sync(new)
+        if to.exists():
+            _replace(to, new, part / "old")
+        else:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(new, to)
     return [f"{to}{os.sep}{first}", *others]
 
 

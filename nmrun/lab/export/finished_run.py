@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks, verbs
-from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
+from nmrun.lab.words import schema
 from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm
 from nmrun.step.activations import SparseActivations
@@ -96,7 +97,6 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
         raise ConfigError(f"{folder} holds no finished run (there is no {FINAL})")
     for name, problem in run.broken(contents=True).items():
         raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
-    run.tell_unverified()
     try:
         state = load_file(source)
     except SafetensorError as error:
@@ -140,7 +140,7 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     """The run's network with its weights, on the CPU and set to evaluation, and its task. It prunes
     its activations if the run did in the end."""
     verbs.demand_consent(run.folder, run.result["config"], run.trusted)
-    config = Config(run.result["config"], None)
+    config = schema.check(OmegaConf.create(run.result["config"]))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()
     model.load_state_dict(run.state)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError, tell
+from nmrun.errors import ConfigError, neutral, tell
 from nmrun.lab.folders import settings, sweep
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
@@ -285,7 +285,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(_plain(last, states), indent=2))
     else:
-        print("\n".join(_lines(path, last, states, most, keys)))
+        print(neutral("\n".join(_lines(path, last, states, most, keys))))
     return 0
 
 
@@ -359,7 +359,7 @@ def _watch(path: Path, most: int | None, keys: Sequence[str]) -> int:
         while True:
             last, states = sweeps(path), runs(path)
             lines = _lines(path, last, states, most, keys) if last or states else ["no runs yet"]
-            display.update(Text("\n".join(lines)), refresh=True)
+            display.update(Text(neutral("\n".join(lines))), refresh=True)
             at_work = any(run.state == "running" for run in states)
             if not at_work and not any(running for _, running in last):
                 return 0

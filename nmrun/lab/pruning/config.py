@@ -17,7 +17,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import verbs
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.groups import ratio
+from nmrun.lab.keys.groups import Run, ratio
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, composition, precheck, rules, schema, suggestions
@@ -110,7 +110,9 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if result is None:
         raise ConfigError(f"{folder}: {run.unfinished()}")
     verbs.demand_consent(folder, result["config"], trusted)
-    plain: dict[str, Any] = {**result["config"], "init": str(folder)}
+    # the folder may be from elsewhere, and so is the place that it was written to
+    here = {"init": str(folder), "output_dir": Run.output_dir}
+    plain: dict[str, Any] = {**result["config"], **here}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}

@@ -21,7 +21,6 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import (
     FINAL,
-    OF_EARLIER,
     RunFolder,
     activations_of,
     make_folder,
@@ -79,9 +78,8 @@ def main(argv: Sequence[str]) -> int:
             remove_empty(folder, Path(config.output_dir).parent)
             raise
     else:
-        how = "" if run_dir.is_sealed else f"; {OF_EARLIER}"
         names = ", ".join(sources.changed(result["config"], config).values())
-        how += f"; that was before {names} changed" if names else ""
+        how = f"; that was before {names} changed" if names else ""
         print(f"  finished already (force=true prunes again){how}")
         print("\n".join(f"  {line}" for line in oneshot.lines(result["sparsity"]["layers"])))
     final, metric = result["metrics"]["final"], result["metric"]

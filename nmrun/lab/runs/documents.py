@@ -1,7 +1,7 @@
 """JSON, lines of JSON, and YAML that anybody may have written: run folders are copied, shared and damaged.
 
-What comes out of here is of a regular file, and of a size that ends. It has no text that a terminal
-would take for a command. Of files of lines it is the lines that are whole.
+What comes out of here is of a regular file, and of a size that memory holds. It has no text that a
+terminal would take for a command. Of files of lines it is the lines that are whole.
 """
 
 from __future__ import annotations
@@ -10,33 +10,48 @@ import errno
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from nmrun.errors import neutral
+
 # A result of nmrun has some thousand values in six levels. YAML's aliases make more of a few lines
 # than any memory holds.
 MOST_VALUES, MOST_LEVELS = 1_000_000, 60
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # lines and tabs may stay
+MOST_BYTES = 64 * 2**20  # of a document, and of a line: a file of holes has any size
+TAIL = 16 * 2**20  # bytes at the end of a file in which last rows are looked for
 
 
-def read(path: Path) -> bytes:
-    """What a regular file holds. OSError for anything else: a pipe or a device may never end."""
+def opened(path: Path | str) -> BufferedReader:
+    """A regular file to read. OSError for anything else: a pipe or a device may never end."""
     # a pipe that nobody writes to would be waited for
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with os.fdopen(handle, "rb") as file:
+    return open(handle, "rb")
+
+
+def read(path: Path) -> bytes:
+    """What a document holds; OSError as of :func:`opened`, and for one above the limit."""
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise _too_large(path)
         return file.read()
 
 
+def _too_large(path: Path) -> OSError:
+    what = f"more than the {MOST_BYTES // 2**20} MB of a document or a line"
+    return OSError(errno.EFBIG, what, str(path))
+
+
 def parsed(text: bytes) -> Any:
-    """The value of a JSON text, with :func:`neutral` texts. ValueError where no program of ours
+    """The value of a JSON text, with neutral texts. ValueError where no program of ours
     wrote it."""
     # a row of metrics, of which there are many: nothing in it can be a control code, or deep
     simple = text.isascii() and b"\\" not in text and b"\x7f" not in text
@@ -95,14 +110,8 @@ def strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def neutral(text: str) -> str:
-    """A text with spaces for what is no character: control codes, of which a terminal may begin a
-    command, and halves of surrogate pairs, which cannot be written."""
-    return CONTROL.sub(" ", text)
-
-
 def plain(value: Any) -> Any:
-    """A copy with :func:`neutral` texts, in which nothing stands twice. ValueError for what is
+    """A copy with neutral texts, in which nothing stands twice. ValueError for what is
     nested too deeply, or too large."""
     left = MOST_VALUES
 
@@ -129,24 +138,31 @@ def read_lines(
     path: Path, parsed: Callable[[bytes], Any] = parsed
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The objects of a file that are whole, and the numbers, from 1, of the lines that hold none;
-    both empty if there is no file. ``parsed`` gives the value of a line, or raises ValueError."""
+    both empty if there is no file. ``parsed`` gives the value of a line, or raises ValueError.
+    OSError as of :func:`read`."""
+    objects: list[dict[str, Any]] = []
+    damaged: list[int] = []
     try:
-        lines = read(path).split(b"\n")
+        file = opened(path)
     except FileNotFoundError:
-        return [], []
-    objects, damaged = [], []
-    for number, line in enumerate(lines, 1):
-        if (value := _object(line, parsed)) is not None:
-            objects.append(value)
-        elif line:
-            damaged.append(number)
+        return objects, damaged
+    with file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES), b""), 1):
+            if len(line) == MOST_BYTES:
+                raise _too_large(path)
+            if (value := _object(line.removesuffix(b"\n"), parsed)) is not None:
+                objects.append(value)
+            elif line != b"\n":
+                damaged.append(number)
     return objects, damaged
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole objects of a file from its end on, each read when it is asked for."""
+    """The whole objects at the end of a file, the last first, each parsed when it is asked for."""
     try:
-        lines = read(path).split(b"\n")
+        with opened(path) as file:
+            file.seek(-min(TAIL, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            lines = file.read(TAIL).split(b"\n")
     except OSError:
         return
     for line in reversed(lines):

@@ -13,12 +13,13 @@ import fcntl
 import hashlib
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-NAME = ".lock"
+NAME, PARTIAL = ".lock", ".partial-"
 # seconds between tries: is_locked() may be looking just now, or the folder is being deleted
 WAITS = (0, 0.02, 0.05, 0.1, 0.2)
 
@@ -56,6 +57,26 @@ def hold(folder: Path) -> Iterator[bool]:
                 if _is(handle, path):
                     path.unlink()
         _close(handles)
+
+
+@contextlib.contextmanager
+def folder_beside(place: Path) -> Iterator[Path]:
+    """A folder in which to make what ``place`` becomes by renaming, removed in the end; so are
+    those in the same folder that kills have left."""
+    for remnant in place.parent.glob(f".*{PARTIAL}*/"):
+        with contextlib.suppress(OSError), hold(remnant) as ours:  # another user's, say
+            if ours:
+                shutil.rmtree(remnant, ignore_errors=True)
+    while True:
+        part = Path(tempfile.mkdtemp(prefix=f".{place.name}{PARTIAL}", dir=place.parent))
+        with hold(part) as ours:
+            if not ours and not part.exists():  # it was taken for a remnant
+                continue
+            try:
+                yield part
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+            return
 
 
 def is_locked(folder: Path) -> bool:

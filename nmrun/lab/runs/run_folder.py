@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, RunError, tell
+from nmrun.errors import ConfigError, RunError, neutral, tell
 from nmrun.lab.runs import documents
 
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
@@ -31,8 +31,8 @@ CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 FINAL, BEST, DENSE = WEIGHTS = ("model.safetensors", "best.safetensors", "dense.safetensors")
 SEALED = (CONFIG, METRICS, *WEIGHTS)
 REMEDY = f"remove it, and the run's command makes it again (with force=true for {METRICS})"
-OF_EARLIER = "finished by an earlier nmrun, which kept no hashes: not verified"
 CHANGED = "it was changed: its SHA-256 is another"
+UNSEALED = "it was changed: it has no SHA-256, as that of a finished run has"
 NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
 ENDS = "\n\r\x85\u2028\u2029"  # of lines in YAML
 # the command above config.yaml is a comment, of several lines where a value in it has
@@ -50,8 +50,6 @@ OF_CONFIG = {
     **dict.fromkeys(("dataset", "model", "recipe", "sparsity", "optimizer", "schedule"), dict),
     **{"trainer": dict, "track": dict, "seed": int, "output_dir": str},
 }
-
-_unverified: set[Path] = set()  # folders of which the user has been told so
 
 
 def make_folder(folder: Path, output_dir: str) -> None:
@@ -116,11 +114,6 @@ class RunFolder:
         return self._look[2]
 
     @property
-    def is_sealed(self) -> bool:
-        """Whether the files have hashes: those of earlier versions of nmrun have none."""
-        return "files" in self.result
-
-    @property
     def is_finished(self) -> bool:
         """Whether a run has finished here, by its result alone."""
         return self.result.get("status") == "finished"
@@ -147,7 +140,7 @@ class RunFolder:
         except OSError:
             head = None
         if head is not None:
-            return documents.neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
+            return neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
         typed: str | None = self.result.get("environment", {}).get("command")
         return typed
 
@@ -155,15 +148,13 @@ class RunFolder:
         """For each file that is missing, or not as a finished run left it, what is wrong with it.
 
         With ``contents`` all files are read, for their hashes; else existence and size are looked
-        at, and the hash of the result itself. Of a result without hashes ``model.safetensors`` may
-        be missing.
+        at, and the hash of the result itself.
         """
         if self.problem:
             return {RESULT: self.problem}
         if not self.is_finished:
             return {}
-        names = self.result["files"] if self.is_sealed else [FINAL]
-        wrong = {name: self._wrong(name, contents) for name in names}
+        wrong = {name: self._wrong(name, contents) for name in self.result["files"]}
         return {name: what for name, what in wrong.items() if what}
 
     def finished(self) -> dict[str, Any] | None:
@@ -202,21 +193,13 @@ class RunFolder:
             raise RunError(f"{self.path / name}: {wrong}; {REMEDY}")
         return self.path / name
 
-    def tell_unverified(self) -> None:
-        """Say, once, where a finished run has no hashes; it is taken."""
-        if self.is_finished and not self.is_sealed and self.path not in _unverified:
-            _unverified.add(self.path)
-            tell([f"{self.path}: {OF_EARLIER}"])
-
     def say_finished(self, changed: Iterable[str] = ()) -> None:
         """Print what the run that has finished here has reached, and where, and what of the user's
         own was ``changed`` since."""
         final = self.result["metrics"]["final"].items()
         texts = {key: "-" if value is None else f"{value:.4g}" for key, value in final}
         metrics = "  ".join(f"{key} {text}" for key, text in texts.items())
-        how = "" if self.is_sealed else f"\n  {OF_EARLIER}"
-        line = f"finished already: {metrics}\n  {self.path} (force=true runs it again){how}"
-        print(line, flush=True)
+        print(f"finished already: {metrics}\n  {self.path} (force=true runs it again)", flush=True)
         if names := ", ".join(changed):
             tell([f"that was before {names} changed; force=true runs it again"])
 
@@ -262,13 +245,15 @@ class RunFolder:
             return {}, f"it is damaged: {error}", False
         if problem := _wrong_shape(result):
             return {}, problem, False
-        if result.keys() & {"files", "sha256"} and result.get("sha256") != _hash(result):
+        seal = {"files", "sha256"}
+        if result["status"] == "finished" and not seal <= result.keys():
+            return {}, UNSEALED, False
+        if result.keys() & seal and result.get("sha256") != _hash(result):
             raw = json.loads(data.decode())  # its texts as they were hashed
             if raw.get("sha256") != _hash(raw):
                 return {}, CHANGED, False
         folder = self.path.name
-        # to follow links takes a look at each folder above
-        if not NAME.fullmatch(folder) or self.path.is_symlink():
+        if not NAME.fullmatch(folder):  # of a link with another name, its target's
             folder = self.path.resolve().name
         name = NAME.fullmatch(folder)
         if name and result.get("id", name[1]) != name[1]:
@@ -276,13 +261,13 @@ class RunFolder:
         return result, "", False
 
     def _wrong(self, name: str, contents: bool) -> str:
-        path, record = self.path / name, self.result.get("files", {}).get(name)
+        path, record = self.path / name, self.result["files"].get(name)
         try:
             about = path.stat()
             if not stat.S_ISREG(about.st_mode):
                 return "it is no file"
             if record is None:
-                return "it is not of this run, which left none" if self.is_sealed else ""
+                return "it is not of this run, which left none"
             if about.st_size != record["bytes"]:
                 return f"it was changed: it has {about.st_size} bytes and had {record['bytes']}"
             if contents and _sha256(path) != record["sha256"]:
@@ -334,7 +319,7 @@ def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with documents.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

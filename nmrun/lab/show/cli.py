@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, folded
+from nmrun.errors import ConfigError, folded, neutral
 from nmrun.lab.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
@@ -346,7 +346,8 @@ def _experiments(options: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """With hyphens for minus signs where the terminal has none."""
+    """With hyphens for minus signs where the terminal has none, and no commands to it."""
+    text = neutral(text)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:

@@ -22,7 +22,7 @@ from typing import Any
 from nmrun.errors import tell
 from nmrun.lab.compare import notation
 from nmrun.lab.folders import sweep
-from nmrun.lab.signals import ECHO, ENDING, ends_with
+from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 LOOK = 0.1  # seconds between two looks at the others
@@ -45,7 +45,7 @@ class Sweeper:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Sweeper:
-        for number in ENDING if self.waits else ():
+        for number in heeded() if self.waits else ():
             self._former[number] = signal.signal(number, self.catch)
         if self.waits:
             _start_trackers()
@@ -137,7 +137,7 @@ def ends_by_signal() -> Iterator[None]:
     if not launched_this():
         yield
         return
-    with _interrupting(dict.fromkeys(ENDING, _idle)):
+    with _interrupting(dict.fromkeys(heeded(), _idle)):
         yield
 
 

@@ -32,7 +32,8 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
         raise ConfigError(f"{key}={source}: there is no such folder")
     try:
         with quiet():
-            return getattr(transformers, kind).from_pretrained(str(place), **options)
+            loader = getattr(transformers, kind).from_pretrained
+            return loader(str(place), trust_remote_code=False, **options)  # else it asks
     except Exception as error:  # each kind of file and of network has errors of its own
         line = textwrap.shorten(str(error) or type(error).__name__, 300)
         raise ConfigError(

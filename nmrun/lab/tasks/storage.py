@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -84,8 +82,8 @@ def cached(
         _remove_damaged(folder)
     arrays = make()
     root.mkdir(parents=True, exist_ok=True)
-    half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
-    try:
+    with locks.folder_beside(folder) as part:
+        (half_done := part / key).mkdir()
         for name, array in arrays.items():
             with (half_done / f"{name}.npy").open("wb") as file:
                 np.save(file, array)
@@ -93,12 +91,11 @@ def cached(
                 os.fsync(file.fileno())  # the folder's new name must not outlive a power cut alone
         records = {name: _about(half_done / f"{name}.npy") for name in arrays}
         atomic.write(half_done / LIST, json.dumps(records) + "\n")
-        half_done.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was faster, with the same
-            raise
-    finally:
-        shutil.rmtree(half_done, ignore_errors=True)
+        try:
+            half_done.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same
+                raise
     if (content := _whole(folder)) is None:
         raise RunError(f"{folder}: what was written there does not come back; is the disk damaged?")
     return content
@@ -110,6 +107,8 @@ def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
     """
     try:
         records = documents.read_json(folder / LIST)
+        if {f"{name}.npy" for name in records} != {path.name for path in folder.glob("*.npy")}:
+            return None
         for name, about in records.items():
             path = folder / f"{name}.npy"
             if path.stat().st_size != about["bytes"]:
@@ -133,9 +132,8 @@ def _remove_damaged(folder: Path) -> None:
     """Remove a folder, unless another process is about to, or has put a whole one in its place."""
     with contextlib.suppress(FileNotFoundError), locks.hold(folder) as ours:
         if ours and _whole(folder) is None:
-            gone = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-            folder.rename(gone)  # at once: nobody sees a part of it
+            with locks.folder_beside(folder) as part:
+                folder.rename(part / folder.name)  # at once: nobody sees a part of it
             _folders.discard(folder)
-            shutil.rmtree(gone, ignore_errors=True)
         elif not ours:
             time.sleep(0.1)

@@ -2,13 +2,15 @@
 
 A checkpoint is ``checkpoint.pt``. What processes hold in shards lies in a folder beside it
 (``nmrun.lab.train.fsdp``), which the file names: the folder is whole before the file is, and it is
-removed when no file names it any more.
+removed when no file names it any more. Its zip comment is a hash of what it
+holds, which a state that was edited and saved again lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
 import random
@@ -24,12 +26,14 @@ import torch
 from torch import nn
 
 from nmrun import atomic
-from nmrun.errors import first_line
+from nmrun.errors import RunError, first_line
 from nmrun.lab import ranks
+from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import CHECKPOINT, PREVIOUS
 
 WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
+FOREIGN = "was changed, or is not of nmrun"
 # errors of reading what is no file, or a damaged one, where zipfile looks before its beginning
 OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ELOOP)
 
@@ -64,7 +68,15 @@ class CheckpointClock:
 def save(path: Path, state: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    with zipfile.ZipFile(buffer, "a") as records:
+        records.comment = _seal(records)
     atomic.write(path, buffer.getvalue())
+
+
+def _seal(records: zipfile.ZipFile) -> bytes:
+    """A hash of the records' checksums, which stand in the file and are compared besides."""
+    sums = [(record.filename, record.CRC) for record in records.infolist()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest().encode()
 
 
 def save_next(folder: Path, state: dict[str, Any]) -> None:
@@ -108,7 +120,7 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     not. It is ``checkpoint.pt`` from here on.
 
     All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
-    the disk until they are looked at.
+    the disk until they are looked at. RunError for one that somebody else wrote.
     """
     several, messages = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
@@ -121,6 +133,8 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         usable, problem, record = ranks.from_leader(
             (state is not None, problem, (state or {}).get("shards"))
         )
+        if problem == FOREIGN:
+            raise RunError(f"{name} {FOREIGN}: move it away, or start over with force=true")
         if record:
             from nmrun.lab.train import fsdp
 
@@ -193,10 +207,14 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     little memory, stay as they are: the file may be whole.
     """
     try:
-        with zipfile.ZipFile(path) as records:
+        with documents.opened(path) as file, zipfile.ZipFile(file) as records:
             broken = records.testzip()
-        if broken is not None:
-            raise ValueError(f"the checksum of {broken} is wrong")
+            if broken is not None:
+                raise ValueError(f"the checksum of {broken} is wrong")
+            if not records.comment:
+                raise ValueError(FOREIGN)
+            if records.comment != _seal(records):
+                raise ValueError("its hash is another")
         state = _read(path, mapped)
     except FileNotFoundError:
         return None

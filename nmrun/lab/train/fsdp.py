@@ -31,6 +31,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.kernels.layout import part_like
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import documents
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.train.weights import Replicated, network
 from nmrun.patterns import Pattern
@@ -319,7 +320,7 @@ def _checksums(folder: Path, names: list[str]) -> dict[str, str]:
     checksums = {}
     for name in names[ranks.rank() :: ranks.world()]:
         try:
-            with (folder / name).open("rb") as file:
+            with documents.opened(folder / name) as file:
                 checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
             checksums[name] = ""

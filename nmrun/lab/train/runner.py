@@ -286,13 +286,7 @@ class _Run:
             return results.finish(folder, loop)
 
     def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
-        if state is None:
-            return
-        if not {"loop", "id"} <= state.keys():
-            raise RunError(
-                "checkpoint.pt is not of nmrun: move it away, or start over with force=true"
-            )
-        if state["id"] != self.id:
+        if state is not None and state["id"] != self.id:
             raise RunError(
                 f"checkpoint.pt is of run {state['id']}, this is run {self.id}: put this run's own checkpoint back, "
                 "or start over with force=true"

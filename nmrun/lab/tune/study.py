@@ -1,7 +1,8 @@
 """The trials of one cell of a comparison, and which settings to try next.
 
 ``trials.jsonl`` lists what was tried, in order. What came of it is in the ``result.json`` of each
-run, whose hash is checked: no other file can decide. Optuna proposes. Its study is made anew for
+run, whose hash is checked: no other file can decide. Each line has a checksum of all up to it, as
+who changes the list changes what is tried. Optuna proposes. Its study is made anew for
 each proposal, with a seed that follows from the trial's number. So a comparison that was cut off
 goes on with the same proposals.
 """
@@ -12,6 +13,7 @@ import contextlib
 import json
 import logging
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,9 +90,13 @@ class Study:
         lines, damaged = documents.read_lines(self.folder / TRIALS)
         whole_lines = lines[: damaged[0] - 1] if damaged else lines
         listed: list[dict[str, Any]] = []
+        checksum = 0
         for number, line in enumerate(whole_lines, 1):
             params = line.get("params")
+            checksum = _checksum(params, checksum)
             if not isinstance(params, dict) or {*params} != {*self.space}:
+                return listed, number
+            if line.get("checksum") != checksum:
                 return listed, number
             listed.append(params)
         return listed, damaged[0] if damaged else None
@@ -118,7 +124,10 @@ class Study:
         stands after it."""
         listed, number = self.settings()[0], len(self.trials())
         listed[number : number + 1] = [dict(params)]
-        lines = "".join(json.dumps({"params": each}) + "\n" for each in listed)
+        lines, checksum = "", 0
+        for each in listed:
+            checksum = _checksum(each, checksum)
+            lines += json.dumps({"params": each, "checksum": checksum}) + "\n"
         atomic.write(self.folder / TRIALS, lines, shared=True)
 
     def ranked(self, count: int) -> list[Trial]:
@@ -195,6 +204,10 @@ class Study:
             else trial.suggest_float(key, search.low, search.high, log=search.log)
             for key, search in self.space.items()
         }
+
+
+def _checksum(params: Any, before: int) -> int:
+    return zlib.crc32(json.dumps(params).encode(), before)
 
 
 def import_optuna() -> Any:

@@ -83,7 +83,6 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs)
     model.load_state_dict(load_file(run.checked(FINAL)))
-    run.tell_unverified()
     limits: dict[str, Any] = {
         "include": config.model.include,
         "exclude": config.model.exclude or (),

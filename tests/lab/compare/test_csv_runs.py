@@ -7,6 +7,7 @@ import re
 
 import pandas as pd
 import pytest
+from runs import rewrite
 from verbs import verb
 
 from nmrun.errors import ConfigError
@@ -163,8 +164,7 @@ def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
 def test_a_line_a_run_says_what_happened(tmp_path, write, capsys):
     happened = ["step 20: ASP pruned once, by magnitude", "step 30: all is well"]
     events = [{"kind": "", "step": 20, "sentence": sentence} for sentence in happened]
-    path = write("asp", "1:8", 0, 0.9) / "result.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "events": events}))
+    rewrite(write("asp", "1:8", 0, 0.9), events=events)
     write("dense", "dense", 0, 0.9)
     assert verb("table", str(tmp_path / "outputs"), "--runs", "--format", "json") == 0
     runs = {run["recipe"]: run["events"] for run in json.loads(capsys.readouterr().out)}

@@ -13,7 +13,6 @@ from verbs import verb
 
 from nmrun.errors import RunError
 from nmrun.lab.api.runs import Result
-from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import SEALED, WEIGHTS
 
 
@@ -25,8 +24,7 @@ def sealed(write):
         folder: Path = write(*arguments, **other)
         for name in (*WEIGHTS, "metrics.jsonl"):
             (folder / name).write_bytes(name.encode() * 3)
-        result = result_of(folder)
-        (folder / "result.json").write_text(json.dumps(run_folder.sealed(result, folder), indent=2))
+        rewrite(folder)
         return folder
 
     return call
@@ -76,8 +74,7 @@ def test_changed_rows_are_not_drawn(sealed, tmp_path, capsys):
     folder = sealed("ste", "2:4", 0, 0.8)
     rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    rewrite(folder, files=None, sha256=None)
-    rewrite(folder, **run_folder.sealed(result_of(folder) | {"metric": "accuracy"}, folder))
+    rewrite(folder, metric="accuracy")
     words = ("plot", str(tmp_path), "--kind", "curves", "--out", str(tmp_path / "a.svg"))
     assert verb(*words) == 0
     assert capsys.readouterr().err == ""
@@ -90,20 +87,30 @@ def test_changed_rows_are_not_drawn(sealed, tmp_path, capsys):
         finished.history()
 
 
-def test_runs_without_hashes_are_counted(sealed, write, table):
-    sealed("ste", "2:4", 2, 0.5)
-    write("asp", "2:4", 0, status="failed")
-    earlier = [write("ste", "2:4", seed, 0.5) / "model.safetensors" for seed in range(2)]
-    for path in earlier:
-        path.touch()
-    status, out, err = table("--verify")
-    assert (status, "50.0 +- 0.0 (3)" in out) == (0, True)
-    line = "runs finished by an earlier nmrun, which kept no hashes; not verified: 2"
-    assert err == f"nmrun: {line}\n"
-    earlier[1].unlink()
-    status, out, err = table("--verify")
-    assert (status, out) == (1, "")
-    assert err.startswith(f"nmrun: {earlier[1]}: it is missing")
+@pytest.mark.parametrize("keys", [("files", "sha256"), ("files",), ("sha256",)])
+def test_a_result_that_lost_its_hashes_never_counts(keys, sealed, table, tmp_path, capsys):
+    folder = sealed("ste", "2:4", 0, 0.5)
+    sealed("ste", "2:4", 1, 0.9)
+    result = {key: value for key, value in result_of(folder).items() if key not in keys}
+    result["metrics"]["final"]["test/accuracy"] = 0.1
+    (folder / "result.json").write_text(json.dumps(result))
+    status, out, err = table()
+    assert (status, "90.0 (1)" in out) == (0, True)
+    assert err.startswith(f"nmrun: left out: {folder / 'result.json'}: it was changed")
+    assert err.count("\n") == 1
+    looks = {
+        ("table", str(tmp_path), "--verify"): 1,
+        ("rerun", str(folder), "--yes"): 1,
+        ("compare", str(folder), str(folder)): 1,
+        ("export", str(folder), "--to", str(tmp_path / "to")): 1,
+        ("", f"init={folder}", "debug=fast", f"output_dir={tmp_path / 'to'}"): 2,
+        ("status", str(tmp_path)): 0,
+        ("report", str(tmp_path), "--to", str(tmp_path / "report.html")): 0,
+    }
+    for words, expected in looks.items():
+        status = verb(*filter(None, words))
+        out, err = capsys.readouterr()
+        assert (status, "result.json: it was changed" in out + err) == (expected, True), words
 
 
 @pytest.mark.parametrize("name", ["=cmd|'/c calc'!A1", "+1+1", "-a", "@SUM(A1)", "\tx"])
@@ -129,3 +136,14 @@ def test_markdown_cells_are_texts(write, table):
     (line,) = [line for line in out.splitlines() if "http" in line]
     assert line.startswith("| a\\|b c]\\(http://x) \\<img src=x>  [31m")
     assert line.replace("\\|", "").count("|") == 3
+
+
+def test_names_of_folders_send_a_terminal_no_commands(sealed, table, capsys):
+    folder = sealed("ste", "2:4", 0, 0.5)
+    odd = folder.rename(folder.with_name("\x1b]0;x"))
+    status, out, err = table("--runs")
+    assert (status, "\x1b" in out + err, "]0;x" in out) == (0, False, True)
+    (odd / "result.json").write_text("{")
+    assert verb("table", str(odd), "--verify") == 1
+    out, err = capsys.readouterr()
+    assert ("\x1b" in out + err, "it is damaged" in err) == (False, True)

@@ -185,6 +185,7 @@ def test_a_damaged_model_is_one_line(tmp_path, capsys):
     data = (run / "model.safetensors").read_bytes()
     for size in (len(data) // 2, 4, 0):
         (run / "model.safetensors").write_bytes(data[:size])
+        rewrite(run)
         assert "is damaged or cut off" in refused(run, tmp_path / "to", capsys)
 
 

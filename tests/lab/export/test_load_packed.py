@@ -168,6 +168,41 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     tensors["4.bias"] = tensors.pop("3.bias")
 
 
+def _scales(dtype: torch.dtype) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
+    def forge(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+        tensors["3.weight.values"] = tensors["3.weight.values"].to(torch.int8)
+        tensors["3.weight.scales"] = torch.ones(10, dtype=dtype)
+
+    return forge
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_scales_are_float32(dtype, tmp_path):
+    path, _ = exported(tmp_path, images())
+    changed(path, _scales(torch.float32))
+    assert packed.load(path)["3.weight"].dtype == torch.float32
+    changed(path, _scales(dtype))
+    with pytest.raises(ValueError, match="other scales"):
+        packed.load(path)
+
+
+def test_a_small_file_of_huge_weights_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "MOST_BYTES", 2**20)
+    pattern, shape = packed.Pattern(1, 9999), [70, 9999]
+    weight = torch.zeros(shape)
+    weight[:, 7] = 1.0
+    values, places = packed.pack(weight, pattern, 1)
+    line = {"name": "w", "pattern": str(pattern), "dim": 1, "shape": shape}
+    file = tmp_path / packed.FILE
+    tensors = {"w.values": values, "w.places": places}
+    sealed(file, tensors, {"version": 1, "layers": [line]})
+    assert file.stat().st_size < 2**11
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        packed.load(file)
+    monkeypatch.setattr(packed, "MOST_BYTES", 2**22)  # no fault of the pattern
+    assert torch.equal(packed.load(file)["w"], weight)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -4,7 +4,6 @@ while it is watched.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,12 +21,13 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import at_work, result_of
+from runs import at_work, result_of, write_result
 from terminal import Terminal
 from verbs import python
 
 from nmrun.errors import ConfigError
 from nmrun.lab.folders import status, sweep
+from nmrun.lab.runs import locks
 
 Place = Callable[..., Path]
 
@@ -59,7 +59,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
                 "environment": {"command": "nmrun -m all of it"},
                 **more,
             }
-            (folder / "result.json").write_text(json.dumps(result))
+            write_result(folder, result)
         if steps:
             rows = "".join(json.dumps({"step": step}) + "\n" for step in range(10, steps + 1, 10))
             # a kill in the middle of a line
@@ -164,7 +164,7 @@ def run_with(
     }
     (folder / "config.yaml").write_text("# nmrun recipe=ste\n" + yaml.safe_dump(whole))
     if state:
-        (folder / "result.json").write_text(json.dumps({"status": state, "config": whole}))
+        write_result(folder, {"status": state, "config": whole})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"st')
     return folder
 
@@ -372,10 +372,17 @@ def test_the_list_stays_at_one_place_of_the_terminal(place, monkeypatch):
 
 def test_asking_is_not_in_the_way(place, capsys):
     folder = place("s0-a")
+    (folder / locks.NAME).touch()  # as a killed run leaves it
     output(capsys)
-    handle = os.open(folder, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # would raise
-    os.close(handle)
+    with locks.hold(folder) as ours:
+        assert ours
+
+
+def test_names_of_folders_send_a_terminal_no_commands(place, capsys):
+    place("s0-\x1b[31ma")
+    place("s0-\x1b[31mb", "failed", error="x")
+    assert "killed" in (text := output(capsys))
+    assert "\x1b" not in text
 
 
 def test_a_run_folder_that_stands_alone(place, capsys):

@@ -16,6 +16,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.export import cli
+from nmrun.lab.tasks.hugging_face import fetch
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
 from nmrun.sparsity import check_nm
@@ -181,3 +182,14 @@ def test_what_is_no_causal_model(tmp_path):
     with pytest.raises(ConfigError, match=r"depend on later tokens, .* no causal"):
         load(tmp_path / "encoder")
     load(tmp_path / "decoder")
+
+
+def test_code_in_a_model_folder_is_not_asked_about(tmp_path, monkeypatch):
+    """transformers asks at a terminal whether to run it, and whoever types y runs it."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Theirs"}})
+    )
+    (tmp_path / "theirs.py").write_text("raise SystemExit\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError):
+        fetch("AutoConfig", "model.pretrained", str(tmp_path))

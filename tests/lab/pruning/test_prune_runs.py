@@ -33,6 +33,12 @@ LANGUAGE = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    """Runs are pruned into ``outputs`` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     """A dense language model, trained."""
@@ -341,3 +347,10 @@ def test_init_takes_a_finished_run_of_the_same_network(dense, tmp_path, capsys):
         runner.run(config, tmp_path / "run")
     assert verb("recipe=dense", f"init={tmp_path}", f"output_dir={tmp_path}") == 2
     assert capsys.readouterr().err.startswith(f"nmrun: init={tmp_path}: no finished run is there")
+
+
+def test_a_run_from_elsewhere_does_not_say_where_it_is_pruned_to(dense, tmp_path):
+    before = runs.result_of(dense)["config"]["output_dir"]
+    assert before == str(dense.parent)
+    assert read([str(dense)]).output_dir == "outputs"
+    assert read([str(dense), f"output_dir={tmp_path}"]).output_dir == str(tmp_path)

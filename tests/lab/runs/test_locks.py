@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from runs import at_work
 
 from nmrun.lab.runs import locks
 
@@ -141,3 +142,18 @@ def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(OSError, match="No space left"), locks.hold(tmp_path):
         pass
+
+
+def test_a_folder_beside_leaves_none_but_those_of_others_at_work(tmp_path):
+    place = tmp_path / "made"
+    (remnant := tmp_path / f".another{locks.PARTIAL}x").mkdir()
+    (own := tmp_path / ".another-1").mkdir()
+    (live := tmp_path / f".third{locks.PARTIAL}y").mkdir()
+    with at_work(live), locks.folder_beside(place) as part:
+        assert not remnant.exists()
+        (part / "new").mkdir()
+        (part / "new").rename(place)
+        with locks.folder_beside(place) as second:  # leaves the first alone
+            assert part.exists()
+            assert second != part
+    assert sorted(tmp_path.iterdir()) == sorted([own, live, place])

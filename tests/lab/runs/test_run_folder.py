@@ -14,7 +14,7 @@ import pytest
 from runs import result_of
 
 from nmrun.errors import RunError
-from nmrun.lab.runs.run_folder import RunFolder, sealed
+from nmrun.lab.runs.run_folder import RunFolder, position_of, sealed
 
 RESULT: dict[str, Any] = {
     "status": "finished",
@@ -103,22 +103,6 @@ def test_a_flipped_bit_of_the_result(folder):
     assert read > 100
 
 
-def test_a_result_without_hashes(folder, capsys):
-    (folder / "result.json").write_text(json.dumps(RESULT))
-    there = RunFolder(folder)
-    assert not there.is_sealed
-    assert there.finished() == RESULT
-    assert there.broken(contents=True) == {}
-    assert there.checked("model.safetensors").name == "model.safetensors"
-    for _ in range(2):
-        there.tell_unverified()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"nmrun: {folder}: finished by an earlier nmrun")
-    (folder / "model.safetensors").unlink()
-    assert RunFolder(folder).broken() == {"model.safetensors": "it is missing"}
-    assert RunFolder(folder).finished() is None
-
-
 def test_a_metric_that_was_not_finite_is_told_as_none(folder, capsys):
     result = {**RESULT, "metrics": {"final": {"test/accuracy": 0.5, "test/f1": None}, "best": {}}}
     (folder / "result.json").write_text(json.dumps(sealed(result, folder)))
@@ -147,9 +131,22 @@ def test_a_run_in_the_folder_of_another(folder):
     assert there.broken() == {"result.json": "it is of another run, whose id is 0123456789"}
     renamed = other.rename(other.with_name("my best run"))  # a name that says nothing
     assert RunFolder(renamed).finished() is not None
-    link = renamed.with_name("s0-0123456789")
-    link.symlink_to(renamed)
-    assert RunFolder(link).finished() is not None
+
+
+def test_links_to_runs(folder, monkeypatch):
+    for name in ("best", "s1-0123456789"):
+        link = folder.with_name(name)
+        link.symlink_to(folder)
+        assert RunFolder(link).finished() is not None
+    link = folder.with_name("s0-aaaaaaaaaa")  # a run answers under its own id only
+    link.symlink_to(folder)
+    assert (RunFolder(link).result, RunFolder(link).is_of_another) == ({}, True)
+    other = folder.rename(folder.with_name("s2-bbbbbbbbbb"))
+    link = folder.with_name("another")
+    link.symlink_to(other)
+    assert RunFolder(link).is_of_another
+    monkeypatch.chdir(other)
+    assert RunFolder(".").is_of_another
 
 
 def test_weights_that_came_later_are_not_the_runs(folder):
@@ -254,3 +251,21 @@ def test_odd_files(kind, verbs, folder, tmp_path, capsys):
         assert status in (0, 1, 2)
         assert status or words[0] in ("status", "table", "report", "compare"), words
         (out + err).encode()
+
+
+def test_a_file_of_any_size_is_looked_at(folder):
+    """Of holes, which take no place on a disk."""
+    for name in ("result.json", "config.yaml"):
+        os.truncate(folder / name, 2**31)
+    assert "64 MB" in RunFolder(folder).problem
+    assert RunFolder(folder).begun == {}
+    (folder / "result.json").unlink()
+    rows = folder / "metrics.jsonl"
+    os.truncate(rows, 2**31)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: .*64 MB"):
+        RunFolder(folder).rows()
+    with rows.open("a") as file:
+        file.write('\n{"step": 7}\n{"st')
+    position = position_of(folder, {})
+    assert position is not None
+    assert position.step == 7

@@ -40,6 +40,7 @@ def curve(folder: Path, *accuracies: float) -> None:
         for i, value in enumerate(accuracies)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rewrite(folder)
 
 
 def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path):

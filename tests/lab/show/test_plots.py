@@ -356,6 +356,7 @@ def test_curves_over_epochs_and_seconds(write, tmp_path):
         for step, speed in zip(STEPS, speeds, strict=True)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(folder)
     runs = collect([tmp_path])
     table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
     for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):

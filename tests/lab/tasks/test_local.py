@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nmrun.lab.runs import locks
 from nmrun.lab.tasks import storage
 
 # says that it has seen the damage, and goes on when it is told to
@@ -90,6 +92,11 @@ def lost(file: Path) -> None:
     file.write_bytes(data[:4096] + bytes(4096) + data[8192:])
 
 
+def without(file: Path, name: str) -> str:
+    records = json.loads(file.read_text())
+    return json.dumps({key: about for key, about in records.items() if key != name})
+
+
 DAMAGES = {
     "an array gone": ("test.npy", Path.unlink),
     "another gone": ("labels.npy", Path.unlink),
@@ -106,8 +113,42 @@ DAMAGES = {
     "no list": ("arrays.json", Path.unlink),
     "an empty list": ("arrays.json", lambda file: file.write_text("{}")),
     "another list": ("arrays.json", lambda file: file.write_text('{"test": 1}')),
+    "an entry gone": ("arrays.json", lambda file: file.write_text(without(file, "test"))),
     "no JSON": ("arrays.json", lambda file: file.write_text("{")),
 }
+
+
+@pytest.mark.parametrize("kind", ["a bit of a label", "an entry gone"])
+def test_arrays_that_were_changed_are_made_again(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(storage, "_folders", set())  # each is read as by a new process
+    arrays = {"train": np.arange(50), "test": np.ones(20), "labels": np.zeros(20)}
+    storage.cached("what", [], lambda: arrays)
+    name, damage = DAMAGES[kind]
+    damage(next(tmp_path.rglob(name)))
+    storage._folders.clear()
+    found = storage.cached("what", [], lambda: arrays)
+    assert {name: array.tolist() for name, array in found.items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_what_a_kill_has_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(locks.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(storage.atomic, "write", interrupted)
+        storage.cached("what", [], lambda: {"train": np.arange(50)})
+    (remnant,) = tmp_path.iterdir()
+    assert any(remnant.rglob("train.npy"))
+    storage.cached("another", [], lambda: {"train": np.arange(50)})
+    assert not remnant.exists()
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

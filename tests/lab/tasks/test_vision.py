@@ -37,7 +37,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
 from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision import images
-from nmrun.lab.tasks.vision.stream import ImageStream
+from nmrun.lab.tasks.vision.stream import ImageFiles, ImageStream
 from nmrun.lab.train import build, checkpoint, console, runner
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import identity, run_folder
@@ -847,3 +847,15 @@ def test_the_number_of_workers_makes_no_other_run(tmp_path):
     one, two, other = (dataset_config(tmp_path, "imagenet", option) for option in
                        ("dataset.workers=1", "dataset.workers=2", "dataset.resolution=64"))  # fmt: skip
     assert identity(one) == identity(two) != identity(other)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pipe_among_the_images_is_not_waited_for(stream, tmp_path):
+    os.mkfifo(pipe := tmp_path / "a.png")
+    if stream:
+        _, _, problem = ImageFiles(np.array([bytes(pipe)]), 8, 0.5, False, 0)[0, 0]
+    else:
+        with pytest.raises(OSError, match="not a regular file") as raised:
+            images.decode(str(pipe), 8)
+        problem = str(raised.value)
+    assert str(pipe) in problem

@@ -468,3 +468,27 @@ def test_killed_for_real(tmp_path, monkeypatch, nmrun_cli):
     weights = [(run_folder(cfg) / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
     assert weights == expected.weights
     assert rows(run_folder(cfg)) == expected.rows
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
+def test_a_closed_terminal_and_a_limit_of_time_save_the_run(number, tmp_path):
+    """The limit's signal comes again each second, while the run is saved."""
+    cfg = make(tmp_path, "ste")
+    with signal_after(7, number, *[number] * (number == signal.SIGXCPU)):
+        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
+    assert checkpoint.load(run_folder(cfg) / "checkpoint.pt")["loop"]["step"] == 7
+    assert outcome(cfg) == left_alone(tmp_path, "ste")
+
+
+def test_a_signal_that_the_parent_ignores_ends_nothing(tmp_path):
+    """As of a command with ``&`` in a script, or under nohup."""
+    former = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
+    }
+    try:
+        with signal_after(7, *former):
+            finished(make(tmp_path, "ste"))
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in former)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

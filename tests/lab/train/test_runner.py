@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import KINDS, at_work, config, kill, result_of, rewrite, rows, signal_after
+from runs import KINDS, at_work, config, kill, result_of, rows, signal_after
 from safetensors.torch import load_file
 from sklearn import datasets
 from torch.nn import functional
@@ -281,16 +281,6 @@ def test_rows_of_a_finished_run_cannot_be_made_again_alone(tmp_path, capsys):
     assert (forced["status"], forced["metrics"]) == ("finished", first["metrics"])
 
 
-def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path):
-    cfg = config(tmp_path, "recipe=ste")
-    run(cfg)
-    folder = run_folder(cfg)
-    rewrite(folder, files=None, sha256=None)
-    assert run(cfg)["status"] == "skipped"
-    (folder / "model.safetensors").unlink()
-    assert run(cfg)["status"] == "finished"
-
-
 def test_a_forced_run_that_was_cut_off_goes_on(tmp_path, capsys):
     plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
 
@@ -502,6 +492,27 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path, monkeypatch):
     assert "force=true starts over" in result["error"]
 
 
+@pytest.mark.parametrize("edit", ["no optimizer state", "precision", "float64"])
+def test_an_edited_checkpoint_is_refused(edit, tmp_path):
+    """It is loaded without an error, and trains on to other bits."""
+    cfg = config(tmp_path, "recipe=ste")
+    kill(cfg, results, "save_weights", 1)
+    path = run_folder(cfg) / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    if edit == "no optimizer state":
+        state["optimizer"]["state"] = {}
+    elif edit == "precision":
+        state["precision"] = "bf16"
+    else:
+        state["model"]["head.weight"] = state["model"]["head.weight"].double()
+    torch.save(state, path)
+    theirs = path.read_bytes()
+    result = run(cfg)
+    assert (result["status"], path.read_bytes()) == ("failed", theirs)
+    assert "checkpoint.pt was changed" in result["error"]
+    assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
+
+
 def test_a_checkpoint_of_another_program_is_told_in_a_line(tmp_path):
     cfg = config(tmp_path, "recipe=ste")
     run_folder(cfg).mkdir(parents=True)
@@ -510,8 +521,16 @@ def test_a_checkpoint_of_another_program_is_told_in_a_line(tmp_path):
     theirs = path.read_bytes()
     result = run(cfg)
     assert result["status"] == "failed"
-    assert result["error"].startswith("checkpoint.pt is not of nmrun: move it away")
+    assert "checkpoint.pt was changed, or is not of nmrun" in result["error"]
     assert path.read_bytes() == theirs
+
+
+def test_a_checkpoint_that_is_a_pipe_is_not_waited_for(tmp_path, capsys):
+    cfg = config(tmp_path, "recipe=ste")
+    run_folder(cfg).mkdir(parents=True)
+    os.mkfifo(run_folder(cfg) / "checkpoint.pt")
+    assert run(cfg)["status"] == "finished"
+    assert "checkpoint.pt is damaged" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path, monkeypatch):

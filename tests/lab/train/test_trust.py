@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from runs import config, result_of, rewrite
 from verbs import verb
 
-from nmrun.lab.runs.run_folder import sealed
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
 
 NETWORK = ("model=mlp", "model.hidden=[16,16]", "trainer.limit_batches=1", "trainer.epochs=1")
-OF_EARLIER = "finished by an earlier nmrun, which kept no hashes: not verified"
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +66,6 @@ def changed(path: Path) -> None:
     path.write_bytes(data)
 
 
-def unsealed(run: Path) -> dict[str, Any]:
-    """As an earlier nmrun left it."""
-    rewrite(run, files=None, sha256=None)
-    return result_of(run)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_weights_are_taken_nowhere(kind, run, tmp_path, capsys):
     name = "best.safetensors" if "best" in kind else "model.safetensors"
@@ -86,21 +77,16 @@ def test_changed_weights_are_taken_nowhere(kind, run, tmp_path, capsys):
     assert not list((tmp_path / "to").rglob("result.json")) or kind == "masks"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_without_hashes_are_taken_with_a_line(kind, run, tmp_path, capsys):
-    unsealed(run)
-    assert verb(*commands(run, tmp_path / "to")[kind]) == 0
-    assert f"nmrun: {run}: {OF_EARLIER}\n" in capsys.readouterr().err
-
-
-def test_a_skip_says_that_there_are_no_hashes(run, tmp_path, capsys):
-    cfg = config(tmp_path / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, "seed=0")
-    assert jobs.one(cfg)["status"] == "skipped"
-    assert OF_EARLIER not in capsys.readouterr().out
-    unsealed(run)
-    assert jobs.one(cfg)["status"] == "skipped"
-    assert OF_EARLIER in capsys.readouterr().out
+def test_a_link_to_another_run_is_not_this_one(run, tmp_path, capsys):
+    root = tmp_path / "out"
+    (other,) = root.glob("*/*/*/*/s1-*")
+    shutil.rmtree(run)
+    run.symlink_to(other.name)
+    cfg = config(root, "recipe=sr_ste", "sparsity='2:4'", *NETWORK, "seed=0")
+    ended = jobs.one(cfg)
+    assert ended["status"] == "failed"
+    assert f"it is of another run, whose id is {result_of(other)['id']}" in ended["error"]
+    assert verb(*commands(run, tmp_path / "to")["init"]) == 2
 
 
 @pytest.mark.parametrize("of", ["another seed", "another recipe", "another id"])
@@ -117,7 +103,7 @@ def test_another_runs_files_in_this_folder(of, run, tmp_path, capsys):
         shutil.copytree(run, run_folder(cfg))
     else:
         cfg = config(root, *words, "seed=0")
-        rewrite(run, **sealed(unsealed(run) | {"id": "0123456789"}, run))
+        rewrite(run, id="0123456789")
     folder = run_folder(cfg)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     ended = runner.run(cfg, folder)
@@ -126,3 +112,17 @@ def test_another_runs_files_in_this_folder(of, run, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert runner.run(config(root, *words, "seed=0", "force=true"), folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize("change", [{"hidden": [2**47, 16]}, {"name": "os.system"}])
+@pytest.mark.parametrize("words", ["export RUN --to TO --format onnx", "prune RUN output_dir=TO"])
+def test_a_network_that_cannot_be_built_is_one_line(change, words, run, tmp_path, capsys):
+    config = result_of(run)["config"]
+    rewrite(run, config=config | {"model": config["model"] | change})
+    assert verb(*words.replace("RUN", str(run)).replace("TO", str(tmp_path / "to")).split()) in (
+        1,
+        2,
+    )
+    err = capsys.readouterr().err
+    assert err.startswith("nmrun: model")
+    assert err.count("\n") == 1

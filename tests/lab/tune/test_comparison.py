@@ -576,13 +576,13 @@ def test_a_tuning_seed_that_fails_with_the_best_settings_is_said(dense, capsys):
 
 
 def spoil(pattern: str, part: float | None) -> None:
-    """Give runs a part of the tuning's worst validation accuracy, or none, as an earlier nmrun wrote it."""
+    """Give runs a part of the tuning's worst validation accuracy, or none."""
     (study,) = studies().values()
     worst = min(trial.value for trial in [*study.trials(), *study.repeats()] if trial.value)
     for file in Path().glob(pattern):
         metrics = result_of(file.parent)["metrics"]
         metrics["final"]["eval/accuracy"] = part and part * worst
-        rewrite(file.parent, metrics=metrics, files=None, sha256=None)
+        rewrite(file.parent, metrics=metrics)
 
 
 def test_a_best_value_at_the_end_of_its_range_is_said(capsys):

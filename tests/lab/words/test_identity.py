@@ -257,3 +257,13 @@ def test_a_length_in_steps_is_the_whole_length():
     assert same(checked(**steps), checked(**steps, **{"trainer.epochs": 3}))
     assert not same(checked(**steps), checked(**{"trainer.steps": 11}))
     assert not same(checked(**steps), checked())
+
+
+def test_the_last_and_the_best_weights_of_a_run_begin_different_runs(write):
+    run = write("dense", "dense", 0, 0.9)
+    last, same, best, dense = (
+        identity(checked(init=f"{run}{name}"))
+        for name in ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors")
+    )
+    assert last == same
+    assert len({last, best, dense}) == 3

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images
+from nmrun.lab.runs import documents
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.vision import Classification
 
@@ -377,7 +378,7 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
+        with documents.opened(path) as content, Image.open(content) as file:
             image = file.convert("RGB")
         return np.asarray(
             image

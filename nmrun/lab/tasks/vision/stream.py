@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from nmrun.lab.keys.datasets import ImageNet
+from nmrun.lab.runs import documents
 from nmrun.lab.tasks.base import Batch, generator, limited, thinned, turns, watched
 from nmrun.lab.tasks.items import ItemReader, Key
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
@@ -137,7 +138,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
         epoch, row = key
         path = self.paths[row].decode()
         try:
-            with Image.open(path) as file:
+            with documents.opened(path) as content, Image.open(content) as file:
                 return self._middle(file) if epoch < 0 else self._part(file, epoch, row), row, ""
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             return torch.empty(0), row, f"{path} is damaged, or not an image ({error})"
