@@ -194,7 +194,7 @@ def option(group: str, name: str, names: Collection[str]) -> str:
     if group == "recipe" and name in METHODS:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
-    how = INSTEAD.get(f"{group}={name.lower()}")
+    how = INSTEAD.get(f"{group}={name.lower()}", "")
     if group == "dataset" and "/" in name:
         how = f"dataset=image_folder dataset.path={name}, or dataset=text dataset.train={name}"
     if how:
