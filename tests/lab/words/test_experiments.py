@@ -537,7 +537,9 @@ def test_a_mistyped_key_of_a_user_is_one_line(swept, monkeypatch, capsys, option
     monkeypatch.chdir(swept)
     words = ("--experiment", "own.yaml", "--scale", "smoke", "trainer.threads=1", option, key)
     assert verb("table", *words) == 2
-    assert capsys.readouterr().err.startswith(f"nmrun: {key}: no such key in these runs; did you mean")
+    assert capsys.readouterr().err.startswith(
+        f"nmrun: {key}: no such key in these runs; did you mean"
+    )
 
 
 def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
