@@ -43,3 +43,15 @@ def test_a_script_that_ends_the_program_is_no_module(tmp_path, monkeypatch):
 def test_a_fault_of_our_own_is_no_mistake_of_the_user():
     with pytest.raises(AttributeError):
         registry.find("what.name", "joined", KNOWN)
+
+
+def test_of_many_options_a_few_are_named_and_the_command_that_lists_all():
+    many = [f"option{number}" for number in range(30)]
+    near, far = (
+        registry.no_such("thing", name, many, "nmrun help thing") for name in ("optoin3", "zzz")
+    )
+    assert "did you mean option3?" in near
+    for line in (near, far):
+        assert "nmrun help thing lists all" in line
+        assert sum(name in line.replace(",", " ").split() for name in many) <= 8
+    assert "there are a, b" in registry.no_such("thing", "zzz", ["a", "b"])

@@ -136,7 +136,7 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
         ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16 and --bf16 step flat copies"),
         ("--nm-recipe ste --store-ema --optimizer sgd", "--store-ema averages"),
         ("--nm-recipe ste --nm-options decay --optimizer sgd", "--nm-options 'decay': it takes"),
-        ("--nm-recipe ste --nm-options x=1 --optimizer sgd", "ste has no hyperparameter x"),
+        ("--nm-recipe ste --nm-options x=1 --optimizer sgd", "ste: x: no such hyperparameter"),
     ],
 )  # fmt: skip
 def test_mistakes_get_a_line(arguments, message, data, tmp_path):

@@ -243,8 +243,8 @@ def test_two_processes(tmp_path):
     [
         ({"recipe": "spet"}, ConfigError, "recipe=spet: no such recipe; did you mean step?"),
         ({"pattern": "5:4"}, ValueError, "5:4 is not an N:M pattern"),
-        ({"decya": 0.1}, TypeError, "sr_ste has no hyperparameter decya; did you mean decay?"),
-        ({"exclud": "fc"}, TypeError, "has no hyperparameter exclud; did you mean exclude?"),
+        ({"decya": 0.1}, TypeError, "sr_ste: decya: no such hyperparameter; did you mean decay?"),
+        ({"exclud": "fc"}, TypeError, "exclud: no such hyperparameter; did you mean exclude?"),
         ({"decay": -1.0}, ConfigError, "decay=-1.0 must be"),
     ],
 )

@@ -507,7 +507,7 @@ def test_what_fabric_saved_goes_on_without_it(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"recipe": "spet"}, ConfigError, "recipe=spet: no such recipe; did you mean step?"),
-        ({"decya": 0.1}, TypeError, "sr_ste has no hyperparameter decya; did you mean decay?"),
+        ({"decya": 0.1}, TypeError, "sr_ste: decya: no such hyperparameter; did you mean decay?"),
     ],
 )
 def test_mistakes_are_told_before_the_training(arguments, error, message):

@@ -178,5 +178,5 @@ def test_layers_one_by_one():
 
 def test_sparsegpt_has_no_scores():
     model, _, x, _ = gpt()
-    with pytest.raises(ConfigError, match="sparsegpt has no hyperparameter permute"):
+    with pytest.raises(ConfigError, match="sparsegpt: permute: no such hyperparameter"):
         nmrun.prune(model, [x], "sparsegpt", permute=True)

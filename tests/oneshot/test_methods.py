@@ -248,8 +248,8 @@ def test_a_hessian_without_an_inverse_is_said():
     [
         ("wander", {}, "method=wander: no such method; did you mean wanda? (there are magnitude, wanda, ria, sparsegpt)"),
         ("my.method", {}, "method=my.method: no such method (there are magnitude, wanda, ria, sparsegpt)"),
-        ("wanda", {"a": 1}, "wanda has no hyperparameter a (it has permute)"),
-        ("sparsegpt", {"damp": 1}, "sparsegpt has no hyperparameter damp; did you mean damping? (it has damping)"),
+        ("wanda", {"a": 1}, "wanda: a: no such hyperparameter (there are permute)"),
+        ("sparsegpt", {"damp": 1}, "sparsegpt: damp: no such hyperparameter; did you mean damping? (there are damping)"),
         ("sparsegpt", {"damping": -1}, "sparsegpt.damping=-1: it takes a number at least 0"),
     ],
 )  # fmt: skip

@@ -492,7 +492,7 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
         ({"batches": []}, "prune needs calibration inputs, and there is no batch"),
         ({"batches": tokens()[0]}, "prune takes several batches: give one by itself as [batch]"),
         ({"batches": {"input_ids": tokens()[0]}}, "prune takes several batches: give one by itself as [batch]"),
-        ({"patern": "1:4"}, "sparsegpt has no hyperparameter patern; did you mean pattern? (it has damping)"),
+        ({"patern": "1:4"}, "sparsegpt: patern: no such hyperparameter; did you mean pattern? (there are damping)"),
         ({"pattern": "1:128"}, "no weight of this model can be pruned to 1:128 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "5:4"}, "5:4 is not an N:M pattern"),
         ({"method": "obc"}, "method=obc: no such method (there are magnitude, wanda, ria, sparsegpt)"),

@@ -149,7 +149,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
     typo = nmrun_cli("recipe=salincey", **path)
     assert typo.returncode == 2
     assert typo.stderr.startswith(
-        "nmrun: recipe=salincey: no such recipe; did you mean saliency? (there are "
+        "nmrun: recipe=salincey: no such recipe; did you mean saliency? (nmrun help recipe "
     )
 
 
@@ -158,7 +158,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
     [
         (
             ("recipe.bta=0.9",),
-            "saliency.Saliency has no hyperparameter bta; did you mean beta? (it has beta)",
+            "saliency.Saliency: bta: no such hyperparameter; did you mean beta? (there are beta)",
         ),
         (("recipe.beta=1.5",), "saliency: beta=1.5 must be a number at least 0 and below 1"),
         (("recipe._target_=saliency.Salience",), "recipe=saliency.Salience cannot be imported: "),

@@ -44,12 +44,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     def complain(message: str) -> None:
         glued = re.match(r"argument \S*(-\w): ignored explicit argument '(.*)'", message)
         named = re.match(r"(?:unrecognized arguments|ambiguous option): (\S+)", message)
-        if named:
-            word = named[1]
-        elif glued:
-            word = "".join(glued.groups())
-        else:
+        if not (matched := glued or named):
             raise ConfigError(message)
+        word = "".join(matched.groups())
         raise ConfigError(f"{word}: {_no_option(word, parser._option_string_actions)}")
 
     parser.error = complain  # type: ignore[assignment, method-assign]

@@ -665,7 +665,7 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--format", "latex", "--labels", "step"], ["--labels step: write NAME=TEXT"]),
         (
             ["--format", "latex", "--labels", "stte=Ours"],
-            ["no label 'stte' in these runs; did you mean ste?"],
+            ["stte: no such label in these runs; did you mean ste?"],
         ),
     ],
 )

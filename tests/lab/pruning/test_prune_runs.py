@@ -297,7 +297,7 @@ def test_calibration_is_cut_to_the_samples(dense):
     ("words", "line"),
     [
         (["method=wander"], "method=wander: no such method; did you mean wanda? (there are magnitude, wanda, ria, sparsegpt)"),
-        (["method=wanda", "method.damping=1"], "wanda has no hyperparameter damping (it has permute)"),
+        (["method=wanda", "method.damping=1"], "wanda: damping: no such hyperparameter (there are permute)"),
         (["samples=0"], "samples=0: it takes a whole number, 1 or more"),
         (["samples.x=3"], "samples.x: no such key"),
         (["sparsity=5:4"], "sparsity=5:4: 5:4 is not an N:M pattern: it takes 1 <= N <= M, such as 2:4 or 1:16"),

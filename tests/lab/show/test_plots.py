@@ -267,7 +267,7 @@ def test_a_picture_for_a_paper(write, tmp_path):
         (("--height", "0.1"), "--height 0.1: inches, from 1 to 40"),
         (("--kind", "curves", "--x", "recipe"), "curves are over step, epoch, seconds"),
         (("--kind", "flops", "--x", "recipe"), "--x KEY is for --kind ratio"),
-        (("--x", "recipe.decy"), "no key 'recipe.decy' in these runs"),
+        (("--x", "recipe.decy"), "recipe.decy: no such key in these runs"),
     ],
 )
 def test_layouts_that_are_none(words, message, write, tmp_path, capsys):

@@ -496,7 +496,9 @@ def test_a_mistyped_key_of_a_user_is_one_line(swept, monkeypatch, capsys, option
     monkeypatch.chdir(swept)
     words = ("--experiment", "own.yaml", "--scale", "smoke", "trainer.threads=1", option, key)
     assert verb("table", *words) == 2
-    assert capsys.readouterr().err.startswith(f"nmrun: no key '{key}' in these runs; did you mean")
+    assert capsys.readouterr().err.startswith(
+        f"nmrun: {key}: no such key in these runs; did you mean"
+    )
 
 
 def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
@@ -510,7 +512,7 @@ def test_an_unknown_metric_is_one_line(swept, monkeypatch, capsys):
     assert verb("table", "--experiment", "other.yaml", "--scale", "smoke", "trainer.threads=1") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "nmrun: no metric 'test/acuracy' in these runs; did you mean test/accuracy?"
+        "nmrun: test/acuracy: no such metric in these runs; did you mean test/accuracy?"
     )
 
 
