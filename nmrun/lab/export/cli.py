@@ -4,6 +4,7 @@ others read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -100,9 +101,13 @@ def _whole(
     place = to.absolute()
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {to}: {root} cannot be written to")
-    with atomic.disk_errors(root / place.name), locks.folder_beside(root / place.name) as part:
+    with contextlib.ExitStack() as stack:
+        try:
+            part = stack.enter_context(locks.folder_beside(root / place.name))
+        except OSError as error:
+            why = error.strerror
+            raise ConfigError(f"--out {to}: {root} cannot be written to ({why})") from None
+        stack.enter_context(atomic.disk_errors(root / place.name))
         (new := part / "new").mkdir()
         first, *others = write(run, new)
         atomic.sync(new)

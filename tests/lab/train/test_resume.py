@@ -33,7 +33,7 @@ from runs import (
     signal_after,
 )
 
-from nmrun.lab import models
+from nmrun.lab import models, signals
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.loop import Evaluation
@@ -471,8 +471,9 @@ def test_killed_for_real(tmp_path, monkeypatch, nmrun_cli):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
-def test_a_closed_terminal_and_a_limit_of_time_save_the_run(number, tmp_path):
+def test_a_closed_terminal_and_a_limit_of_time_save_the_run(number, tmp_path, monkeypatch):
     """The limit's signal comes again each second, while the run is saved."""
+    monkeypatch.setattr(signals, "ECHO", 0.0)
     cfg = make(tmp_path, "ste")
     with signal_after(7, number, *[number] * (number == signal.SIGXCPU)):
         assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
