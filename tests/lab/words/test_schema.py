@@ -79,7 +79,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.limit_batches": ([None, 1, 5], [0, 1.5, "all"]),
         "trainer.limit_evaluation": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.threads": ([None, 1, 5], [0, 1.5, "all"]),
-        "track.mode": (["auto", "online", "offline"], ["of", None]),
+        "track.mode": (["online", "offline"], ["auto", "of", None]),
         "track.project": (["nmrun", "mine"], ["", None, 1]),
         "optimizer.lr": ([1e-3, 1], [0, *NO_NUMBER]),
         "optimizer.weight_decay": ([0.0, 0.1, 1], NO_NUMBER),
