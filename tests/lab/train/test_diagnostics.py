@@ -56,7 +56,7 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[Any, Handle, Squares, Di
         model[0].weight.copy_(torch.tensor(BEFORE))
         model[0].bias.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", **hyperparameters)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", **{"exclude": None, **hyperparameters})
     task = Squares()
     return optimizer, handle, task, Diagnostics(model, handle, task.loss)
 
