@@ -201,7 +201,7 @@ IDS = {
     "++model._target_=a.b ++model.w=3": "64eff24b4f",
     "schedule=inverse_sqrt track=local debug=fast trainer.acceleration=force": "bc26fdabb9",
     "model=mlp model.hidden=[16,32] dataset=glue": "ce50af0cc7",
-    "model=timm dataset=image_folder dataset.path=x model.include=a": "359f65d0bf",
+    "model=timm dataset=image_folder dataset.path=x model.include=a": "92380e854a",
 }
 
 
