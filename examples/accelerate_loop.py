@@ -28,7 +28,7 @@ loader = DataLoader(TensorDataset(images[:1400], labels[:1400]), 50, shuffle=Tru
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 epochs = 20
 steps = epochs * len(loader) // 2
-handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", steps, exclude="auto")
+handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", steps)
 
 for _ in range(epochs):
     for x, y in loader:

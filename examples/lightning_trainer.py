@@ -39,7 +39,7 @@ images = torch.tensor(digits.data, dtype=torch.float32) / 16
 data = TensorDataset(images, torch.tensor(digits.target))
 train, test = torch.utils.data.random_split(data, [1400, len(data) - 1400])
 
-sparse = NMCallback("sr_ste", "2:4", exclude="auto")
+sparse = NMCallback("sr_ste", "2:4")
 trainer = pl.Trainer(
     max_epochs=20,
     accelerator="cpu",

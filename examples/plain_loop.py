@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 epochs, batch, accumulate = 20, 50, 2
 steps = epochs * len(train) // (batch * accumulate)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", steps, exclude="auto")
+handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", steps)
 
 for _ in range(epochs):
     for number, rows in enumerate(train[torch.randperm(len(train))].split(batch)):

@@ -37,7 +37,7 @@ scaler = NativeScaler("cpu")
 epochs, batch = 12, 50
 steps = epochs * len(train) // batch
 schedule = CosineLRScheduler(optimizer, t_initial=epochs, warmup_t=1, warmup_lr_init=1e-4)
-handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", steps, exclude="auto")
+handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", steps)
 
 for epoch in range(epochs):
     for rows in train[torch.randperm(len(train))].split(batch):

@@ -234,7 +234,9 @@ def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **options: Any) -> N
     """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **options)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, pattern, TOTAL, **{"exclude": None, **options}
+    )
     batches = data(2)
     for t in range(TOTAL):
         torch.testing.assert_close(

@@ -49,6 +49,7 @@ FITTING = {
     "t_sr_ste": ("recipe.interval=5",),
 }
 TINY = (
+    "recipe=step",
     "sparsity='2:4'",
     "model.channels=[8,8,8]",
     "trainer.batch_size=32",

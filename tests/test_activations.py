@@ -173,7 +173,7 @@ def test_what_is_measured(model):
 def test_any_recipe_trains_beside(recipe):
     model = FeedForward()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, exclude=None)
     nmrun.sparse_activations(model, "2:4")
     seen: list[Tensor] = []
     model[2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))

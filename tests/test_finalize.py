@@ -278,7 +278,7 @@ def test_an_average_may_have_another_dtype_than_the_model(recipe):
     """float32 beside a model in bfloat16, for recipes with parameters of their own."""
     model = net().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 3)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 3, exclude=None)
     average = copy.deepcopy(model).float()
     for _ in range(3):
         model(torch.randn(4, 16, dtype=torch.bfloat16)).square().mean().backward()
@@ -344,7 +344,7 @@ def test_a_list_may_have_the_trained_parameters_alone():
     model = net()
     model[4].requires_grad_(False)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", TOTAL)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", TOTAL, exclude=None)
     train(model, optimizer, range(3))
     with handle.dense_weights():
         shadows = [p.detach().clone() for p in model.parameters() if p.requires_grad]
@@ -463,7 +463,9 @@ def test_layers_compute_with_the_dense_weights_inside():
     """Also in training, and the gradient of their input: not with what was pruned again."""
     model = nn.Sequential(nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", input_gradient="double_prune")
+    handle = nmrun.sparsify(
+        model, optimizer, "sr_ste", "2:4", input_gradient="double_prune", exclude=None
+    )
     x = torch.randn(4, 16, requires_grad=True)
     model(x).square().mean().backward()
     optimizer.step()
@@ -482,7 +484,7 @@ def test_an_evaluation_of_shards_leaves_the_training_as_it_is():
         model = fully_shard(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
         options = {"recipe": "proxsparse", "total_steps": 6, "dense": 0.3}
-        handle = nmrun.sparsify(model, optimizer, **options)
+        handle = nmrun.sparsify(model, optimizer, **{"exclude": None, **options})
         x, values = torch.randn(8, 16), []
         for _ in range(6):
             if evaluates:

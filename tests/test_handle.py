@@ -33,7 +33,9 @@ def test_a_handle_shows_itself():
 
     model = Odd()
     optimizer = nmrun.optim.AdamW(model.parameters())
-    handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=10)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe="step", pattern="2:4", total_steps=10, exclude=None
+    )
     title = "nmrun.Handle: step, dense phase, step 0 of 10; 1 sparse weight, 0 left dense"
     assert repr(handle).splitlines() == [title, "  <b>.weight  2:4  4 x 8"]
     html = handle._repr_html_()
@@ -48,7 +50,9 @@ def test_a_finished_handle_shows_where_the_model_is_nm():
     handle.finalize()
     title, *rows = repr(handle).splitlines()
     assert title == "nmrun.Handle: sr_ste, finished, step 10 of 10; 2 sparse weights, 1 left dense"
-    assert rows == ["  0.weight  2:4  8 x 16", "  2.weight  2:4  8 x 8"]
+    assert rows[:2] == ["  0.weight  2:4  8 x 16", "  2.weight  2:4  8 x 8"]
+    (dense,) = rows[2:]
+    assert "4.weight [4, 8]: excluded" in dense
     assert handle.report() == before
 
 
@@ -92,7 +96,7 @@ def test_torch_s_fused_adam_skips_a_step_where_it_has_no_state_of_a_weight(recip
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(16, 8))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-        handle = nmrun.sparsify(model, optimizer, recipe, "2:4")
+        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", exclude=None)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
         for step in range(4):
             for factor in factors if step == 2 else [1.0]:
@@ -105,7 +109,7 @@ def test_torch_s_fused_adam_skips_a_step_where_it_has_no_state_of_a_weight(recip
                 optimizer.zero_grad()
         twin, other = copy.deepcopy((model, optimizer))
         ends.append(everything(model, optimizer, handle))
-        second = nmrun.sparsify(twin, other, recipe, "2:4")
+        second = nmrun.sparsify(twin, other, recipe, "2:4", exclude=None)
         assert everything(twin, other, second) == ends[-1]
     assert ends[0]["used"] == ends[1]["used"]
     if recipe == "sr_ste":  # under SQFT Adam made moments of zeros where it skipped
@@ -296,9 +300,9 @@ def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = bits(model.state_dict())
     with one_line(kind, message):
-        nmrun.sparsify(model, optimizer, **{"recipe": "ste", **options})
+        nmrun.sparsify(model, optimizer, **{"exclude": None, "recipe": "ste", **options})
     assert bits(model.state_dict()) == before
-    nmrun.sparsify(model, optimizer, "ste")
+    nmrun.sparsify(model, optimizer, "ste", exclude=None)
 
 
 def test_what_is_no_module_is_named():
@@ -306,7 +310,7 @@ def test_what_is_no_module_is_named():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for other in (model.state_dict(), model.parameters(), [model]):
         with one_line(ConfigError, f"{type(other).__name__} is no module: give sparsify the model"):
-            nmrun.sparsify(other, optimizer, "ste")
+            nmrun.sparsify(other, optimizer, "ste", exclude=None)
 
 
 def test_a_handle_is_not_copied_with_a_model_that_it_does_not_know():
@@ -320,29 +324,29 @@ def test_one_optimizer_over_two_models_takes_one_handle():
     first, second = net(), net()
     both = nn.ModuleList([first, second])
     optimizer = torch.optim.SGD(both.parameters(), 0.1)
-    nmrun.sparsify(first, optimizer, "ste")
+    nmrun.sparsify(first, optimizer, "ste", exclude=None)
     with pytest.raises(ConfigError, match=r"nn\.ModuleList\(\[first, second\]\)"):
-        nmrun.sparsify(second, optimizer, "ste")
+        nmrun.sparsify(second, optimizer, "ste", exclude=None)
     first, second = net(), net()
     both = nn.ModuleList([first, second])
     optimizer = torch.optim.SGD(both.parameters(), 0.1)
-    handle = nmrun.sparsify(both, optimizer, "ste")
+    handle = nmrun.sparsify(both, optimizer, "ste", exclude=None)
     for model in both:
         train(model, optimizer, range(1))
     handle.finalize()
     for model in both:
-        nmrun.sparsity.check_nm(model, "2:4")
+        nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 def test_an_optimizer_of_other_weights_and_a_model_without_any():
     model, other, embedding = net(), net(), nn.Embedding(8, 8)
     with pytest.raises(ValueError, match=r"0.weight \[8, 16\] and 2 more: not in the optimizer"):
-        nmrun.sparsify(model, torch.optim.SGD(other.parameters(), 0.1), "ste")
+        nmrun.sparsify(model, torch.optim.SGD(other.parameters(), 0.1), "ste", exclude=None)
     with pytest.raises(
         ValueError,
         match=r"no weight of this model can be 2:4 sparse \(weight \[8, 8\]: an embedding\)",
     ):
-        nmrun.sparsify(embedding, torch.optim.SGD(embedding.parameters(), 0.1), "ste")
+        nmrun.sparsify(embedding, torch.optim.SGD(embedding.parameters(), 0.1), "ste", exclude=None)
 
 
 @pytest.mark.parametrize("by_name", [False, True])

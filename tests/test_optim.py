@@ -424,7 +424,12 @@ def test_torch_s_fused_kernel_trains_the_same(recipe):
         ).double()
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         handle = nmrun.sparsify(
-            model, optimizer, recipe, "2:4", 10, **({"switch": 0.5} if recipe == "step" else {})
+            model,
+            optimizer,
+            recipe,
+            "2:4",
+            10,
+            **{"exclude": None, **({"switch": 0.5} if recipe == "step" else {})},
         )
         for group in optimizer.param_groups:
             group["fused"] = fused

@@ -307,7 +307,7 @@ def test_a_memory_format_that_is_chosen_after_sparsify(kind):
         if moment == "before":
             model.to(memory_format=torch.channels_last)
         optimizer = pydoc.locate(kind)(model.parameters(), lr=0.02, fused=True)
-        handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", decay=0.1)
+        handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", decay=0.1, exclude=None)
         if moment == "after":
             model.to(memory_format=torch.channels_last)
         for number in range(3):
@@ -342,7 +342,7 @@ def test_a_cast_that_makes_weights_equal_keeps_the_dense_ones(step, monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=None)
 
     def steps(number: int) -> None:
         for _ in range(number):
@@ -396,10 +396,10 @@ def test_copies_where_a_layer_had_no_gradient_yet(kind):
 
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(16, 8))
     optimizer = pydoc.locate(kind)(model.parameters(), lr=0.02)
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     steps(model, optimizer, range(2))
     twin, other = copy.deepcopy((model, optimizer))
-    second = nmrun.sparsify(twin, other, "sr_ste", "2:4")
+    second = nmrun.sparsify(twin, other, "sr_ste", "2:4", exclude=None)
     for each in (model, optimizer), (twin, other):
         steps(*each, range(2, 5))
     assert everything(twin, other, second) == everything(model, optimizer, handle)
@@ -408,7 +408,7 @@ def test_copies_where_a_layer_had_no_gradient_yet(kind):
 def test_a_second_moment_is_frozen_where_a_layer_had_no_gradient_yet():
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(16, 8))
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
-    nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     model[0](batch(0)).square().mean().backward()
     optimizer.step()
     optimizer.freeze_second_moment([model[1].weight])
@@ -419,7 +419,7 @@ def test_a_second_moment_is_frozen_where_a_layer_had_no_gradient_yet():
 def test_a_compiled_step_is_compiled_once():
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())
-    nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
 
     @functools.partial(torch.compile, backend="eager")
     def step():

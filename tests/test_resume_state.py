@@ -190,7 +190,7 @@ def test_a_state_of_weights_that_were_never_stepped_is_loaded_before_sparsify(st
         return model, pydoc.locate(kind)(model.parameters(), lr=0.02, **options)
 
     model, optimizer = make(0)
-    nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     model.steps(optimizer, range(stop))
     states = stored(model, optimizer)
     saved = [s for s in states[1]["state"].values() if "nmrun_dense" in s]
@@ -204,7 +204,7 @@ def test_a_state_of_weights_that_were_never_stepped_is_loaded_before_sparsify(st
     other, second = make(1)
     for part, state in zip((other, second), states, strict=True):
         part.load_state_dict(state)
-    nmrun.sparsify(other, second, "sr_ste", "2:4")
+    nmrun.sparsify(other, second, "sr_ste", "2:4", exclude=None)
     other.steps(second, range(stop, 5))
     assert everything(other, second) == everything(model, optimizer)
 
@@ -382,8 +382,8 @@ def test_two_optimizers_with_sparse_weights_of_one_model():
         parts = [list(model[:2].parameters()), list(model[2:].parameters())]
         optimizers = [nmrun.optim.AdamW(parts[0], lr=0.02), torch.optim.SGD(parts[1], lr=0.1)]
         handles = [
-            nmrun.sparsify(model, optimizers[0], "step", "2:4", TOTAL, switch=0.5),
-            nmrun.sparsify(model, optimizers[1], "sr_ste", "1:4", decay=0.1),
+            nmrun.sparsify(model, optimizers[0], "step", "2:4", TOTAL, switch=0.5, exclude=None),
+            nmrun.sparsify(model, optimizers[1], "sr_ste", "1:4", decay=0.1, exclude=None),
         ]
         return model, optimizers, handles
 
@@ -418,7 +418,7 @@ def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped):
     """torch.distributed.checkpoint makes one to have a state; a schedule may stand at 0 later."""
     model = net(0)
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(model, optimizer, "asp", "2:4", TOTAL, prune_at=2 / TOTAL)
+    handle = nmrun.sparsify(model, optimizer, "asp", "2:4", TOTAL, prune_at=2 / TOTAL, exclude=None)
     for lr, size in [(0.1, 1.0)] * stepped + [(0.0, 0.0)]:
         optimizer.param_groups[0]["lr"] = lr
         for parameter in model.parameters():
@@ -435,7 +435,7 @@ def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped):
 def test_a_step_at_a_learning_rate_of_0_counts_by_sparse_gradients_too(size):
     model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     (size * model[0](torch.tensor([1, 2, 1]))).sum().backward()
     assert model[0].weight.grad.is_sparse
     optimizer.step()

@@ -14,6 +14,7 @@ from training import SPARSE, TOTAL, attach, batch, bits, everything, net, start,
 
 import nmrun
 from nmrun.errors import ConfigError
+from nmrun.integrations.training import Training
 from nmrun.recipes import ASP
 from nmrun.recipes.lbc import LBC
 
@@ -94,12 +95,12 @@ def test_a_failure_leaves_all_as_it_was(message, trained):
     before = all_of(model, optimizer)
     options = {"pattern": "2:4", "total_steps": TOTAL, **FAILURES[message]}
     with one_line(ValueError, message):
-        nmrun.sparsify(model, optimizer, **options)
+        nmrun.sparsify(model, optimizer, **{"exclude": None, **options})
     assert all_of(model, optimizer) == before
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     step()
     handle.finalize()
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -116,7 +117,7 @@ def test_a_failure_after_channels_were_reordered_puts_them_back(trained):
     recipe = ASP(prune_at=0.0, permute=True)
     options: dict[str, Any] = {"input_gradient": "double_prune", "include": "5"}
     with one_line(ValueError, "input_gradient=double_prune needs a layer"):
-        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **options})
     assert all_of(model, optimizer) == before
 
 
@@ -270,26 +271,26 @@ def test_weights_that_a_part_of_wrappers_alone_tells_apart_are_refused():
     inner.add_module("proj", nn.Linear(16, 16))
     model = nn.Sequential(Around(inner))
     with one_line(ConfigError, r"0.module.proj.weight and 0.proj.weight differ in nothing but"):
-        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1))
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), exclude=None)
     model = nn.Sequential(Around(nn.Sequential(nn.Linear(16, 16))))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer)
+    handle = nmrun.sparsify(model, optimizer, exclude=None)
     train(model, optimizer, range(2))
     with handle.dense_weights():
         average = copy.deepcopy(model)
     handle.finalize(average)
-    assert len(nmrun.sparsity.check_nm(average, "2:4")) == 2
+    assert len(nmrun.sparsity.check_nm(average, "2:4", exclude=None)) == 2
 
 
 def test_a_layer_that_modelopt_masks_is_refused():
     kind: Any = type("SparseLinear", (nn.Linear,), {"__module__": "modelopt.torch.opt.dynamic"})
     model = nn.Sequential(kind(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    nmrun.sparsify(model, optimizer).abandon()  # not masked yet
+    nmrun.sparsify(model, optimizer, exclude=None).abandon()  # not masked yet
     model[0].register_buffer("_weight_mask", torch.ones(8, 8, dtype=torch.bool), persistent=False)
     before = all_of(model, optimizer)
     with pytest.raises(ConfigError, match="0 has a mask of ModelOpt's"):
-        nmrun.sparsify(model, optimizer)
+        nmrun.sparsify(model, optimizer, exclude=None)
     assert all_of(model, optimizer) == before
 
 
@@ -307,7 +308,7 @@ def test_optimizers_that_cannot_serve(make, message):
     before = bits(model.state_dict())
     optimizer = make(list(model.parameters()))
     with one_line(ConfigError, message):
-        nmrun.sparsify(model, optimizer, "ste", "2:4")
+        nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=None)
     assert bits(model.state_dict()) == before
 
 
@@ -320,10 +321,10 @@ def test_parameters_that_are_sparse_already_are_refused(second):
     before = all_of(model, optimizer)
     for whole in (model, outer):
         with pytest.raises(ConfigError, match=r"sparse already: call finalize\(\) on its handle"):
-            nmrun.sparsify(whole, optimizer, second, "2:4")
+            nmrun.sparsify(whole, optimizer, second, "2:4", exclude=None)
     assert all_of(model, optimizer) == before
     handle.finalize()
-    nmrun.sparsify(model, optimizer, second, "2:4")
+    nmrun.sparsify(model, optimizer, second, "2:4", exclude=None)
 
 
 class Branches(nn.Module):
@@ -349,7 +350,7 @@ def test_added_parameters_of_a_layer_without_a_gradient_stay(recipe, key):
     model = Branches()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, betas=(0.0, 0.999), weight_decay=0.0)
     options = {"dense": 0.0} if recipe == "maskllm" else {}
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 100, **options)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 100, **{"exclude": None, **options})
     values = []
     for step in range(5):
         model.zero_grad()
@@ -381,9 +382,9 @@ def test_a_layer_by_its_class_is_told_that_it_takes_names(option):
     named = {"overrides": {nn.Linear: "1:8"}, "dims": {nn.Linear: 1}}
     value: Any = named.get(option, [nn.Linear])
     with one_line(ConfigError, f"{option}: <class 'torch.*Linear'> is not a regular expression"):
-        nmrun.sparsify(model, optimizer, **{option: value})
+        nmrun.sparsify(model, optimizer, **{"exclude": None, option: value})
     with pytest.raises(TypeError, match="sparsity: no such hyperparameter; did you mean pattern"):
-        nmrun.sparsify(model, optimizer, sparsity="2:4")
+        nmrun.sparsify(model, optimizer, sparsity="2:4", exclude=None)
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
@@ -421,3 +422,25 @@ def test_a_parameter_keeps_its_gradient_and_its_hooks():
     attach(model, optimizer, "ste")
     train(model, optimizer, range(2))
     assert len(called) == 2
+
+
+@pytest.mark.parametrize("make", [
+    lambda model, optimizer: nmrun.sparsify(model, optimizer, "ste", "2:4"),
+    lambda model, optimizer: Training("ste", "2:4", None, {}, "", "").begin(model, optimizer, None),
+], ids=["sparsify", "callbacks"])  # fmt: skip
+def test_the_first_layer_and_the_head_stay_dense_unless_told_otherwise(make):
+    model, optimizer, told = start("ste", exclude=None)
+    assert [weight.name for weight in told.sparse] == ["0.weight", "2.weight", "4.weight"]
+    told.abandon()
+    handle = make(model, optimizer)
+    assert [weight.name for weight in handle.sparse] == ["2.weight"]
+    assert nmrun.sparsity.check_nm(model, "2:4") == ["2.weight"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_model_of_a_first_layer_and_a_head_alone_gets_a_line(layers):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with one_line(ConfigError, "an empty exclude allows"):
+        nmrun.sparsify(model, optimizer)
+    assert len(nmrun.sparsify(model, optimizer, exclude=()).sparse) == layers

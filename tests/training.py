@@ -57,7 +57,7 @@ def attach(
     **options: Any,
 ) -> Handle:
     settings = {"exclude": "4", **OPTIONS.get(recipe, {}), **options}
-    return nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **settings)
+    return nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **{"exclude": None, **settings})
 
 
 def start(recipe: str, seed: int = 0, pattern: str = "2:4", **options: Any) -> Start:

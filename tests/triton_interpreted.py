@@ -431,7 +431,7 @@ def test_a_run_with_fused_steps_is_one_with_hooks(recipe, options, monkeypatch):
         )
         model = torch.nn.Sequential(*layers).to(DEVICE)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-        handle = sparsify(model, optimizer, recipe, "2:4", 6, **options)
+        handle = sparsify(model, optimizer, recipe, "2:4", 6, **{"exclude": None, **options})
         rates, working = [], []
         for step in range(6):
             optimizer.zero_grad()
@@ -476,7 +476,12 @@ def test_all_weights_are_projected_in_one_launch(recipe, monkeypatch):
     model[3].weight = torch.nn.Parameter(torch.randn(257, device=DEVICE)[1:].view(16, 16))
     optimizer = optim.Adam(model.parameters(), amsgrad=True)  # whose step is not fused
     handle = sparsify(
-        model, optimizer, recipe, "2:4", 8, **({"switch": 0.5} if recipe == "step" else {})
+        model,
+        optimizer,
+        recipe,
+        "2:4",
+        8,
+        **{"exclude": None, **({"switch": 0.5} if recipe == "step" else {})},
     )
     for step in range(8):
         if step == 4:  # the first ones also compare, and STEP has switched
@@ -494,7 +499,7 @@ def test_the_dense_weights_are_gone_when_training_is_over(monkeypatch):
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(3))).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = sparsify(model, optimizer, "ste", "2:4")
+    handle = sparsify(model, optimizer, "ste", "2:4", exclude=None)
     model(torch.randn(5, 16, device=DEVICE)).square().sum().backward()
     optimizer.step()
     dense = [weakref.ref(weight.dense) for weight in handle.sparse]

@@ -49,7 +49,14 @@ def net(seed: int = 0) -> nn.Sequential:
 
 def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> Handle:
     """The call that every case makes."""
-    return nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{**RECIPES, **DRAWING}[recipe])
+    return nmrun.sparsify(
+        model,
+        optimizer,
+        recipe,
+        "2:4",
+        TOTAL,
+        **{"exclude": None, **{**RECIPES, **DRAWING}[recipe]},
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, parts: int = 1) -> None:

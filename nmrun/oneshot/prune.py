@@ -31,7 +31,7 @@ from nmrun.permutation.order import assigned_order
 from nmrun.permutation.permute import reorder
 from nmrun.products.attention import slow_path, uncompiled
 from nmrun.sparsity.check import layer_report, weights_report
-from nmrun.sparsity.select import LeftDense, by_reason, select
+from nmrun.sparsity.select import LeftDense, select, why_none
 from nmrun.sparsity.weight import LIVE
 
 NOT_REACHED = "no calibration input reached it"
@@ -98,9 +98,7 @@ def prune(
             arguments or a mapping of its keyword arguments. All tokens count, padding too.
         method: ``magnitude``, ``wanda``, ``ria`` or ``sparsegpt``.
         pattern: at most N non-zeros in every M consecutive weights along the input dimension.
-        include: as in :func:`nmrun.sparsify`; so are ``overrides`` and ``pad``.
-        exclude: likewise, except for the default ``"auto"``: the first layer and the heads stay
-            dense, as in the papers.
+        include: as in :func:`nmrun.sparsify`; so are ``exclude``, ``overrides`` and ``pad``.
         forward: called as ``forward(model, batch)``, instead of the model with the batch.
         tell: called with a line for each layer once it is pruned, such as ``print``.
         hyperparameters: the method's own, under the names of its paper.
@@ -182,8 +180,9 @@ def _selection(
         else:
             layers.append(LayerMatrix(c, modules))
     if not layers:
-        reasons = by_reason(left_dense) or "it has no such layer"
-        raise ConfigError(f"no weight of this model can be pruned to {pattern} ({reasons})")
+        raise ConfigError(
+            f"no weight of this model can be pruned to {pattern} ({why_none(left_dense)})"
+        )
     return layers, left_dense
 
 

@@ -19,7 +19,7 @@ def check_nm(
     dim: int = 1,
     *,
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = (),
+    exclude: str | Sequence[str] | None = "auto",
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
     dims: Mapping[str, int] | None = None,

@@ -45,6 +45,14 @@ def by_reason(parameters: Sequence[LeftDense]) -> str:
     )
 
 
+def why_none(left_dense: Sequence[LeftDense]) -> str:
+    """Why no weight of a model is sparse."""
+    reasons = by_reason(left_dense) or "it has no such layer"
+    if any(each.reason in (FIRST, HEAD) for each in left_dense):
+        reasons += "; an empty exclude allows the first layer and the heads"
+    return reasons
+
+
 def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Iterator[Candidate]:
     """Every weight that multiplies an input, each once, in the order of ``named_parameters``.
     Linear layers, convolutions, attention projections, recurrent and bilinear layers and the

@@ -15,7 +15,7 @@ from nmrun.products import layer
 from nmrun.recipes.base import Event, Recipe
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
-from nmrun.sparsity.select import UNTRAINED, LeftDense
+from nmrun.sparsity.select import UNTRAINED, LeftDense, by_reason
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.resume import check_settings, settings_of
 from nmrun.step.stepper import REPLACED, Stepper
@@ -201,6 +201,8 @@ class Handle:
         lines = self._layers()
         widths = [max(len(line[i]) for line in lines) for i in range(3)] if lines else []
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        if self.left_dense:
+            rows.append(f"dense: {by_reason(self.left_dense)}")
         return "\n".join([self._title(), *(f"  {row}" for row in rows)])
 
     def _repr_html_(self) -> str:

@@ -17,7 +17,7 @@ from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, plain, total_steps
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import check_shards
-from nmrun.sparsity.select import LeftDense, by_reason, candidates, select
+from nmrun.sparsity.select import LeftDense, candidates, select, why_none
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
 from nmrun.step.resume import (
@@ -42,7 +42,7 @@ def sparsify(
     total_steps: int | None = None,
     *,
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = (),
+    exclude: str | Sequence[str] | None = "auto",
     overrides: Mapping[str, str | Pattern] | None = None,
     mvue: str | Pattern | None = None,
     fp8: bool = False,
@@ -82,8 +82,8 @@ def sparsify(
         include: regular expressions for whole module names. By default every weight of a known
             layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
             others are not.
-        exclude: likewise, of modules that stay dense. ``"auto"`` leaves the first layer and the
-            heads dense, as the command line does by default. Here the default excludes none.
+        exclude: likewise, of modules that stay dense. By default (``"auto"``) these are the first
+            layer and the heads; ``None`` excludes none.
         overrides: other patterns for some layers, by such expressions: ``{"layer3\..*": "1:8",
             "fc": "dense"}``. The first match counts, and it wins over ``exclude``.
         mvue: an N:M pattern. Sparse linear layers compute their weight gradients from an unbiased
@@ -143,8 +143,9 @@ def sparsify(
         model, pattern, include, exclude, owned, overrides, recipe.refuses, pad, dims
     )
     if not entries:
-        reasons = by_reason(left_dense) or "it has no such layer"
-        raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
+        raise ConfigError(
+            f"no weight of this model can be {pattern} sparse ({why_none(left_dense)})"
+        )
     _refuse_ambiguous(model, [entry.name for entry in entries])
     saved = saved_settings(optimizer.param_groups)
     sparse = [SparseWeight(entry) for entry in entries]

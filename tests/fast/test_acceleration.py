@@ -57,7 +57,7 @@ def sparse(
 ) -> tuple[torch.optim.Optimizer, nmrun.step.handle.Handle]:
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"pattern": "2:4", "total_steps": 8, **options}
-    return optimizer, nmrun.sparsify(model, optimizer, recipe, **options)
+    return optimizer, nmrun.sparsify(model, optimizer, recipe, **{"exclude": None, **options})
 
 
 def passing(model: nn.Module, tokens: int = 16) -> Any:

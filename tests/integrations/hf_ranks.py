@@ -36,7 +36,7 @@ def middle(folder: Path, sharded: bool) -> None:
         fully_shard(model)
     used = model if sharded else DistributedDataParallel(model)
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.01)
-    nmrun.sparsify(model, optimizer, "step", "2:4", hf.STEPS, switch=0.25)
+    nmrun.sparsify(model, optimizer, "step", "2:4", hf.STEPS, switch=0.25, exclude=None)
     for step in range(hf.STEPS // 2):
         rows = hf.data()[8 * step + 4 * dist.get_rank() :][:4]
         used(**hf.collate(rows)).loss.backward()
@@ -53,7 +53,7 @@ def middle(folder: Path, sharded: bool) -> None:
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    sparse = NMTrainerCallback("sr_ste", "2:4", **hf.OPTIONS["sr_ste"])
+    sparse = NMTrainerCallback("sr_ste", "2:4", **{"exclude": None, **hf.OPTIONS["sr_ste"]})
     trainer = hf.trainer(folder / "two", [sparse], per_device_train_batch_size=2)
     assert trainer.args.world_size == 2
     trainer.train()

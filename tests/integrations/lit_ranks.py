@@ -16,7 +16,7 @@ if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     for recipe, options in lit.OPTIONS.items():
         module = lit.Module()
-        sparse = NMCallback(recipe, "2:4", **options)
+        sparse = NMCallback(recipe, "2:4", **{"exclude": None, **options})
         trainer = lit.trainer(
             folder, [sparse], strategy="ddp", devices=2, use_distributed_sampler=False
         )

@@ -30,7 +30,9 @@ def weights(model: torch.nn.Module) -> Any:
 
 
 def callback(recipe: str, **options: Any) -> Any:
-    return huggingface.NMTrainerCallback(recipe, "2:4", **hf.OPTIONS[recipe], **options)
+    return huggingface.NMTrainerCallback(
+        recipe, "2:4", **hf.OPTIONS[recipe], **{"exclude": None, **options}
+    )
 
 
 def trained(folder: Path, recipe: str, resume: str | None = None, **changes: Any) -> Any:
@@ -54,7 +56,9 @@ def plain_loop(recipe: str, batches: list[dict[str, Tensor]]) -> torch.nn.Module
         others = [p for n, p in model.named_parameters() if p.ndim == 1]
         groups = [{"params": decayed}, {"params": others}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", hf.STEPS, **hf.OPTIONS[recipe])
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, "2:4", hf.STEPS, **{"exclude": None, **hf.OPTIONS[recipe]}
+    )
     schedule = transformers.get_scheduler("linear", optimizer, 0, hf.STEPS)
     for i in range(hf.STEPS):
         pair = batches[2 * i : 2 * i + 2]
@@ -81,7 +85,7 @@ def test_the_weights_of_a_plain_loop(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("hf.collate", recorded)
     trainer, sparse = trained(tmp_path, recipe)
     assert sparse.handle.recipe.step == trainer.state.global_step == hf.STEPS
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
     assert weights(trainer.model) == weights(plain_loop(recipe, batches))
 
 
@@ -97,7 +101,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
         assert not (info["unexpected_keys"])
         assert not (info["mismatched_keys"])
         if step == 6 or recipe == "s_ste":
-            nmrun.sparsity.check_nm(model, "2:4")
+            nmrun.sparsity.check_nm(model, "2:4", exclude=None)
         again, sparse = trained(tmp_path / "again", recipe, str(saved), **saving)
         assert sparse.handle.recipe.step == hf.STEPS
         assert weights(again.model) == weights(whole.model), step
@@ -112,14 +116,14 @@ def test_it_evaluates_what_the_run_would_leave(recipe, tmp_path):
         def on_prediction_step(self, args, state, control, model, **_):
             seen.append((state.global_step, sparse.handle.phase))
             if sparse.handle.phase != "dense":
-                nmrun.sparsity.check_nm(model, "2:4")
+                nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
     ends = []
     for evaluates in ({}, {"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}):
         model = hf.gpt2()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        sparse = huggingface.NMTrainerCallback(recipe, "2:4", dense=0.25)
+        sparse = huggingface.NMTrainerCallback(recipe, "2:4", dense=0.25, exclude=None)
         trainer = hf.trainer(
             tmp_path, [Looks(), sparse], model=model, optimizers=(optimizer, schedule),
             eval_on_start=bool(evaluates), **evaluates,
@@ -149,7 +153,7 @@ def test_only_sparse_models_compete_for_the_best(tmp_path):
     )  # fmt: skip
     assert re.fullmatch(r".*checkpoint-4", trainer.state.best_model_checkpoint)
     best = transformers.GPT2LMHeadModel.from_pretrained(trainer.state.best_model_checkpoint)
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
     assert weights(trainer.model) == weights(best)
     last = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-8")
     assert weights(best) != weights(last)
@@ -196,7 +200,7 @@ def test_with_the_trainer_s_options(changes, tmp_path):
     trainer, sparse = trained(tmp_path, "step", **changes)
     plain, _ = trained(tmp_path, "step")
     assert sparse.handle.recipe.step == hf.STEPS
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
     same = weights(trainer.model) == weights(plain.model)
     assert same != ("bf16" in changes)
@@ -208,7 +212,7 @@ def test_compiled_for_this_machine(tmp_path):
     assert trainer.args.torch_compile_backend == "inductor"
     plain, _ = trained(tmp_path, "step")
     assert sparse.handle.recipe.step == hf.STEPS
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
     for name, tensor in plain.model.state_dict().items():
         actual = trainer.model.state_dict()[name]
         torch.testing.assert_close(actual, tensor, rtol=1e-2, atol=1e-3, msg=name)
@@ -234,7 +238,7 @@ def test_two_processes(tmp_path):
         tmp_path / "sharded", output_loading_info=True
     )
     assert not any(read[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     assert weights(model) == weights(torch.load(tmp_path / "replica.pt", weights_only=False))
 
 
@@ -250,7 +254,7 @@ def test_two_processes(tmp_path):
 )
 def test_mistakes_are_told_before_the_training(arguments, error, message):
     with one_line(error, re.escape(message)):
-        huggingface.NMTrainerCallback(**arguments)
+        huggingface.NMTrainerCallback(**{"exclude": None, **arguments})
 
 
 def test_step_names_the_optimizer_it_needs(tmp_path):
@@ -261,7 +265,7 @@ def test_step_names_the_optimizer_it_needs(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft"])
 def test_the_trainer_s_schedule_has_no_function_for_an_added_group(recipe, tmp_path):
-    trainer = hf.trainer(tmp_path, [huggingface.NMTrainerCallback(recipe, "2:4")])
+    trainer = hf.trainer(tmp_path, [huggingface.NMTrainerCallback(recipe, "2:4", exclude=None)])
     before = weights(trainer.model)
     with one_line(ConfigError, f"{recipe} adds a parameter group, for which a"):
         trainer.train()
@@ -275,12 +279,12 @@ def test_another_schedule_moves_the_added_group_too(tmp_path):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer = hf.trainer(
         tmp_path,
-        [huggingface.NMTrainerCallback("lbc", "2:4")],
+        [huggingface.NMTrainerCallback("lbc", "2:4", exclude=None)],
         model=model,
         optimizers=(optimizer, schedule),
     )
     trainer.train()
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
 
 
 @pytest.mark.slow
@@ -338,7 +342,7 @@ def test_a_checkpoint_of_a_dense_training_is_warned_of(optim, tmp_path):
     hf.trainer(tmp_path, [], **saving).train()
     with pytest.warns(UserWarning, match="at its step 3, and the recipe begins here, with"):
         trainer, _ = trained(tmp_path, "sr_ste", str(tmp_path / "checkpoint-3"), **saving)
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
 
 
 def cut_off(error: BaseException, after: int) -> Any:
@@ -386,7 +390,7 @@ def test_a_batch_size_that_was_too_large(recipe, after, tmp_path):
     for now, before in zip(dense[1][2], lasts[1], strict=True):
         assert torch.equal(now, before)
     assert sparse.handle.recipe.step == trainer.state.global_step
-    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
 
 
 def test_after_ctrl_c_another_trainer_begins_with_the_dense_weights(tmp_path):
@@ -407,7 +411,7 @@ def test_after_ctrl_c_another_trainer_begins_with_the_dense_weights(tmp_path):
         trainer.train()
     for now, before in zip(seen, dense, strict=True):
         assert torch.equal(now, before)
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 def test_a_pruned_trial_ends_without_an_error(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ callbacks, strategies, integration = (
 
 
 def callback(recipe: str) -> Any:
-    return integration.NMCallback(recipe, "2:4", **lit.OPTIONS[recipe])
+    return integration.NMCallback(recipe, "2:4", **{"exclude": None, **lit.OPTIONS[recipe]})
 
 
 def weights(module: nn.Module) -> Any:
@@ -47,7 +47,9 @@ def weights(module: nn.Module) -> Any:
 
 def sparse(model: nn.Module, optimizer: Any, recipe: str, steps: int | None = None) -> nmrun.Handle:
     steps = steps or lit.STEPS
-    return nmrun.sparsify(model, optimizer, recipe, "2:4", steps, **lit.OPTIONS[recipe])
+    return nmrun.sparsify(
+        model, optimizer, recipe, "2:4", steps, **{"exclude": None, **lit.OPTIONS[recipe]}
+    )
 
 
 def plain_loop(recipe: str, accumulate: int = 2, clip: bool = True) -> nn.Module:
@@ -72,7 +74,7 @@ def test_the_weights_of_a_plain_loop(recipe, tmp_path):
     trainer = lit.trainer(tmp_path, [watch])
     trainer.fit(module, lit.loader())
     assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
-    nmrun.sparsity.check_nm(module, "2:4")
+    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
     assert weights(module) == weights(plain_loop(recipe))
 
 
@@ -83,7 +85,7 @@ def test_compiled_for_this_machine(tmp_path):
     trainer = lit.trainer(tmp_path, [watch])
     trainer.fit(torch.compile(module), lit.loader())
     assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
-    nmrun.sparsity.check_nm(module, "2:4")
+    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
     state = module.state_dict()
     for name, tensor in plain_loop("step").state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-2, atol=1e-3)
@@ -97,7 +99,7 @@ def test_manual_optimization(closure, tmp_path):
     trainer = lit.trainer(tmp_path, [callback("step")], max_steps=steps, **options)
     trainer.fit(module, lit.loader())
     assert trainer.global_step == steps
-    nmrun.sparsity.check_nm(module, "2:4")
+    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
     same = plain_loop("step", 1, clip=False) if closure else plain_loop("step")
     assert weights(module) == weights(same)
 
@@ -115,7 +117,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
         saved = tmp_path / f"epoch={epoch}.ckpt"
         model = lit.Module.load_from_checkpoint(saved, weights_only=True)
         if epoch == 2 or recipe == "s_ste":
-            nmrun.sparsity.check_nm(model, "2:4")
+            nmrun.sparsity.check_nm(model, "2:4", exclude=None)
         again, watch = lit.Module(lr=0.5), callback(recipe)
         lit.trainer(tmp_path, [watch]).fit(again, lit.loader(), ckpt_path=saved)
         assert watch.handle.recipe.step == lit.STEPS
@@ -203,7 +205,8 @@ def test_a_training_that_was_cut_off_goes_on_in_the_same_process(recipe, epoch, 
 
 def test_two_callbacks_for_one_optimizer_are_refused(tmp_path):
     parts = [
-        integration.NMCallback("sr_ste", "2:4", include=name) for name in (r"net\.0", r"net\.3")
+        integration.NMCallback("sr_ste", "2:4", include=name, exclude=None)
+        for name in (r"net\.0", r"net\.3")
     ]
     with one_line(
         ConfigError,
@@ -232,7 +235,7 @@ def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
 
 def test_a_dense_recipe_resumes_without_a_warning(tmp_path):
     def dense(epochs: int) -> Any:
-        watch = integration.NMCallback("dense", "2:4")
+        watch = integration.NMCallback("dense", "2:4", exclude=None)
         return lit.trainer(tmp_path, [watch], max_epochs=epochs)
 
     first, again, whole = lit.Module(), lit.Module(), lit.Module()
@@ -266,7 +269,9 @@ def test_only_sparse_models_compete_for_the_best(tmp_path):
     # sparse from the end of epoch 3 on; without a new beginning it would stop there
     assert best.best_model_score == 3.0
     assert trainer.current_epoch == 7
-    nmrun.sparsity.check_nm(lit.Module.load_from_checkpoint(best.best_model_path), "2:4")
+    nmrun.sparsity.check_nm(
+        lit.Module.load_from_checkpoint(best.best_model_path), "2:4", exclude=None
+    )
 
 
 @pytest.mark.parametrize("recipe", ["proxsparse", "maskllm", "cast"])
@@ -278,11 +283,11 @@ def test_it_validates_what_the_run_would_leave(recipe, tmp_path):
         def on_validation_batch_end(self, trainer, pl_module, *_):
             phases.append(watch.handle.phase)
             if watch.handle.phase != "dense":
-                nmrun.sparsity.check_nm(pl_module, "2:4")
+                nmrun.sparsity.check_nm(pl_module, "2:4", exclude=None)
 
     ends = []
     for batches in (0, 1):
-        module, watch = lit.Module(), integration.NMCallback(recipe, "2:4")
+        module, watch = lit.Module(), integration.NMCallback(recipe, "2:4", exclude=None)
         options = {"val_check_interval": 3, "limit_val_batches": batches}
         trainer = lit.trainer(tmp_path, [Looks(), watch], **options)
         trainer.fit(module, lit.loader(), lit.loader(count=1))
@@ -321,7 +326,7 @@ def test_swa_averages_dense_weights(recipe, norm, first, tmp_path):
     trainer.fit(module, lit.loader())
     assert watch.handle.recipe.total_steps == watch.handle.recipe.step == lit.STEPS
     assert len(seen) == lit.EPOCHS - 1
-    nmrun.sparsity.check_nm(module, "2:4")
+    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
     for weight in sparse:
         mean = torch.stack([each[weight.name] for each in seen]).mean(0)
         expected = torch.empty_like(mean)
@@ -358,14 +363,14 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
     options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
     with pytest.raises(ConfigError, match=r"2 optimizers: say which .* NMCallback\(optimizer=0\)"):
         lit.trainer(tmp_path, [callback("sr_ste")], **options).fit(Two(False), lit.loader())
-    module, watch = Two(False), integration.NMCallback("sr_ste", "2:4", optimizer=1)
+    module, watch = Two(False), integration.NMCallback("sr_ste", "2:4", optimizer=1, exclude=None)
     lit.trainer(tmp_path, [watch], **options).fit(module, lit.loader())
     assert watch.handle.recipe.step == lit.BATCHES
     assert (module.net[0].weight != 0).all()
     nmrun.sparsity.check_nm(module, "2:4", exclude="net.0")
     # max_steps counts the steps of both
     trainer = lit.trainer(
-        tmp_path, [integration.NMCallback("asp", optimizer=1)], **options, max_steps=6
+        tmp_path, [integration.NMCallback("asp", optimizer=1, exclude=None)], **options, max_steps=6
     )
     with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
         trainer.fit(Two(False), lit.loader())
@@ -381,7 +386,7 @@ def test_the_trainer_of_the_other_package_is_refused():
 
 @pytest.mark.parametrize("number", [1, "0", 0.0])
 def test_an_optimizer_that_is_not_there_is_refused(number, tmp_path):
-    trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=number)])
+    trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=number, exclude=None)])
     with one_line(ConfigError, "has 1 optimizer: say which one"):
         trainer.fit(lit.Module(), lit.loader())
 
@@ -406,7 +411,7 @@ def test_an_average_that_a_callback_writes_at_the_end_stays(through_data, tmp_pa
     module, watch = lit.Module(), callback("sr_ste")
     lit.trainer(tmp_path, [Average(), watch], max_epochs=1).fit(module, lit.loader())
     assert weights(module.net) == weights(averages[0])
-    nmrun.sparsity.check_nm(module, "2:4")
+    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
 
 
 class Unknown(IterableDataset[torch.Tensor]):
@@ -425,7 +430,7 @@ def test_without_a_length_the_option_is_named(tmp_path):
     trainer = lit.trainer(tmp_path, [callback("asp"), changes], accumulate_grad_batches=1)
     with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
         trainer.fit(lit.Module(), lit.loader())
-    trainer = lit.trainer(tmp_path, [integration.NMCallback("asp", total_steps=0)])
+    trainer = lit.trainer(tmp_path, [integration.NMCallback("asp", total_steps=0, exclude=None)])
     with one_line(ConfigError, "total_steps=0: it takes"):
         trainer.fit(lit.Module(), lit.loader())
 
@@ -512,7 +517,7 @@ def test_what_fabric_saved_goes_on_without_it(tmp_path):
 )
 def test_mistakes_are_told_before_the_training(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        integration.NMCallback(**arguments)
+        integration.NMCallback(**{"exclude": None, **arguments})
 
 
 @pytest.mark.slow

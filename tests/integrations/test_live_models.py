@@ -48,7 +48,7 @@ def test_adapters_of_peft_are_refused_with_the_reason():
     model = peft.get_peft_model(net(), peft.LoraConfig(r=4, target_modules=["0", "2"]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     with pytest.raises(ConfigError, match=r"no weight of this model .*adapter") as e:
-        nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+        nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     assert "\n" not in str(e.value)
     assert str(e.value).count("frozen") == str(e.value).count("an adapter") == 1
     assert "and 2 more: frozen" in str(e.value)  # each reason once, however many weights it has
@@ -127,7 +127,7 @@ def test_fsdp1_is_refused(original, one_process):
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=original)
     optimizer = torch.optim.AdamW(model.parameters())
     with one_line(ConfigError, r"flattens the weights: use fully_shard \(FSDP2\)"):
-        nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+        nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
 
 
 def test_deepspeed_is_refused():
@@ -139,4 +139,4 @@ def test_deepspeed_is_refused():
     wrapper.optimizer = stage()
     for optimizer in (stage(), wrapper):
         with one_line(ConfigError, r"flat copies of the weights, .* use DDP"):
-            nmrun.sparsify(net(), optimizer, "sr_ste", "2:4")
+            nmrun.sparsify(net(), optimizer, "sr_ste", "2:4", exclude=None)

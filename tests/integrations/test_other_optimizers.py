@@ -151,7 +151,8 @@ def test_one_handle_for_each_optimizer_of_the_backward_pass_trains_as_one_for_al
     one.finalize()
     optimizers = [torch.optim.AdamW([p], lr=0.02) for p in model.parameters()]
     handles = [
-        nmrun.sparsify(model, optimizers[i], "sr_ste", "2:4", TOTAL, decay=0.1) for i in (0, 2)
+        nmrun.sparsify(model, optimizers[i], "sr_ste", "2:4", TOTAL, decay=0.1, exclude=None)
+        for i in (0, 2)
     ]
     for parameter, optimizer in zip(model.parameters(), optimizers, strict=True):
         parameter.register_post_accumulate_grad_hook(InBackward._moving(optimizer))

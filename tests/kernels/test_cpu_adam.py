@@ -137,7 +137,11 @@ def begin(
     )
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **options}),
+    )
 
 
 def train(
@@ -318,7 +322,7 @@ def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(monkeypatch
                            (Speaks, "projects")):  # fmt: skip
         model = nn.Linear(16, 8)
         optimizer = optim.AdamW(model.parameters(), fused=True)
-        handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+        handle = nmrun.sparsify(model, optimizer, kind(), "2:4", exclude=None)
         asked.clear(), steps.clear()
         for _ in range(2):
             model(torch.ones(2, 16)).square().sum().backward()
@@ -347,7 +351,7 @@ def test_a_fixed_mask_with_more_than_zeros_beside_it_is_as_the_rule_says(soft):
 
     model = nn.Linear(16, 8)
     optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    handle = nmrun.sparsify(model, optimizer, Held(), "2:4")
+    handle = nmrun.sparsify(model, optimizer, Held(), "2:4", exclude=None)
     for _ in range(2):
         model(torch.randn(2, 16)).square().sum().backward()
         optimizer.step()
@@ -409,7 +413,7 @@ def test_what_a_recipe_changes_after_the_update_counts_at_once(kind):
     """Although the kernel has projected by the rule that held before it."""
     model = nn.Linear(16, 8)
     optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+    handle = nmrun.sparsify(model, optimizer, kind(), "2:4", exclude=None)
     for step in range(1, 4):
         model(torch.randn(2, 16)).square().sum().backward()
         optimizer.step()
@@ -454,7 +458,7 @@ def test_gradients_are_edited_by_the_mask_of_the_weight_that_has_them(kind):
     )
     first = model.weight.detach().clone()
     even = first.abs().unflatten(1, (-1, 4)).argsort(2, descending=True).argsort(2).flatten(1) < 2
-    handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+    handle = nmrun.sparsify(model, optimizer, kind(), "2:4", exclude=None)
     dense, masks = first, [even, ~even if kind is TakesTurns else even]
     for step in range(4):
         now, after = masks[step % 2], masks[(step + 1) % 2]
@@ -479,7 +483,7 @@ def test_a_state_that_was_cleared_counts_from_1():
     """Adam's first step moves every weight by the learning rate, whatever the gradient's size."""
     model = nn.Linear(16, 8, bias=False)
     optimizer = optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0, fused=True)
-    (weight,) = nmrun.sparsify(model, optimizer, "ste", "2:4").sparse
+    (weight,) = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=None).sparse
     for step in range(6):
         if step == 5:
             optimizer.state.clear()

@@ -149,6 +149,7 @@ def test_the_density_is_that_of_the_model_that_is_pruned_so():
         "ste",
         "1:2",
         overrides={k: "dense" if r.n == r.m else r for k, r in proposal.ratios.items()},
+        exclude=None,
     )
     optimizer.step()  # without gradients, so nothing moves
     handle.finalize()

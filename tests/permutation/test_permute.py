@@ -303,7 +303,13 @@ def sparsified(
     model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str = "2:4", **options: Any
 ) -> nmrun.Handle:
     return nmrun.sparsify(
-        model, optimizer, "asp", pattern, total_steps=1000, permute=True, **options
+        model,
+        optimizer,
+        "asp",
+        pattern,
+        total_steps=1000,
+        permute=True,
+        **{"exclude": None, **options},
     )
 
 
@@ -542,6 +548,7 @@ def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap):
             prune_at=0,
             include=".*[24]",
             permute=option,
+            exclude=None,
         )
         tensors.append(list(model.state_dict().values()))
         events = [str(event) for event in handle.pop_events() if "permute" in str(event)]
@@ -572,7 +579,7 @@ def asp(
     model, x = network("small_conv")
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     handle = nmrun.sparsify(
-        model, optimizer, "asp", "1:4", total, permute=permuting, include="inner.*"
+        model, optimizer, "asp", "1:4", total, permute=permuting, include="inner.*", exclude=None
     )
     events: list[str] = []
     for step in range(steps):
@@ -601,7 +608,7 @@ def test_pruning_keeps_more_and_the_pattern_holds():
         assert not permuting or asp_says[0].startswith("step 5: ")
         model, handle, _ = asp(permuting, 8)
         handle.finalize()
-        assert nmrun.sparsity.check_nm(model, "1:4", include="inner.*") == [
+        assert nmrun.sparsity.check_nm(model, "1:4", include="inner.*", exclude=None) == [
             "inner.0.weight",
             "inner.1.weight",
         ]
@@ -624,7 +631,7 @@ def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did():
     model, handle, _ = asp(True, 7, watch=watch)
     for step, other in copies.items():
         assert torch.equal(other(x), results[step])
-    nmrun.sparsity.check_nm(copies[6], "1:4", include="inner.*")
+    nmrun.sparsity.check_nm(copies[6], "1:4", include="inner.*", exclude=None)
     copies[6].load_state_dict(model.state_dict())
     assert torch.equal(copies[6](x), model(x))
     handle.finalize(copies[6])
@@ -637,7 +644,9 @@ def test_masks_that_are_remembered_follow():
     """
     model, x = network("small_conv")
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*")
+    handle = nmrun.sparsify(
+        model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*", exclude=None
+    )
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 

@@ -135,7 +135,9 @@ def trained(
         nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)
     )
     optimizer, forward = nmrun.optim.AdamW(model.parameters(), lr=1e-2), model
-    handle = nmrun.sparsify(model, optimizer, pattern="2:4", total_steps=8, fp8=True, **options)
+    handle = nmrun.sparsify(
+        model, optimizer, pattern="2:4", total_steps=8, fp8=True, **{"exclude": None, **options}
+    )
 
     def loss(seed: int) -> Tensor:
         x = normal(16, 32, seed=seed, dtype=torch.float32)

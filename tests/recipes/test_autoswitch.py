@@ -43,7 +43,9 @@ def begin(
     return (
         model,
         optimizer,
-        nmrun.sparsify(model, optimizer, "step", "2:4", TOTAL, switch=switch, **hyper),
+        nmrun.sparsify(
+            model, optimizer, "step", "2:4", TOTAL, switch=switch, **{"exclude": None, **hyper}
+        ),
     )
 
 
@@ -165,7 +167,7 @@ def test_the_rule_is_that_of_the_loaded_optimizer(beta2):
     model, optimizer, handle = begin("auto", beta2)
     other = Two()
     second = nmrun.optim.Adam(other.parameters(), lr=1e-3, betas=(0.9, 0.9), eps=1.0)
-    loaded = nmrun.sparsify(other, second, "step", "2:4", TOTAL)
+    loaded = nmrun.sparsify(other, second, "step", "2:4", TOTAL, exclude=None)
     second.load_state_dict(optimizer.state_dict())
     steps = 0
     while handle.phase == "dense":

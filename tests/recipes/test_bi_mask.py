@@ -29,7 +29,9 @@ def sparsify(
     model: nn.Module, pattern: str = "2:4", lr: float = 0.05, **options: Any
 ) -> tuple[torch.optim.Optimizer, Handle]:
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    return optimizer, nmrun.sparsify(model, optimizer, "bi_mask", pattern, **options)
+    return optimizer, nmrun.sparsify(
+        model, optimizer, "bi_mask", pattern, **{"exclude": None, **options}
+    )
 
 
 def order_of(weight: SparseWeight) -> list[int]:
@@ -228,7 +230,15 @@ def test_trajectory(update, accumulate, clip, wd):
     reference = BiMaskReference("sr_ste", update, model.used, wd)
     optimizer = UPDATES[update](model.parameters(), wd)
     handle = nmrun.sparsify(
-        model, optimizer, "bi_mask", "2:4", TOTAL, decay=DECAY, interval=4, candidates=3
+        model,
+        optimizer,
+        "bi_mask",
+        "2:4",
+        TOTAL,
+        decay=DECAY,
+        interval=4,
+        candidates=3,
+        exclude=None,
     )
     batches = data(accumulate)
     for t in range(TOTAL):

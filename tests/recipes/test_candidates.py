@@ -106,7 +106,7 @@ def test_lbc():
     reference = ByHand(Net().used, lambda t, i, w: w * hand.mask(t, i, w), edit)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", TOTAL, t_f=0.6)
+    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", TOTAL, t_f=0.6, exclude=None)
     batches = data(2)
     counts = []
     for t in range(TOTAL):
@@ -120,14 +120,14 @@ def test_lbc():
         hand.drop(t + 1)
     assert counts == [6, 4, 3, 2, 2, 2, 1, 1, 1, 1]  # 1 + ceil(5 (1 - t/6)^3)
     handle.finalize()
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     assert not any("scores" in name for name in model.state_dict())
 
 
 def test_lbc_of_one_step_decides_by_its_gradient():
     hand, model = LBCByHand(Net().used, t_f=1), Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 1)
+    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 1, exclude=None)
     reference = ByHand(
         Net().used,
         lambda t, i, w: w * hand.mask(t, i, w),
@@ -138,12 +138,14 @@ def test_lbc_of_one_step_decides_by_its_gradient():
     hand.drop(1)
     handle.finalize()
     torch.testing.assert_close(model.used, reference.used, rtol=1e-9, atol=1e-12)
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 def test_lbc_ends_early_with_its_best_candidate():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10, exclude=None
+    )
     (weight,) = handle.sparse
     with torch.no_grad():
         # the third is {0, 3}
@@ -157,7 +159,9 @@ def test_lbc_ends_early_with_its_best_candidate():
 def test_too_many_candidates(recipe):
     model = nn.Sequential(nn.Linear(16, 4))
     with pytest.raises(ValueError, match="1,820 possible masks a group"):
-        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, "4:16", 10)
+        nmrun.sparsify(
+            model, torch.optim.SGD(model.parameters(), 0.1), recipe, "4:16", 10, exclude=None
+        )
 
 
 # --- MaskLLM --------------------------------------------------------------------------------------
@@ -166,7 +170,11 @@ def test_too_many_candidates(recipe):
 def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimizer, nmrun.Handle]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    return model, optimizer, nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, **options)
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, **{"exclude": None, **options}),
+    )
 
 
 def test_maskllm_s_logits_get_the_gradient_of_its_objective():
@@ -220,7 +228,7 @@ def test_maskllm_ends_with_the_likeliest_masks():
             mask[place][MASKS[int(best[place])]] = 1.0
         assert torch.equal(weight.parameter.detach(), dense * mask.reshape(dense.shape))
     handle.finalize()
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 def test_the_prior_prefers_large_weights():
@@ -271,14 +279,16 @@ def test_the_logits_learning_rate_is_that_of_a_number():
     optimizer = torch.optim.SGD(model.parameters(), LR)
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(ConfigError, match=r"lr_mult times .* which has none \(lr=None\)"):
-        nmrun.sparsify(model, optimizer, "maskllm", "2:4", TOTAL)
+        nmrun.sparsify(model, optimizer, "maskllm", "2:4", TOTAL, exclude=None)
 
 
 def test_every_weight_and_step_has_noise_of_its_own():
     """Of equal logits the blend is the noise's."""
     model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(80)))
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    recipe = (handle := nmrun.sparsify(model, optimizer, "maskllm", "2:4", 1000, dense=0.0)).recipe
+    recipe = (
+        handle := nmrun.sparsify(model, optimizer, "maskllm", "2:4", 1000, dense=0.0, exclude=None)
+    ).recipe
     blends = []
     for step in (0, 1, 500):
         for weight in handle.sparse:

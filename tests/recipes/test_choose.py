@@ -65,7 +65,7 @@ def test_a_mask_that_keeps_too_many_is_named_before_training():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(RunError, match=r"^Whole: 0\.weight is not 2:4 after its first projection"):
-        nmrun.sparsify(model, optimizer, Whole())
+        nmrun.sparsify(model, optimizer, Whole(), exclude=None)
 
 
 @pytest.mark.usefixtures("kernels_for_small_weights")
@@ -74,7 +74,7 @@ def test_a_mask_that_keeps_too_many_is_named_before_training():
 def test_it_is_asked_at_every_step(kind, update):
     model = net()
     optimizer = UPDATES[update](model.parameters())
-    handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+    handle = nmrun.sparsify(model, optimizer, kind(), "2:4", exclude=None)
     for step in range(5):
         for weight in handle.sparse:
             mask = first_two(weight.dense)
@@ -83,7 +83,7 @@ def test_it_is_asked_at_every_step(kind, update):
             assert not torch.equal(mask, nmrun.sparsity.nm_mask(weight.dense, "2:4"))
         train(model, optimizer, [step])
     handle.finalize()
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("kind", [FirstTwo, FirstTwoDecayed])
@@ -97,7 +97,7 @@ def test_its_gradients_are_those_of_its_mask(kind):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
     rule = kind(decay=DECAY) if decay else kind()
-    nmrun.sparsify(model, optimizer, rule, "2:4", TOTAL)
+    nmrun.sparsify(model, optimizer, rule, "2:4", TOTAL, exclude=None)
     for t in range(TOTAL):
         torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
         train_step(model, optimizer, data(1)(t))
@@ -109,7 +109,9 @@ def test_an_object_is_what_its_name_and_hyperparameters_are():
     for recipe, options in (("step", {"switch": 0.25, "decay": 0.1}), (STEP(0.25, decay=0.1), {})):
         model = net()
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
-        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
+        handle = nmrun.sparsify(
+            model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **options}
+        )
         train(model, optimizer, range(TOTAL))
         results.append((everything(model, optimizer, handle), handle.pop_events()))
     assert results[0] == results[1]
@@ -120,7 +122,7 @@ def test_one_object_serves_two_models():
     models = [net(), net(1)]
     optimizers = [nmrun.optim.AdamW(m.parameters(), lr=0.02) for m in models]
     handles = [
-        nmrun.sparsify(m, o, recipe, ratio, TOTAL)
+        nmrun.sparsify(m, o, recipe, ratio, TOTAL, exclude=None)
         for m, o, ratio in zip(models, optimizers, ("2:4", "1:4"), strict=True)
     ]
     train(models[0], optimizers[0], range(7))
@@ -131,7 +133,7 @@ def test_one_object_serves_two_models():
     assert (recipe.step, recipe.events) == (0, [])
     other = net()
     optimizer = nmrun.optim.AdamW(other.parameters(), lr=0.02)
-    nmrun.sparsify(other, optimizer, alone, "2:4", TOTAL)
+    nmrun.sparsify(other, optimizer, alone, "2:4", TOTAL, exclude=None)
     train(other, optimizer, range(7))
     assert bits(other.state_dict()) == bits(models[0].state_dict())
 
@@ -140,6 +142,6 @@ def test_an_object_takes_no_hyperparameters_and_is_checked():
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = nmrun.optim.Adam(model.parameters())
     with pytest.raises(TypeError, match="step is made already: give switch to its constructor"):
-        nmrun.sparsify(model, optimizer, STEP(), "2:4", 10, switch=0.5)
+        nmrun.sparsify(model, optimizer, STEP(), "2:4", 10, switch=0.5, exclude=None)
     with pytest.raises(ValueError, match="sr_ste: decay=-1 must be a number at least 0"):
-        nmrun.sparsify(model, optimizer, SRSTE(decay=-1), "2:4", 10)
+        nmrun.sparsify(model, optimizer, SRSTE(decay=-1), "2:4", 10, exclude=None)

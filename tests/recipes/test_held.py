@@ -54,7 +54,7 @@ def test_ste(interval, gradient):
         interval=interval,
         gradient=gradient,
     )
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -70,7 +70,7 @@ def test_t_sr_ste(interval):
         interval=interval,
         decay=0.3,
     )
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     for layer in (model[0], model[2]):
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
 
@@ -108,7 +108,7 @@ def test_other_masks_for_recipes_that_keep_the_largest(recipe, hyperparameters, 
     hand = ByHand(Net().used, forward, edit)
     if find is in_blocks:
         model = follow(recipe, hand, "4:2:8", **hyperparameters)
-        nmrun.sparsity.check_nm(model, "4:2:8")
+        nmrun.sparsity.check_nm(model, "4:2:8", exclude=None)
         return
     model = follow(recipe, hand, input_gradient="transposable", **hyperparameters)
     for layer in (model[0], model[2]):
@@ -120,7 +120,7 @@ def test_step_learns_transposable_masks():
     model = Net()
     optimizer = nmrun.optim.Adam(model.parameters(), LR)
     handle = nmrun.sparsify(
-        model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable"
+        model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable", exclude=None
     )
     for t in range(6):
         assert (
@@ -147,7 +147,9 @@ def test_who_has_masks_of_its_own_keeps_them(recipe):
         ValueError,
         match=rf"^{recipe} has masks of its own: transposable ones are for .*\(asp, sr_ste, ste, ste_periodic, step, sqft, t_sr_ste\)",
     ):
-        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="transposable")
+        nmrun.sparsify(
+            model, optimizer, recipe, "2:4", 10, input_gradient="transposable", exclude=None
+        )
     assert type(model[0].weight) is nn.Parameter
     assert not optimizer.state
     assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
@@ -155,14 +157,16 @@ def test_who_has_masks_of_its_own_keeps_them(recipe):
     with pytest.raises(
         ValueError, match="input_gradient='dense': it takes exact, transposable, double_prune, mvue"
     ):
-        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense")
+        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense", exclude=None)
 
 
 def test_the_dense_end_is_dense_and_not_called_sparse():
     mask = Held(transposable, 40)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "t_sr_ste", "2:4", 6, dense_end=0.5, decay=0.3)
+    handle = nmrun.sparsify(
+        model, optimizer, "t_sr_ste", "2:4", 6, dense_end=0.5, decay=0.3, exclude=None
+    )
     hand = ByHand(
         Net().used,
         lambda t, i, w: w * mask(0, i, w) if t < 3 else w,
@@ -187,7 +191,9 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
 def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "t_sr_ste", "2:4", steps, dense_end=dense_end)
+    handle = nmrun.sparsify(
+        model, optimizer, "t_sr_ste", "2:4", steps, dense_end=dense_end, exclude=None
+    )
     batches, were_sparse = data(1), []
     for t in range(steps):
         were_sparse.append(handle.is_sparse)
@@ -201,7 +207,9 @@ def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
 
 def test_transposable_at_every_kernel_position():
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10)
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10, exclude=None
+    )
     dense = handle.sparse[0].dense.detach()
     for y, x in itertools.product(range(3), range(3)):
         assert torch.equal(model[0].weight[:, :, y, x] != 0, transposable(dense[:, :, y, x]).bool())
@@ -214,7 +222,9 @@ def test_transposable_at_every_kernel_position():
 def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient, exclude=None
+    )
     assert [w.name for w in handle.sparse] == ["0.weight"]
     assert (
         handle.left_dense[0].reason
@@ -227,7 +237,9 @@ def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
     """The input gradient sums over the outputs of one group alone."""
     model = nn.Sequential(nn.Conv2d(64, outputs, 1, groups=8), nn.Conv2d(outputs, 8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", input_gradient="transposable")
+    handle = nmrun.sparsify(
+        model, optimizer, "ste", "2:4", input_gradient="transposable", exclude=None
+    )
     assert ("0.weight" in [w.name for w in handle.sparse]) == fits
     if fits:
         kept = (model[0].weight != 0).view(8, 4, 8).sum(1)
@@ -248,7 +260,7 @@ def test_one_of_m_is_the_best_permutation():
 def test_a_copy_keeps_the_mask_of_what_it_averages():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(model, optimizer, "ste_periodic", "2:4", 10, interval=2)
+    handle = nmrun.sparsify(model, optimizer, "ste_periodic", "2:4", 10, interval=2, exclude=None)
     with handle.dense_weights(), torch.no_grad():
         model[0].weight.copy_(model[0].weight.flip(1))
         ema = copy.deepcopy(model)

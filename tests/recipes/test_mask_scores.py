@@ -30,7 +30,7 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype):
     layer = nn.Linear(16, 4, bias=False).to(dtype)
     model = nn.Sequential(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 10, t_f=0.5)
+    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 10, t_f=0.5, exclude=None)
     expected = layer.weight.detach().abs().reshape(-1, 4).argsort(1, descending=True)[:, :2]
     for _ in range(10):
         model(torch.zeros(3, 16, dtype=dtype)).sum().backward()
@@ -46,7 +46,9 @@ def test_a_better_score_beats_any_magnitude():
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[0.1, 5.0, 4.0, 0.2]]))
     model = nn.Sequential(layer)
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10, exclude=None
+    )
     (weight,) = handle.sparse
     with torch.no_grad():
         handle.recipe.scores(weight)[0, 0, 2] += 1e-3  # {0, 3}
@@ -64,7 +66,7 @@ def test_flips_are_of_the_candidates_with_the_best_scores(recipe, rate, options)
     """Until the end too, so that no jump comes with the last step."""
     model, total = Net(), 10
     optimizer = torch.optim.SGD(model.parameters(), rate * LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total, **options)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total, **{"exclude": None, **options})
 
     def best():
         masks = []
@@ -139,7 +141,7 @@ def test_a_weight_of_one_group_that_keeps_all_stays_as_it_is():
     layer = nn.Linear(4, 1)
     before = layer.weight.detach().clone()
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    handle = nmrun.sparsify(layer, optimizer, "maskllm", "4:4", 3, dense=0.0)
+    handle = nmrun.sparsify(layer, optimizer, "maskllm", "4:4", 3, dense=0.0, exclude=None)
     for _ in range(3):
         assert torch.equal(layer.weight.detach(), before)
         layer(torch.ones(2, 4)).square().sum().backward()
@@ -155,7 +157,7 @@ def test_each_step_draws_its_own_noise():
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(
         *(model, optimizer, "maskllm", "2:4", 6),
-        **{"dense": 0.0, "kappa": (1.0, 1.0), "temperature": (1.0, 1.0)},
+        **{"exclude": None, "dense": 0.0, "kappa": (1.0, 1.0), "temperature": (1.0, 1.0)},
     )
     blends = []
     for t in range(5):

@@ -240,7 +240,9 @@ def test_it_is_what_a_scalar_loop_gives(module):
     model = torch.nn.Linear(8, 4, bias=False)
     w = model.weight.detach().double().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    handle = nmrun.sparsify(model, optimizer, recipe="saliency.Saliency", pattern="2:4", beta=0.8)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe="saliency.Saliency", pattern="2:4", beta=0.8, exclude=None
+    )
     squares, magnitude_differs = torch.zeros_like(w), 0
     for x, y in batches(12):
         mask, largest = torch.zeros_like(w), torch.zeros_like(w)
@@ -271,7 +273,9 @@ def test_its_state_is_saved_with_the_model(module):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         return (
             model,
-            nmrun.sparsify(model, optimizer, recipe="saliency.Saliency", pattern="2:4"),
+            nmrun.sparsify(
+                model, optimizer, recipe="saliency.Saliency", pattern="2:4", exclude=None
+            ),
             optimizer,
         )
 
@@ -307,7 +311,7 @@ class Wide(Recipe):
 def test_its_tensors_are_loaded_in_their_own_dtypes(steps, dtype, kind):
     model = torch.nn.Linear(8, 4).to(dtype)
     optimizer = kind(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(model, optimizer, Wide(), "2:4")
+    handle = nmrun.sparsify(model, optimizer, Wide(), "2:4", exclude=None)
     trained(model, handle, optimizer, [(x.to(dtype), y.to(dtype)) for x, y in batches(steps)])
     state = copy.deepcopy(optimizer.state_dict())
     before = {key: value.clone() for key, value in handle.sparse[0].saved().items()}
@@ -320,11 +324,11 @@ def test_its_tensors_are_loaded_in_their_own_dtypes(steps, dtype, kind):
     other = kind(model.parameters(), lr=0.1)
     other.load_state_dict(state)  # by torch alone
     with one_line(ConfigError, "of weight is .* and was rounded .*: call sparsify before that"):
-        nmrun.sparsify(model, other, Wide(), "2:4")
+        nmrun.sparsify(model, other, Wide(), "2:4", exclude=None)
     for cast in (torch.float64, torch.bfloat16):  # what has the weights' dtype follows them
         model = torch.nn.Linear(8, 4).to(cast)
         other = kind(model.parameters(), lr=0.1)
-        handle = nmrun.sparsify(model, other, Wide(), "2:4")
+        handle = nmrun.sparsify(model, other, Wide(), "2:4", exclude=None)
         other.load_state_dict(state)
         kinds = {key: value.dtype for key, value in handle.sparse[0].saved().items()}
         assert (kinds["dense"], kinds["usual"], kinds["age"]) == (cast, cast, torch.int32)

@@ -91,7 +91,9 @@ def test_paths_of_patterns():
 def test_phase_is_told():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(model, optimizer, "mdgf_linear", "2:4", 10, dense=0.2, final=0.3)
+    handle = nmrun.sparsify(
+        model, optimizer, "mdgf_linear", "2:4", 10, dense=0.2, final=0.3, exclude=None
+    )
     phases = []
     for _ in range(10):
         phases.append(handle.phase)
@@ -104,7 +106,9 @@ def test_the_weight_a_run_would_leave_is_always_nm():
     for recipe in ("mdgf_linear", "sdgf_stepwise"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        handle = nmrun.sparsify(model, optimizer, recipe, "1:4", 10, dense=0.2, final=0.3)
+        handle = nmrun.sparsify(
+            model, optimizer, recipe, "1:4", 10, dense=0.2, final=0.3, exclude=None
+        )
         for _ in range(4):
             used = model.used
             assert all(layer["holds"] for layer in handle.report()["layers"])
@@ -117,7 +121,7 @@ def test_the_weight_a_run_would_leave_is_always_nm():
         for _ in range(6):
             optimizer.step()
         handle.finalize()
-        nmrun.sparsity.check_nm(model, "1:4")
+        nmrun.sparsity.check_nm(model, "1:4", exclude=None)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,12 @@ def test_refused(recipe, pattern, options, words):
     before = model.state_dict()
     with pytest.raises(ValueError, match=words):
         nmrun.sparsify(
-            model, torch.optim.SGD(model.parameters(), 0.1), recipe, pattern, 10, **options
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            recipe,
+            pattern,
+            10,
+            **{"exclude": None, **options},
         )
     assert model.state_dict().keys() == before.keys()
 
@@ -156,9 +165,9 @@ def test_the_coarsest_pattern_has_to_fit_a_group_of_a_transposed_convolution(pad
         given = (model, optimizer, "sdgf_geometric", "1:4", 10)
         if refused:
             with pytest.raises(ValueError, match="has 16 inputs of one group, not a mult"):
-                nmrun.sparsify(*given, dense=0.0, pad=pad)
+                nmrun.sparsify(*given, dense=0.0, pad=pad, exclude=None)
             continue
-        nmrun.sparsify(*given, dense=0.0, pad=pad)
+        nmrun.sparsify(*given, dense=0.0, pad=pad, exclude=None)
         kept = (model[0].weight != 0).view(4, 32, 2).sum(1)
         assert bool((kept == 8).all())
 
@@ -168,7 +177,9 @@ def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe):
     """A hundredth of ten steps is none of them, and the last one is still N:M."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=0.2, final=0.01)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, "1:4", TOTAL, dense=0.2, final=0.01, exclude=None
+    )
     for t in range(TOTAL):
         most = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
         assert (most == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)
@@ -180,7 +191,9 @@ def test_a_dense_phase_may_leave_no_middle_one(recipe):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
     options = {"frames": 2} if recipe == "sdgf_geometric" else {}
-    handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=0.8, final=0.2, **options)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, "1:4", TOTAL, dense=0.8, final=0.2, **{"exclude": None, **options}
+    )
     for t in range(TOTAL):
         handle.measure_flips = True
         assert handle.is_sparse == (t >= 0.8 * TOTAL)

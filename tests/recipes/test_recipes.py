@@ -47,7 +47,9 @@ def start(
     return (
         model,
         optimizer,
-        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters),
+        nmrun.sparsify(
+            model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **hyperparameters}
+        ),
     )
 
 
@@ -139,7 +141,9 @@ def test_s_ste_scale_is_fitted_once_and_saved():
     other = Net()
     with torch.no_grad():
         other[0].weight.uniform_()
-    other_handle = nmrun.sparsify(other, nmrun.optim.AdamW(other.parameters()), "s_ste", "2:4")
+    other_handle = nmrun.sparsify(
+        other, nmrun.optim.AdamW(other.parameters()), "s_ste", "2:4", exclude=None
+    )
     assert other_handle.sparse[0]["scale"] != handle.sparse[0]["scale"]
     other.load_state_dict(model.state_dict())
     other_handle.load_state_dict(handle.state_dict())
@@ -171,7 +175,7 @@ def test_s_ste_scales_of_the_ablations(options, scale, interval, fused):
     """The forward weight is ``scale(w) * S(w)``, the scale of the last multiple of the interval."""
     model = Net(torch.float32)
     optimizer = nmrun.optim.AdamW(model.parameters(), LR, fused=fused)
-    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, **options)
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, **{"exclude": None, **options})
     dense = [w.dense.clone() for w in handle.sparse]
     expected = [scale(w) for w in dense]
     for t, batch in enumerate(data(TOTAL, torch.float32)(0), 1):
@@ -191,7 +195,7 @@ def test_s_ste_scales_of_the_ablations(options, scale, interval, fused):
 def test_s_ste_with_another_threshold():
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, gamma=0.5)
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, gamma=0.5, exclude=None)
     for x, y in data(3)(0):
         (model(x) - y).square().mean().backward()
         optimizer.step()
@@ -209,7 +213,12 @@ def test_s_ste_refuses_two_kinds_of_scales():
         model = Net()
         with pytest.raises(ValueError, match="of a fitted scale, and beta is a fixed one"):
             nmrun.sparsify(
-                model, torch.optim.SGD(model.parameters(), LR), "s_ste", "2:4", beta=1.0, **options
+                model,
+                torch.optim.SGD(model.parameters(), LR),
+                "s_ste",
+                "2:4",
+                beta=1.0,
+                **{"exclude": None, **options},
             )
 
 
@@ -220,7 +229,7 @@ def test_dropout_draws_the_same_with_every_recipe(recipe):
     model = Net(torch.float32)
     torch.manual_seed(5)
     optimizer = nmrun.optim.AdamW(model.parameters(), LR)
-    nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **frames)
+    nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **frames})
     for x, y in data(TOTAL)(0):
         (model(x.float()) - y.float()).square().mean().backward()
         optimizer.step()
@@ -234,7 +243,7 @@ def test_dropout_draws_the_same_with_every_recipe(recipe):
 def test_dense_leaves_everything_alone(recipe):
     model, plain = Net(), Net()
     optimizer, plain_optimizer = (nmrun.optim.AdamW(m.parameters(), LR) for m in (model, plain))
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4")
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", exclude=None)
     for batch in data(TOTAL)(0):
         train_step(model, optimizer, [batch])
         train_step(plain, plain_optimizer, [batch])
@@ -272,9 +281,11 @@ def test_step_names_the_optimizer_it_needs(optimizer, instead):
     model = Net()
     keys = list(model.state_dict())
     with one_line(ValueError, instead):
-        nmrun.sparsify(model, optimizer(model.parameters(), lr=0.1), "step", "2:4", 10)
+        nmrun.sparsify(
+            model, optimizer(model.parameters(), lr=0.1), "step", "2:4", 10, exclude=None
+        )
     assert sorted(model.state_dict()) == sorted(keys)
-    nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), "step", "2:4", 10)
+    nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), "step", "2:4", 10, exclude=None)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +328,11 @@ def test_values_out_of_range(recipe, hyperparameters, message):
     model = Net()
     with pytest.raises(ValueError, match=message):
         nmrun.sparsify(
-            model, nmrun.optim.Adam(model.parameters()), recipe, "2:4", **hyperparameters
+            model,
+            nmrun.optim.Adam(model.parameters()),
+            recipe,
+            "2:4",
+            **{"exclude": None, **hyperparameters},
         )
 
 
@@ -327,7 +342,9 @@ def test_step_wants_one_beta2_and_eps_for_what_it_pools(switch, other):
     model = Net()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), **other}]
     with pytest.raises(ValueError, match="must share beta2 and eps"):
-        nmrun.sparsify(model, nmrun.optim.Adam(groups), "step", "2:4", 10, switch=switch)
+        nmrun.sparsify(
+            model, nmrun.optim.Adam(groups), "step", "2:4", 10, switch=switch, exclude=None
+        )
 
 
 def test_at_a_fixed_switch_step_freezes_every_group_by_its_own_beta2_and_eps():
@@ -342,7 +359,7 @@ def test_at_a_fixed_switch_step_freezes_every_group_by_its_own_beta2_and_eps():
         ]
         optimizer = kind(groups)
         if kind is nmrun.optim.Adam:
-            nmrun.sparsify(model, optimizer, "step", "2:4", 10, switch=0.4)
+            nmrun.sparsify(model, optimizer, "step", "2:4", 10, switch=0.4, exclude=None)
         for step in range(4):
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).double()
             model(x).square().mean().backward()

@@ -40,7 +40,7 @@ def test_slope_prunes_twice():
     masks = {i: top(weights[i], 2, 4) for i in SPARSE}
     weights = [w * masks[i] if i in SPARSE else w for i, w in enumerate(weights)]
     optimizer = torch.optim.SGD(model.parameters(), LR, weight_decay=0.1)
-    handle = nmrun.sparsify(model, optimizer, "slope", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "slope", "2:4", exclude=None)
     batches = data(1)
     for t in range(TOTAL):
         torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
@@ -63,10 +63,10 @@ def test_slope_draws_random_masks_for_each_seed():
         largest = nmrun.sparsity.nm_mask(model[0].weight, "2:4", 1)
         before = torch.get_rng_state()
         optimizer = torch.optim.SGD(model.parameters(), LR)
-        handle = nmrun.sparsify(model, optimizer, "slope", "2:4", mask="random")
+        handle = nmrun.sparsify(model, optimizer, "slope", "2:4", mask="random", exclude=None)
         assert torch.equal(torch.get_rng_state(), before)
         masks.append([weight["mask"] for weight in handle.sparse])
-        nmrun.sparsity.check_nm(model, "2:4")
+        nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     assert all(map(torch.equal, *masks[1:]))
     assert not any(map(torch.equal, *masks[:2]))
     assert not torch.equal(masks[0][0], masks[0][1])
@@ -75,7 +75,9 @@ def test_slope_draws_random_masks_for_each_seed():
 
 def test_slope_says_where_the_input_gradient_is_exact():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4", exclude=None
+    )
     assert list(map(str, handle.pop_events())) == [
         "SLoPe leaves the input gradient exact at 1.weight"
     ]
@@ -85,11 +87,13 @@ def test_slope_says_where_the_input_gradient_is_exact():
 def test_slope_goes_on_with_a_model_that_was_saved_whole():
     """Pickle sets the layers' forward, which is that of their class then."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Conv1d(8, 8, 1))
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
+    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4", exclude=None)
     torch.save(model, file := io.BytesIO())
     file.seek(0)
     again = torch.load(file, weights_only=False)
-    handle = nmrun.sparsify(again, torch.optim.SGD(again.parameters(), LR), "slope", "2:4")
+    handle = nmrun.sparsify(
+        again, torch.optim.SGD(again.parameters(), LR), "slope", "2:4", exclude=None
+    )
     assert handle.pop_events() == []
     assert len(handle.sparse) == 2
 
@@ -103,6 +107,7 @@ def test_slope_prunes_twice_by_itself():
             "slope",
             "2:4",
             input_gradient="double_prune",
+            exclude=None,
         )
 
 
@@ -162,7 +167,7 @@ def test_ast_is_the_authors_adamw(kind, rise, interval):
     )
     optimizer = kind(model.parameters(), LR, weight_decay=0.2)
     handle = nmrun.sparsify(
-        model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=rise, interval=interval
+        model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=rise, interval=interval, exclude=None
     )
     batches = data(2)
     for t in range(TOTAL):
@@ -179,7 +184,9 @@ def test_ast_decays_pruned_weights_without_momentum():
     """Where the gradients are 0 the first moments stay 0, and pruned weights alone move."""
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.0)
-    handle = nmrun.sparsify(model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=0.0)
+    handle = nmrun.sparsify(
+        model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=0.0, exclude=None
+    )
     before = [weight.dense.clone() for weight in handle.sparse]
     for _ in range(3):
         for weight in handle.sparse:
@@ -205,7 +212,7 @@ def test_ast_and_cast_name_the_optimizer_they_need(recipe, make):
     model = Net()
     before = model.used
     with pytest.raises(ValueError, match=f"^{recipe} .* takes Adam or AdamW, without amsgrad"):
-        nmrun.sparsify(model, make(model.parameters()), recipe, "2:4", TOTAL)
+        nmrun.sparsify(model, make(model.parameters()), recipe, "2:4", TOTAL, exclude=None)
     assert all(map(torch.equal, model.used, before))
 
 
@@ -229,7 +236,9 @@ def test_cast_is_its_algorithm():
     rest = [weights[1], weights[3], scales[0], scales[2]]
     plain = torch.optim.Adam(rest, LR)
     optimizer = torch.optim.Adam(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "cast", "2:4", TOTAL, decay=lam, interval=interval)
+    handle = nmrun.sparsify(
+        model, optimizer, "cast", "2:4", TOTAL, decay=lam, interval=interval, exclude=None
+    )
     batches, masks, flips = data(2), dict[int, Tensor](), 0
     for t in range(TOTAL):
         if t % interval == 0:
@@ -290,7 +299,9 @@ def test_casts_scales(layer, shape, parts):
     columns = torch.repeat_interleave(torch.arange(parts), torch.tensor(SPANS[shape[1]][parts]))
     optimizer = torch.optim.Adam(model.parameters(), LR)
     options = {"parts": parts, "interval": 2, "pad": True}
-    handle = nmrun.sparsify(nn.Sequential(model), optimizer, "cast", "2:4", 2, **options)
+    handle = nmrun.sparsify(
+        nn.Sequential(model), optimizer, "cast", "2:4", 2, **{"exclude": None, **options}
+    )
     w, scales = model.weight.detach().clone(), torch.ones(4, parts).double().requires_grad_()
 
     def spread(scales):
@@ -315,7 +326,9 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back():
     values under the masks of the moved ones."""
     model, half, lr = Net(), TOTAL // 2, 1.0
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    handle = nmrun.sparsify(model, optimizer, "proxsparse", "2:4", TOTAL, strength=0.4)
+    handle = nmrun.sparsify(
+        model, optimizer, "proxsparse", "2:4", TOTAL, strength=0.4, exclude=None
+    )
     weights, batches = [w.clone() for w in model.used], data(1)
     original: Weights = []
     for t in range(TOTAL):
@@ -344,13 +357,15 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back():
         top(weights[0], 2, 4), top(original[0], 2, 4)
     )  # it has learned something
     handle.finalize()
-    nmrun.sparsity.check_nm(model, "2:4")
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 def test_proxsparse_refuses_large_groups():
     model = nn.Sequential(nn.Linear(32, 8))
     with pytest.raises(ValueError, match="proximal steps are for groups of 8 at most"):
-        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "proxsparse", "2:16", 10)
+        nmrun.sparsify(
+            model, torch.optim.SGD(model.parameters(), LR), "proxsparse", "2:16", 10, exclude=None
+        )
 
 
 # --- SQFT -----------------------------------------------------------------------------------------
@@ -385,7 +400,9 @@ def test_sqft_draws_adapters_for_each_seed():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(256, 32), nn.Linear(256, 32))
         before = torch.get_rng_state()
-        handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "sqft", "2:4")
+        handle = nmrun.sparsify(
+            model, torch.optim.SGD(model.parameters(), LR), "sqft", "2:4", exclude=None
+        )
         assert torch.equal(torch.get_rng_state(), before)
         drawn.append([weight["down"].clone() for weight in handle.sparse])
     assert all(map(torch.equal, *drawn[1:]))
@@ -411,7 +428,9 @@ def test_sqft_trains_masked_adapters(turned, ratio):
     others = [used[i].clone().requires_grad_() for i in (1, 3)]
     optimizer = torch.optim.Adam(model.parameters(), LR)
     dims = {"2.weight": 0} if turned else None
-    handle = nmrun.sparsify(model, optimizer, "sqft", ratio, rank=rank, alpha=alpha, dims=dims)
+    handle = nmrun.sparsify(
+        model, optimizer, "sqft", ratio, rank=rank, alpha=alpha, dims=dims, exclude=None
+    )
     by_index = dict(zip(SPARSE, handle.sparse, strict=True))
     adapters = {i: first_adapters(by_index[i], rank, *used[i].shape) for i in SPARSE}
     by_hand = torch.optim.Adam([*others, *adapters[0], *adapters[2]], LR)
@@ -436,7 +455,7 @@ def test_sqft_trains_masked_adapters(turned, ratio):
 def test_sqft_goes_on_from_weights_that_were_written_in_between():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0, exclude=None)
     batches = data(1)
     for t in range(4):
         train_step(model, optimizer, batches(t))
@@ -459,7 +478,7 @@ def test_sqft_multiplies_its_adapters_once_a_step():
     """With the two gradients of the adapters that is three products for each weight."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0, exclude=None)
     batches = data(1)
     for t in range(3):
         x, y = batches(t)[0]
@@ -482,7 +501,9 @@ def test_sqft_of_convolutions():
     base, bias = model.weight.detach().clone(), model.bias.detach().clone().requires_grad_()
     mask = nmrun.sparsity.nm_mask(base, "2:4")
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(nn.Sequential(model), optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    handle = nmrun.sparsify(
+        nn.Sequential(model), optimizer, "sqft", "2:4", rank=2, alpha=2.0, exclude=None
+    )
     up, down = first_adapters(handle.sparse[0], 2, 4, 72)
     x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
     for _ in range(3):
@@ -515,7 +536,7 @@ def test_adams_count_goes_on_from_a_training_without_the_recipe(recipe):
 
     for _ in range(20):
         step()
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, decay=0.0)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, decay=0.0, exclude=None)
     (weight,) = handle.sparse
     before = weight.dense.clone()
     step()

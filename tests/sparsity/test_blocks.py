@@ -112,7 +112,9 @@ class Net(nn.Sequential):
 
 def test_layers_that_cannot_hold_it_are_named():
     model = Net()
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8")
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8", exclude=None
+    )
     assert [w.name for w in handle.sparse] == ["0.weight"]
     reasons = {left.name: left.reason for left in handle.left_dense}
     assert reasons["2.weight"] == "6 outputs are not a multiple of 4"
@@ -121,7 +123,12 @@ def test_layers_that_cannot_hold_it_are_named():
     experts.weight = nn.Parameter(torch.randn(4, 8, 8))
     with pytest.raises(nmrun.errors.ConfigError, match="is for matrices and convolutions"):
         nmrun.sparsify(
-            experts, torch.optim.SGD(experts.parameters(), 0.1), "ste", "4:2:8", dims={"weight": 1}
+            experts,
+            torch.optim.SGD(experts.parameters(), 0.1),
+            "ste",
+            "4:2:8",
+            dims={"weight": 1},
+            exclude=None,
         )
 
 
@@ -135,7 +142,9 @@ def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_
         model = Net()
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
         overrides = {"2": "3:2:8", "4": "2:6"}
-        handle = nmrun.sparsify(model, optimizer, recipe, "4:2:8", 8, overrides=overrides)
+        handle = nmrun.sparsify(
+            model, optimizer, recipe, "4:2:8", 8, overrides=overrides, exclude=None
+        )
         return model, optimizer, handle
 
     whole, first = start(), start()
@@ -155,7 +164,7 @@ def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_
     assert [layer["pattern"] for layer in report["layers"]] == ["4:2:8", "3:2:8", "2:6"]
     assert all(layer["holds"] for layer in report["layers"])
     again[2].finalize()
-    check_nm(again[0], "4:2:8", overrides={"2": "3:2:8", "4": "2:6"})
+    check_nm(again[0], "4:2:8", overrides={"2": "3:2:8", "4": "2:6"}, exclude=None)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +182,7 @@ def test_who_refuses_it(recipe, options, message):
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters())
     with one_line(ValueError, message):
-        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, **options)
+        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, **{"exclude": None, **options})
     assert not optimizer.state
 
 

@@ -30,7 +30,11 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[nn.Module, Any, Handle]:
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor(FIRST))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", **hyperparameters)
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(model, optimizer, recipe, "2:4", **{"exclude": None, **hyperparameters}),
+    )
 
 
 def move(
@@ -144,7 +148,11 @@ def test_layers_with_patterns_of_their_own():
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 3))
     options = {"exclude": ["1"], "overrides": {"2": "1:8"}}
     handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "sr_ste", "2:4", **options
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        "sr_ste",
+        "2:4",
+        **{"exclude": None, **options},
     )
     logged = layer_metrics(handle.sparse, handle.recipe)
     assert (logged["layer/0.weight/density"], logged["layer/2.weight/density"]) == (1 / 2, 1 / 8)
@@ -158,7 +166,7 @@ def test_layers_with_patterns_of_their_own():
 def test_nothing_is_measured_in_dense_training():
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "dense", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "dense", "2:4", exclude=None)
     handle.stepper.mask_metrics.begin()
     handle.measure_flips = True
     model(torch.ones(1, 4)).sum().backward()
@@ -179,7 +187,7 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind):
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([8.0, 4.0, 2.0, 1.0]) * torch.randn(50, 4).sign())
     optimizer = kind(model.parameters(), lr=1e-9, betas=(beta1, beta2), weight_decay=0.0)
-    handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=None)
     handle.measure_flips = True
     gradients = [
         0.5 + torch.tensor([0.1, 0.1, 3.0, 3.0]) * torch.randn(50, 4) for _ in range(steps)
@@ -213,7 +221,7 @@ def test_without_moments_there_is_no_noise():
     assert not any("noise" in key for key in move(handle, optimizer, SECOND))
     model = nn.Sequential(nn.Linear(4, 2))
     adam = nmrun.optim.Adam(model.parameters())
-    handle = nmrun.sparsify(model, adam, "step", "2:4", total_steps=4, switch=0.5)
+    handle = nmrun.sparsify(model, adam, "step", "2:4", total_steps=4, switch=0.5, exclude=None)
     handle.measure_flips = True
     seen = []
     for _ in range(4):
@@ -232,7 +240,7 @@ def test_measuring_changes_no_bit(recipe):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.05)
-        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total_steps=10)
+        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total_steps=10, exclude=None)
         for _ in range(10):
             handle.measure_flips = measure
             model(torch.randn(8, 8)).square().mean().backward()

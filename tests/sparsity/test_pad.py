@@ -149,16 +149,18 @@ def test_check_nm_counts_the_short_group():
 
 def test_check_nm_takes_the_option_that_sparsify_had():
     model = nn.Linear(10, 4)
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True)
-    assert check_nm(model, "2:4", pad=True) == ["weight"]
+    nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True, exclude=None
+    )
+    assert check_nm(model, "2:4", pad=True, exclude=None) == ["weight"]
     with pytest.raises(
         ValueError, match=re.escape("weight is not 1:4: 2 of 4 weights at [0, 0-3] are non-zero")
     ):
-        check_nm(model, "1:4", pad=True)
+        check_nm(model, "1:4", pad=True, exclude=None)
     with pytest.raises(
         ValueError, match="no weight of this model could hold 2:4: nothing to check"
     ):
-        check_nm(model, "2:4")
+        check_nm(model, "2:4", exclude=None)
 
 
 def test_transposable_by_brute_force():
@@ -212,7 +214,9 @@ def test_which_layers_and_why():
 def test_flops_count_what_is_pruned(inputs, ratio, left, stored):
     """``left`` of the inputs are multiplied; tensor cores compute half of what four divide."""
     model = nn.Linear(inputs, 8)
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True)
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True, exclude=None
+    )
     dense = 2.0 * inputs * 8
     cost = Flops(
         dense,
@@ -438,7 +442,7 @@ def test_high_ratios(recipe, pattern, monkeypatch):
             optimizer.zero_grad()
         assert handle.is_sparse
         handle.finalize()
-        check_nm(model, pattern)
+        check_nm(model, pattern, exclude=None)
         nonzeros = model.weight.detach().reshape(-1, parsed.m).count_nonzero(1)
         assert (nonzeros <= parsed.n).all()
         assert model.weight.any()

@@ -385,7 +385,7 @@ def test_what_is_frozen_is_left_as_it_is_by_training():
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
     for _ in range(3):
         model(torch.randn(2, 8)).square().mean().backward()
         optimizer.step()

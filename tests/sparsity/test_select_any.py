@@ -176,9 +176,9 @@ def test_check_nm_takes_dims_and_auto():
     with pytest.raises(ValueError, match=r"1\.a is not 2:4"):
         check_nm(model, "2:4", exclude="auto", dims={r"1\.a": 1})
     with pytest.raises(ValueError, match=r"0\.weight is not 2:4"):
-        check_nm(model, "2:4")
+        check_nm(model, "2:4", exclude=None)
     with pytest.raises(ConfigError, match="dims: 'b' matches no parameter"):
-        check_nm(model, "2:4", dims={"b": 1})
+        check_nm(model, "2:4", dims={"b": 1}, exclude=None)
 
 
 # --- adapters -----------------------------------------------------------------------------------

@@ -50,9 +50,8 @@ def main(argv: Sequence[str]) -> int:
     )
     speed, copy = bandwidth()
     data = storage.data_folder()
-    wandb = os.environ.get("WANDB_MODE") or (
-        "online, logged in" if logged_in() else "offline, not logged in"
-    )
+    mode = os.environ.get("WANDB_MODE") or "offline unless track.mode=online"
+    wandb = f"{mode}, {'' if logged_in() else 'not '}logged in"
     fairseq = (
         "installed"
         if importlib.util.find_spec("fairseq")

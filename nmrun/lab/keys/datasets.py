@@ -188,10 +188,11 @@ class ImageFolder(Images):
         "the folder or a tar archive of it, in NMRUN_DATA or else in the current folder",
     ]
     resolution: Annotated[
-        int,
-        whole(1),
-        "pixels of a side: images of another size are scaled and cropped to the middle",
-    ] = 32
+        int | None,
+        whole(1, optional=True),
+        "pixels of a side: images of another size are scaled and cropped to the middle. null = the "
+        "shorter side of the median image up to 64, and 224 for larger ones",
+    ] = None
 
 
 @dataclass(frozen=True)

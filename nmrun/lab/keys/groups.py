@@ -435,15 +435,16 @@ class TensorBoard(Track):
 
 @dataclass(frozen=True)
 class WandB(Track):
-    """Weights & Biases: offline unless logged in; never a prompt."""
+    """Weights & Biases: offline until track.mode=online; never a prompt."""
 
     project: Annotated[str, TEXT, "project in W&B"] = "nmrun"
     entity: Annotated[str | None, "user or team; null = the one logged in"] = None
     mode: Annotated[
         str,
-        one_of("auto", "online", "offline"),
-        "auto (online if logged in, else offline), online, offline",
-    ] = "auto"
+        one_of("offline", "online"),
+        "offline (wandb sync uploads a run), or online for who is logged in; WANDB_MODE in the "
+        "environment counts before it",
+    ] = "offline"
     group: Annotated[str | None, "null = one group per sweep"] = None
     notes: Annotated[str | None, OPTIONAL_TEXT, "a text beside the run"] = None
     git: Annotated[

@@ -39,9 +39,9 @@ class Model(Named):
     exclude: Annotated[
         Sequence[str] | None,
         EXPRESSIONS,
-        "first and last layer stay dense for all recipes: the papers differ "
-        "(docs/recipes/index.md)",
-    ] = None
+        "layers that stay dense, for all recipes: regular expressions for whole module names, or "
+        "auto (the first layer and the heads); null = none",
+    ] = ("auto",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,6 @@ class SmallConv(Model):
         64,
         64,
     )
-    exclude: Sequence[str] | None = ("stem", "head")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class MLP(Model):
     builder: ClassVar[str] = "nmrun.lab.models.images.MLPNetwork"
 
     hidden: Annotated[Sequence[int], WIDTHS, "widths of the hidden layers"] = (64, 64)
-    exclude: Sequence[str] | None = ("stem", "head")
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class ResNet20(Model):
     builder: ClassVar[str] = "nmrun.lab.models.images.CifarResNet"
 
     depth: Annotated[int, whole(8), "6n + 2 layers"] = 20
-    exclude: Sequence[str] | None = ("conv1", "fc")
 
 
 @dataclass(frozen=True)
@@ -129,28 +126,20 @@ class Torchvision(Model):
 class ResNet18(Torchvision):
     """torchvision's ResNet-18 (He et al. 2016)."""
 
-    exclude: Sequence[str] | None = ("conv1", "fc")
-
 
 @dataclass(frozen=True)
 class ResNet34(Torchvision):
     """torchvision's ResNet-34 (He et al. 2016)."""
-
-    exclude: Sequence[str] | None = ("conv1", "fc")
 
 
 @dataclass(frozen=True)
 class ResNet50(Torchvision):
     """torchvision's ResNet-50 (He et al. 2016)."""
 
-    exclude: Sequence[str] | None = ("conv1", "fc")
-
 
 @dataclass(frozen=True)
 class DenseNet121(Torchvision):
     """torchvision's DenseNet-121 (Huang et al. 2017)."""
-
-    exclude: Sequence[str] | None = (r"features\.conv0", "classifier")
 
 
 @dataclass(frozen=True)
@@ -160,7 +149,6 @@ class VGG16(Torchvision):
     form: Annotated[
         str, "auto, imagenet, or cifar: one linear layer at the end (auto: for up to 64 pixels)"
     ] = "auto"
-    exclude: Sequence[str] | None = (r"features\.0", r"classifier(\.6)?")
 
 
 @dataclass(frozen=True)
@@ -172,7 +160,6 @@ class MobileNetV2(Torchvision):
     form: Annotated[
         str, "auto, imagenet, or cifar: two strides less (auto: for up to 64 pixels)"
     ] = "auto"
-    exclude: Sequence[str] | None = (r"features\.0\.0", r"classifier\.1")
 
 
 @dataclass(frozen=True)
@@ -190,7 +177,6 @@ class SwinT(Torchvision):
         "feed-forward layers only (regular expressions for whole module names); null = all; "
         r"attention: '.*\.attn\.(qkv|proj)'",
     ] = (r".*\.mlp\.\d",)
-    exclude: Sequence[str] | None = (r"features\.0\.0", "head")
 
 
 @dataclass(frozen=True)
@@ -214,16 +200,12 @@ class Timm(Model):
         ARGUMENTS,
         "further keyword arguments of timm.create_model, such as {patch_size: 4}; null = none",
     ] = None
-    exclude: Annotated[
-        Sequence[str] | None, "first and last layer, by the names that they mostly have"
-    ] = (r"conv1|conv_stem|stem\..*|conv0|patch_embed\.proj", r"fc|classifier|head|head\.fc")
 
 
 FEED_FORWARD = (
     "regular expressions for whole module names that may be sparse; null = all; "
     r"'h\.\d+\.mlp\..*' = feed-forward only"
 )
-TIED_HEAD = "the head, which is the token embedding as well, stays dense"
 
 
 @dataclass(frozen=True)
@@ -264,7 +246,6 @@ class TextEncoder(Activated):
     builder: ClassVar[str] = "nmrun.lab.models.texts.TextEncoderNetwork"
 
     dropout: Annotated[float, "dropout of embeddings, attention and both parts of a layer"] = 0.1
-    exclude: Annotated[Sequence[str] | None, "embeddings and head stay dense"] = ("head",)
 
 
 @dataclass(frozen=True)
@@ -276,7 +257,6 @@ class GPT(Activated):
 
     bias: Annotated[bool, FLAG, "biases in linear layers and norms; nanoGPT has none"] = True
     include: Annotated[Sequence[str] | None, FEED_FORWARD] = None
-    exclude: Annotated[Sequence[str] | None, TIED_HEAD] = ("lm_head",)
 
 
 @dataclass(frozen=True)
@@ -337,7 +317,6 @@ class GPTClassifier(GPT2):
         whole(4, optional=True),
         "number of tokens of the run that is fine-tuned; null = as many as the data have",
     ] = None
-    exclude: Annotated[Sequence[str] | None, "the new head stays dense"] = ("head",)
 
 
 @dataclass(frozen=True)
@@ -369,7 +348,6 @@ class ViT(Activated):
         "feed-forward layers only (regular expressions for whole module names); null = all; "
         r"queries and keys: '.*\.(query|key)'",
     ] = (r".*\.mlp\.\d",)
-    exclude: Sequence[str] | None = ("conv_proj", r"heads\.head")
 
 
 @dataclass(frozen=True)
@@ -421,7 +399,6 @@ class HFCausal(Model):
     pretrained: Annotated[
         str, TEXT, "a name on the hub, or a folder that save_pretrained wrote"
     ] = "gpt2"
-    exclude: Annotated[Sequence[str] | None, "the head stays dense"] = ("auto",)
 
 
 @dataclass(frozen=True)
@@ -434,7 +411,6 @@ class HFGPT2(HFCausal):
         float, FRACTION, "dropout of embeddings, attention and both outputs of a layer"
     ] = 0.1
     include: Annotated[Sequence[str] | None, FEED_FORWARD] = None
-    exclude: Annotated[Sequence[str] | None, TIED_HEAD] = ("lm_head",)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         before = _metrics(task, model, "dense/")
         pruned = prune(
             model, batches, config.recipe.name, config.pattern or "2:4",
-            include=config.model.include, exclude=config.model.exclude or (),
+            include=config.model.include, exclude=config.model.exclude,
             overrides=config.sparsity.overrides, pad=config.sparsity.pad,
             forward=task.loss, tell=lambda line: print(f"  {line}", flush=True), **hyperparameters,
         )  # fmt: skip

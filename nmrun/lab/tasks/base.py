@@ -50,6 +50,8 @@ class Task(ABC):
     """Whether the network's shapes depend on values, so that FLOPs are counted by computing."""
     about: str = ""
     """The line of the plan on the data."""
+    left_out: str = ""
+    """The line of the plan on items that an epoch leaves out."""
     batches_of: str = ""
     """Words for the plan on what a batch is, if not ``trainer.batch_size`` items."""
     notes: Mapping[str, str] = MappingProxyType({})
@@ -147,6 +149,8 @@ class ItemBatches(Task):
             raise ConfigError(f"trainer.batch_size={batch_size}: there are only {count} {items}")
         self.batch_size = batch_size
         self.batches_per_epoch = min(count // batch_size, limit or count)
+        if (rest := count % batch_size) and self.batches_per_epoch == count // batch_size:
+            self.left_out = f"each epoch leaves out {rest:,} of {count:,} {items}, others each time: they fill no batch"
 
     def pieces(self, parts: int, mine: range | None = None) -> list[range]:
         """The places in a batch of its micro-batches, as of :meth:`micro_batches`."""

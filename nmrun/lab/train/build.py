@@ -218,7 +218,7 @@ def _attached(
         pattern=config.pattern or "2:4",  # unused by the dense recipe
         total_steps=total_steps,
         include=config.model.include,
-        exclude=config.model.exclude or (),
+        exclude=config.model.exclude,
         overrides=config.sparsity.overrides,
         pad=config.sparsity.pad,
         mvue=trainer.mvue,

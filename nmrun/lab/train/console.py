@@ -302,8 +302,7 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         lines.append(
             f"  trainer.threads={trainer.threads} on {cores} cores: more threads are slower"
         )
-    if parts.task.about:
-        lines.append(f"  {parts.task.about}")
+    lines += [f"  {line}" for line in (parts.task.about, parts.task.left_out) if line]
     if trainer.distill is not None:
         lines.append(
             f"  taught by {trainer.distill}: {trainer.distill_weight:g} of the loss, "

@@ -78,7 +78,7 @@ def build(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, 
             model,
             Pattern.parse(config.pattern or "2:4"),
             config.model.include,
-            config.model.exclude or (),
+            config.model.exclude,
             overrides=config.sparsity.overrides,
             pad=config.sparsity.pad,
         )

@@ -197,7 +197,7 @@ class TrackedRun:
         return list(dict.fromkeys([*names, self.ratio, *self.config["track"]["tags"]]))
 
 
-# --- Weights & Biases: online for who is logged in, else offline, never with a prompt ---------------
+# --- Weights & Biases: offline until somebody asks, never with a prompt -----------------------------
 
 
 class WandBLogger:
@@ -214,17 +214,21 @@ class WandBLogger:
         self._run.finish(exit_code=exit_code)
         if self._say is not None:
             place = os.path.relpath(Path(self._run.dir).parent)
-            self._say(f"W&B: offline; wandb sync {shlex.quote(place)} uploads it")
+            self._say(
+                f"W&B: offline; wandb sync {shlex.quote(place)} uploads it; "
+                "track.mode=online uploads runs as they train"
+            )
 
 
 def begin_wandb(run: TrackedRun) -> WandBLogger | None:
-    """Begin a run of W&B with the run's id; None where WANDB_MODE is ``disabled``."""
-    track = run.config["track"]
-    mode = os.environ.get("WANDB_MODE") or track["mode"]
+    """Begin a run of W&B with the run's id; None where WANDB_MODE, which counts before
+    ``track.mode``, is ``disabled``."""
+    track, wish = run.config["track"], os.environ.get("WANDB_MODE")
+    mode = wish or track["mode"]
     if mode == "disabled":
         return None
     has_key = logged_in()
-    online = mode in ("online", "auto") and has_key
+    online = mode == "online" and has_key
     if mode == "online" and not online:
         run.say("W&B: not logged in (wandb login), tracking offline")
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -253,8 +257,8 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     # An offline run cannot be taken up again: replace it by one with the whole history.
     for old in (run.folder / "wandb").glob("*run-*"):
         shutil.rmtree(old, ignore_errors=True)
-    # by default all who have no login track offline, and need not be told
-    say = None if mode == "auto" and not has_key else run.say
+    # who has no login and asked for nothing need not be told
+    say = run.say if has_key or wish or mode == "online" else None
     logger = WandBLogger(wandb.init(mode="offline", **arguments), say)
     for row in run.history:
         logger.log(row)

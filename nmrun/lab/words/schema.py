@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nmrun.errors import ConfigError, first_line
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
-from nmrun.lab.keys.fields import Field
+from nmrun.lab.keys.fields import Field, defaults, fields
 from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED
@@ -23,8 +23,6 @@ from nmrun.ranges import Check, value_text, wrong_values
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import no_such
 
-# what a model of the user's own need not say
-ALL_LAYERS: dict[str, Any] = {"include": None, "exclude": None}
 NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
@@ -64,7 +62,10 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             group.pop(SOURCE, None)  # a fact of an earlier run, whose config this was
     model = plain.get("model")
     if isinstance(model, dict) and "_target_" in model:
-        plain["model"] = {**ALL_LAYERS, **model}
+        plain["model"] = {
+            **defaults(fields(Model)),
+            **model,
+        }  # those of its keys that all models have
     return dict(plain)
 
 

@@ -85,7 +85,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     model.load_state_dict(load_file(run.checked(FINAL)))
     limits: dict[str, Any] = {
         "include": config.model.include,
-        "exclude": config.model.exclude or (),
+        "exclude": config.model.exclude,
     }
     config_dir = _config_dir(run) if verbs.code_of(config.plain) else None
     words = _settings(config, config_dir)

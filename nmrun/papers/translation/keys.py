@@ -130,10 +130,6 @@ class FairseqTransformer(Transformer):
         "regular expressions for whole module names that may be sparse; null = all; "
         r"'.*\.fc[12]' = feed-forward only",
     ] = None
-    exclude: Annotated[
-        Sequence[str] | None,
-        "stays dense, like the embeddings, with which it is tied by default",
-    ] = (r"decoder\.output_projection",)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,9 @@ def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any)
     monkeypatch.setattr(measurement, "recall", lambda *_: None)
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
-    handle = sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)
+    handle = sparsify(
+        model, optimizer, recipe, "2:4", total_steps=8, **{"exclude": None, **options}
+    )
     choices = accelerate(handle, under_autocast(model, batch(0)[0]))
     assert {c.path for c in choices} == {None if path == "dense" else path}
     kinds = {"packed": LinearProducts, BF16: Bf16Products, BF16_FORWARD: Bf16Forward}
@@ -191,7 +193,9 @@ def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.Monkey
     times = {"dense": FAST, "packed": Times(0.1, 3.0, 3.0, 3.0), BF16: SLOW}
     monkeypatch.setattr(probe, "measure", lambda shape: times)
     model = mlp()
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    handle = sparsify(
+        model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8, exclude=None
+    )
     sample = under_autocast(model, batch(0)[0])
     for mode, path in (("auto", None), ("force", BF16), ("packed", BF16)):
         assert [c.path for c in accelerate(handle, sample, mode)] == [path] * 3

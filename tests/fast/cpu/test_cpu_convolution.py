@@ -85,7 +85,9 @@ def test_what_comes_out_may_be_written_in_place(shape: tuple[int, ...]) -> None:
 def accelerated(**options: Any) -> tuple[nn.Conv2d, Tensor]:
     """A convolution that is packed, in training, and images for it."""
     model, x = nn.Sequential(nn.Conv2d(8, 16, 3, **options)), torch.randn(4, 8, 6, 6)
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    handle = sparsify(
+        model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8, exclude=None
+    )
     assert accelerate(handle, lambda: model(x), "packed")[0].path == "packed"
     return model[0], x
 

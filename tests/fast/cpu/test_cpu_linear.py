@@ -37,7 +37,9 @@ def both(
     for packed in (False, True):
         model = mlp()
         optimizer = optim.AdamW(model.parameters(), 1e-2)
-        handle = sparsify(model, optimizer, recipe, pattern, total_steps=8, **options)
+        handle = sparsify(
+            model, optimizer, recipe, pattern, total_steps=8, **{"exclude": None, **options}
+        )
         if packed:
             accelerate(handle, lambda model=model: model(batch(0)[0]), "packed")
         runs.append((model, optimizer, handle))
@@ -185,7 +187,7 @@ def test_under_autocast_to_bfloat16() -> None:
     masks, _ = both("sr_ste")
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
-    handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8)
+    handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8, exclude=None)
     choices = accelerate(handle, under_autocast(model, batch(0)[0]), "packed")
     assert {c.shape.dtype for c in choices} == {torch.bfloat16}
     expected = train(*masks[:2], low=True)
@@ -204,7 +206,7 @@ def test_a_model_that_is_cast_afterwards() -> None:
     """Its weights are packed from what they are stored as."""
     model, plain, (x, target) = mlp(), mlp(), batch(0)
     optimizer = optim.AdamW(model.parameters(), 1e-2)
-    handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8)
+    handle = sparsify(model, optimizer, "sr_ste", "2:4", total_steps=8, exclude=None)
     accelerate(handle, under_autocast(model, x), "packed")
     model.bfloat16(), plain.bfloat16()
     for _ in range(3):
@@ -232,7 +234,9 @@ def test_torch_func_follows_as_through_a_plain_model() -> None:
 def test_gradients_of_gradients_are_refused() -> None:
     """The gradient of the input would have none for the weight."""
     model, x = nn.Sequential(nn.Linear(36, 8)), batch(0)[0].requires_grad_()
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    handle = sparsify(
+        model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8, exclude=None
+    )
     accelerate(handle, lambda: model(x), "packed")
     with pytest.raises(RuntimeError, match="gradients of gradients"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -241,7 +245,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 def test_the_sample_leaves_batch_norm_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(36, 64), nn.BatchNorm1d(64))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    handle = sparsify(model, optim.AdamW(model.parameters()), "dense", total_steps=8)
+    handle = sparsify(model, optim.AdamW(model.parameters()), "dense", total_steps=8, exclude=None)
     accelerate(handle, lambda: model(batch(0)[0]))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -288,7 +292,9 @@ def test_accelerated_after_loading_it_goes_on_with_the_same_bits(
     for stop in (8, 5, 0):
         model = mlp()
         optimizer = optim.AdamW(model.parameters(), 1e-2)
-        handle = sparsify(model, optimizer, "ste_periodic", "2:4", total_steps=8, interval=100)
+        handle = sparsify(
+            model, optimizer, "ste_periodic", "2:4", total_steps=8, interval=100, exclude=None
+        )
         if not stop:
             for part, saved in zip((model, optimizer), runs[-1], strict=True):
                 part.load_state_dict(copy.deepcopy(saved.state_dict()))
@@ -303,7 +309,9 @@ def test_accelerated_after_loading_it_goes_on_with_the_same_bits(
 def test_masked_gradients_are_sampled_unless_the_loop_looks_at_all(looks: bool) -> None:
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
-    handle = sparsify(model, optimizer, "ste_periodic", "1:4", total_steps=8, interval=100)
+    handle = sparsify(
+        model, optimizer, "ste_periodic", "1:4", total_steps=8, interval=100, exclude=None
+    )
     accelerate(handle, lambda: model(batch(0)[0]), "packed", whole_gradients=looks)
     for weight in handle.sparse:
         weight.layer.packed.gradient_is_faster = True
@@ -326,7 +334,9 @@ def test_lbc_scores_need_the_gradients_of_pruned_weights() -> None:
 def choose(times: dict[str, Times], monkeypatch: pytest.MonkeyPatch, mode: str = "auto") -> Any:
     monkeypatch.setattr(probe, "measure", lambda shape: times)
     model = mlp()
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8)
+    handle = sparsify(
+        model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8, exclude=None
+    )
     return model, handle, accelerate(handle, lambda: model(batch(0)[0]), mode)
 
 
@@ -360,7 +370,9 @@ def test_small_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_it_says_what_is_missing() -> None:
     model = mlp()
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8)
+    handle = sparsify(
+        model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8, exclude=None
+    )
     choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert acceleration.lines(choices) == [
         "masks only, nothing is accelerated: no C compiler works here (cc, gcc, clang or $CC)"
@@ -387,7 +399,9 @@ def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.Monk
     data = as_data({str(c.shape): c.times for c in before})
     monkeypatch.setattr(probe, "measure", lambda shape: {"dense": fast, "packed": slow})
     model = mlp()
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8)
+    handle = sparsify(
+        model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8, exclude=None
+    )
     again = accelerate(handle, lambda: model(batch(0)[0]), known=from_data(data))
     assert [c.path for c in again] == [c.path for c in before] == ["packed"] * 3
     assert [c.path for c in accelerate(handle, lambda: model(batch(0)[0]))] == [None] * 3

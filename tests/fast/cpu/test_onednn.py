@@ -55,7 +55,11 @@ def start(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
     options = {"exclude": ["4"], "total_steps": 8, **options}
-    return model, optimizer, sparsify(model, optimizer, recipe, "2:4", **options)
+    return (
+        model,
+        optimizer,
+        sparsify(model, optimizer, recipe, "2:4", **{"exclude": None, **options}),
+    )
 
 
 # --- the products ---------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def test_weights_are_packed_where_a_pass_needs_them(dense_end: float) -> None:
     def trained(mode: str) -> tuple[list[bool], list[Tensor]]:
         model, x = FeedForward(), torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
         optimizer = nmrun.optim.Adam(model.parameters(), lr=0.1, eps=1e-2)
-        handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
+        handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=None)
         activations = nmrun.sparse_activations(model, "2:4", total_steps=4, dense_end=dense_end)
         choices = accelerate(handle, lambda: model.eval()(x), "packed" if mode == "force" else mode)
         pack_activations(model, activations, lambda: model.eval()(x), choices, handle.sparse, mode)
@@ -282,7 +282,7 @@ def test_training_is_that_of_dense_products(recipe: str, pattern: str, passes: l
         model = FeedForward()
         model[2] = nn.Identity()
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
-        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10)
+        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, exclude=None)
         activations = nmrun.sparse_activations(
             model, pattern, total_steps=10, dense_start=0.2, dense_end=0.2
         )

@@ -66,7 +66,13 @@ def trained(recipe: str, steps: int, **options: Any) -> tuple[nn.Sequential, nmr
     model = net()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.05)
     handle = nmrun.sparsify(
-        model, optimizer, recipe, "2:4", TOTAL, **OPTIONS.get(recipe, {}), **options
+        model,
+        optimizer,
+        recipe,
+        "2:4",
+        TOTAL,
+        **OPTIONS.get(recipe, {}),
+        **{"exclude": None, **options},
     )
     for _ in range(steps):
         model(torch.randn(4, 8, 3, 3)).square().mean().backward()
@@ -135,18 +141,24 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked():
     with pytest.raises(
         ValueError, match=r"^5.weight is not 2:4: 4 of 4 weights at \[0, 0-3\] are non-zero$"
     ):
-        check_nm(model, "2:4")
+        check_nm(model, "2:4", exclude=None)
     assert check_nm(model, "2:4", exclude="5") == ["0.weight", "3.weight"]
-    assert check_nm(model, "2:4", include=["0", "3"]) == ["0.weight", "3.weight"]
-    assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}) == ["0.weight", "3.weight"]
+    assert check_nm(model, "2:4", include=["0", "3"], exclude=None) == ["0.weight", "3.weight"]
+    assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}, exclude=None) == [
+        "0.weight",
+        "3.weight",
+    ]
     # 3 has four inputs
-    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == ["0.weight", "5.weight"]
+    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}, exclude=None) == [
+        "0.weight",
+        "5.weight",
+    ]
     with pytest.raises(ValueError, match=r"^0.weight is not 1:4"):
-        check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"})
+        check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"}, exclude=None)
     with pytest.raises(
         ValueError, match="no weight of this model could hold 1:64: nothing to check"
     ):
-        check_nm(model, "1:64")
+        check_nm(model, "1:64", exclude=None)
     with pytest.raises(ValueError, match="exclude: 'head' matches no layer"):
         check_nm(model, "2:4", exclude="head")
 
@@ -156,18 +168,18 @@ def test_of_a_sparse_model_the_weights_in_use_are_checked():
     ratios = {"0": "1:8", "5": "dense"}
     model, handle = trained("asp", 2, overrides=ratios)
     with pytest.raises(ValueError, match=r"^0.weight is not 1:8"):  # the dense phase
-        check_nm(model, "2:4", overrides=ratios)
+        check_nm(model, "2:4", overrides=ratios, exclude=None)
     model, handle = trained("asp", 6, overrides=ratios)
     for finished in (False, True):
         if finished:
             handle.finalize()
-        assert check_nm(model, "2:4", overrides=ratios) == ["0.weight", "3.weight"]
-        assert check_nm(model, "3:4", overrides=ratios) == ["0.weight", "3.weight"]
+        assert check_nm(model, "2:4", overrides=ratios, exclude=None) == ["0.weight", "3.weight"]
+        assert check_nm(model, "3:4", overrides=ratios, exclude=None) == ["0.weight", "3.weight"]
         with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
-            check_nm(model, "1:4", overrides=ratios)
+            check_nm(model, "1:4", overrides=ratios, exclude=None)
         # it does not know what was dense by choice
         with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):
-            check_nm(model, "2:4")
+            check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("steps", [0, 3, TOTAL])
@@ -219,7 +231,7 @@ def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe, steps
 def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude():
     layer = nn.Linear(16, 8)
     optimizer = nmrun.optim.Adam(layer.parameters())
-    handle = nmrun.sparsify(layer, optimizer, "step", "2:4", TOTAL)
+    handle = nmrun.sparsify(layer, optimizer, "step", "2:4", TOTAL, exclude=None)
     optimizer.step()  # without a gradient
     expected = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
     assert handle.phase == "dense"
@@ -238,16 +250,16 @@ def test_a_model_that_is_one_layer_and_one_that_is_attention():
     for model in (nn.Linear(8, 4), nn.MultiheadAttention(8, 2, kdim=4, vdim=12)):
         objects, keys = dict(model.named_parameters()), list(model.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        handle = nmrun.sparsify(model, optimizer, "ste", "1:4")
+        handle = nmrun.sparsify(model, optimizer, "ste", "1:4", exclude=None)
         assert {w.name for w in handle.sparse} == {key for key in keys if key.endswith("weight")}
         assert list(model.state_dict()) == keys
         assert list(Replicated(model, optimizer, handle).final_state_dict()) == sorted(keys)
-        check_nm(model, "1:4")
+        check_nm(model, "1:4", exclude=None)
         optimizer.step()
         handle.finalize()
         assert list(model.state_dict()) == keys
         assert all(p is objects[name] for name, p in model.named_parameters())
-        check_nm(model, "1:4")
+        check_nm(model, "1:4", exclude=None)
 
 
 # --- a model in training is exported as it is -----------------------------------------------------

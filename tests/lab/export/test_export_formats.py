@@ -64,7 +64,12 @@ def run_of(place: Path, model: nn.Module, run_config: dict[str, Any], **options:
     parameters are 2:4.
     """
     handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), "ste", "2:4", 8, **options
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "ste",
+        "2:4",
+        8,
+        **{"exclude": None, **options},
     )
     model.eval()
     return write_run(place, model.state_dict(), handle.report()["layers"], **run_config)

@@ -52,7 +52,7 @@ def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Mo
     """A packed export of a run that ended with this model, and the model, dense."""
     dense = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **options)
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **{"exclude": None, **options})
     run = write_run(place / "run", model.state_dict(), handle.report()["layers"])
     assert cli.main([str(run), "--out", str(place / "to"), "--format", "packed"]) == 0
     dense.load_state_dict(model.state_dict())

@@ -107,7 +107,9 @@ def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained, tmp_path):
     model = network(tmp_path, *TEXTS, f"init={pretrained}")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", include=r"h\.\d+\.mlp\..*")
+    handle = nmrun.sparsify(
+        model, optimizer, "s_ste", "2:4", include=r"h\.\d+\.mlp\..*", exclude=None
+    )
     for weight in handle.sparse:
         assert weight["scale"] == 1.0
         assert torch.equal(weight.weight, before[weight.name])

@@ -213,6 +213,26 @@ def test_networks_for_images_take_no_features(name):
     models.build(options("mlp"), {"shape": (30,), "classes": 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "head"),
+    [
+        ("resnet10t", "conv1.0", "fc"),
+        ("resnet50d", "conv1.0", "fc"),
+        ("densenet121", "features.conv0", "classifier"),
+        ("vgg11_bn", "features.0", "head.fc"),
+        ("inception_v3", "Conv2d_1a_3x3.conv", "fc"),
+        ("vit_tiny_patch16_224", "patch_embed.proj", "head"),
+    ],
+)
+def test_of_any_network_of_timm_the_first_layer_and_the_head_stay_dense(name, first, head):
+    pytest.importorskip("timm")
+    settings = options("timm", name_in_timm=name)
+    model = built("timm", 224, 10, name_in_timm=name)
+    _, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
+    excluded = {each.name for each in dense if "exclude" in each.reason}
+    assert excluded == {f"{first}.weight", f"{head}.weight"}
+
+
 def test_timm_networks():
     pytest.importorskip("timm")
     settings = options("timm", name_in_timm="vit_tiny_patch16_224")

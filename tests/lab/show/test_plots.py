@@ -142,7 +142,7 @@ def test_switch_of_a_real_step_is_marked(second_moment, write, tmp_path):
     layer = torch.nn.Linear(8, 4)
     optimizer = nmrun.optim.Adam(layer.parameters(), lr=0.1)
     options = {"recipe": "step", "switch": 0.5, "second_moment": second_moment, "total_steps": 40}
-    handle = nmrun.sparsify(layer, optimizer, pattern="2:4", **options)
+    handle = nmrun.sparsify(layer, optimizer, pattern="2:4", **{"exclude": None, **options})
     for _ in range(40):
         layer(torch.ones(1, 8)).sum().backward()
         optimizer.step()

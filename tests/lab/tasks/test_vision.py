@@ -152,6 +152,43 @@ def test_a_folder_without_splits_is_split_evenly(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("shapes", "side", "told"),
+    [
+        ([(40, 36)] * 20, 36, "40x36"),
+        ([(64, 64)] * 20, 64, None),
+        ([(65, 300)] * 20, 224, "65x300"),
+        ([(20, 24)] * 12 + [(300, 400)] * 8, 20, "20x24 to 300x400"),
+    ],
+)
+def test_without_a_resolution_photos_are_224_pixels_and_small_images_stay(
+    shapes, side, told, tmp_path
+):
+    for name in ("ant", "bee"):
+        folder = tmp_path / "data" / "some" / name
+        folder.mkdir(parents=True)
+        for number, shape in enumerate(shapes):
+            pixels = np.full((*shape, 3), number, np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number:02}.png")
+    words = "dataset.path=some", "trainer.batch_size=8"
+    task = tasks.build(dataset_config(tmp_path, "image_folder", *words), CPU)
+    assert task.inputs["shape"] == (3, side, side)
+    assert task.signature["input"]["resize"] == {"shorter_side": side, "crop": side}
+    assert ("scaled" in task.about) == (told is not None)
+    assert (told or "") in task.about
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "told"), [(10, "null", "8 of 48"), (10, 2, ""), (8, "null", "")]
+)
+def test_what_an_epoch_leaves_out_is_told(size, limit, told, tmp_path):
+    make_folder(tmp_path / "data", splits={"some": 20})
+    words = f"trainer.batch_size={size}", f"trainer.limit_batches={limit}"
+    task = tasks.build(folder_config(tmp_path, *words), CPU)
+    assert (task.left_out != "") == (told != "")
+    assert told in task.left_out
+
+
+@pytest.mark.parametrize(
     ("splits", "test"), [({"train": 20, "val": 4}, 12), ({"train": 20, "val": 4, "test": 5}, 15)]
 )
 def test_val_is_for_testing_unless_there_is_a_test_folder(splits, test, tmp_path):

@@ -54,7 +54,9 @@ def counted(
     pattern: str = "2:4",
     **options: Any,
 ) -> Any:
-    handle = nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, pattern, **options)
+    handle = nmrun.sparsify(
+        model, nmrun.optim.Adam(model.parameters()), recipe, pattern, **{"exclude": None, **options}
+    )
     return flops.count(model, Sums(*shape), handle.sparse), handle.recipe
 
 
@@ -344,7 +346,9 @@ def test_a_layer_between_two_activations_feeds_and_reads():
     )
     pruned = nmrun.sparse_activations(model, "1:4")
     cost = flops.count(model, Sums(16), activations=pruned)
-    recipe = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense").recipe
+    recipe = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "dense", exclude=None
+    ).recipe
     one = 2 * 16 * 16
     # dV alone; then Y, dX masked, dW, of the middle by both; then Y, dA, dW
     assert cost.training(recipe) == one * ((1 + 1 / 4) + (1 / 4 + 2 / 16) + 3 / 4)
@@ -399,7 +403,9 @@ def test_planned_and_used(recipe):
     expected = [shares for steps, shares in phases for _ in range(steps)]
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = nmrun.optim.Adam(model.parameters())
-    handle = nmrun.sparsify(model, optimizer, recipe, PATTERN, 20, **hyperparameters)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, PATTERN, 20, **{"exclude": None, **hyperparameters}
+    )
     rule, cost = handle.recipe, flops.count(model, Sums(16), handle.sparse)
     for weight in handle.sparse:
         assert [densities(rule, weight, step) for step in range(20)] == expected
@@ -433,7 +439,7 @@ def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it
     model = nn.Sequential(nn.Linear(16, 16))
     # settled from the first full window on
     optimizer = nmrun.optim.Adam(model.parameters(), betas=(0.9, 0.5), eps=1e3)
-    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5)
+    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5, exclude=None)
     rule, weight = handle.recipe, handle.sparse[0]
     assert [densities(rule, weight, step) == DENSE for step in range(20)] == [True] * 11 + [
         False

@@ -35,7 +35,7 @@ LOCAL = {**KNOWN, "track": {"name": "local", "tags": [], "also": []}}
 WANDB = {
     **KNOWN,
     "track": {
-        **{"name": "wandb", "project": "nmrun", "entity": None, "mode": "auto", "group": None},
+        **{"name": "wandb", "project": "nmrun", "entity": None, "mode": "offline", "group": None},
         **{"tags": ["mine"], "also": [], "notes": "a note"},
         **{"git": False, "console": False, "system": False},
     },
@@ -76,7 +76,7 @@ def offline_runs(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb_is_offline_for_who_is_not_logged_in(tmp_path, monkeypatch):
+def test_a_run_is_one_offline_run_of_wandb(tmp_path, monkeypatch):
     """One W&B run a run, with the identity as id, the whole config, every row, and the result as
     summary. No question asked.
     """
@@ -97,15 +97,16 @@ def test_wandb_is_offline_for_who_is_not_logged_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "login", "environment", "uploads"),
     [
-        ("auto", False, None, False), ("auto", True, None, True),
+        ("offline", False, None, False), ("offline", True, None, True),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("online", False, None, True), ("auto", False, "offline", True))),
+            ("online", False, None, True), ("online", True, None, True),
+            ("offline", False, "offline", True))),
     ],
 )  # fmt: skip
 def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
     mode, login, environment, uploads, tmp_path, monkeypatch
 ):
-    """By default with a login the run is online, which cannot be reached here."""
+    """Who has a login has asked as well. W&B cannot be reached here."""
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0")
     monkeypatch.setenv("NETRC", str(tmp_path / ("netrc" if login else "none")))
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -192,9 +193,28 @@ def test_nobody_waits_for_wandb_before_the_end(tmp_path, monkeypatch):
     assert messages == []
 
 
+def test_nothing_is_uploaded_because_somebody_is_logged_in(tmp_path, monkeypatch):
+    """The real SDK, with a key and a server that listens: nobody calls there."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    cfg = {**WANDB, "track": config(tmp_path, "track=wandb").plain["track"]}  # the defaults
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        run, messages = tracker(tmp_path, cfg)
+        run.log({"step": 1, "something": 1.0})
+        run.finish({}, 0)
+        (content,) = offline_runs(tmp_path)
+        assert b"something" in content
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    (line,) = messages
+    assert "wandb sync" in line
+    assert "track.mode=online" in line
+
+
 @pytest.mark.slow
 def test_an_unreachable_server_is_waited_for_once(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there

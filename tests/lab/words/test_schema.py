@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import Context, Digits, OwnDataset
@@ -21,6 +23,7 @@ from nmrun.lab.keys.fields import fields
 from nmrun.lab.keys.groups import AdamKeys, Trainer
 from nmrun.lab.keys.models import OwnModel
 from nmrun.lab.words import composition, schema
+from nmrun.patterns import written
 from nmrun.ranges import number, whole
 from nmrun.registry import did_you_mean
 
@@ -78,7 +81,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.limit_batches": ([None, 1, 5], [0, 1.5, "all"]),
         "trainer.limit_evaluation": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.threads": ([None, 1, 5], [0, 1.5, "all"]),
-        "track.mode": (["auto", "online", "offline"], ["of", None]),
+        "track.mode": (["online", "offline"], ["auto", "of", None]),
         "track.project": (["nmrun", "mine"], ["", None, 1]),
         "optimizer.lr": ([1e-3, 1], [0, *NO_NUMBER]),
         "optimizer.weight_decay": ([0.0, 0.1, 1], NO_NUMBER),
@@ -137,7 +140,7 @@ EACH = [(options, key) for options, keys in VALUES.items() for key in keys]
 @functools.cache
 def composed(*options: str) -> dict[str, Any]:
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return schema.resolve(compose("nmrun", list(options)))
+        return schema.resolve(compose("nmrun", ["recipe=step", *options]))
 
 
 def changed(options: str, **values: Any) -> dict[str, Any]:
@@ -149,6 +152,16 @@ def changed(options: str, **values: Any) -> dict[str, Any]:
         group, _, leaf = key.rpartition(".")
         (plain[group] if group else plain)[leaf] = value
     return plain
+
+
+def test_the_command_and_the_library_have_the_same_defaults():
+    """Recipe, pattern, and the layers that stay dense."""
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        plain = schema.check(compose("nmrun", ["+model._target_=mine.build"])).plain
+    default = {name: p.default for name, p in inspect.signature(nmrun.sparsify).parameters.items()}
+    assert plain["recipe"]["name"] == default["recipe"]
+    assert written(plain["sparsity"]) == default["pattern"]
+    assert plain["model"]["exclude"] == [default["exclude"]]
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -216,10 +216,12 @@ MOST_TIMES, SPARE_BYTES = 100, 10**8
 
 @dataclass(frozen=True)
 class Loaded:
-    """uint8 images (N, 3, size, size) and int64 labels (N,) of the splits that are there."""
+    """uint8 images (N, 3, size, size) and int64 labels (N,) of the splits that are there; height and
+    width of the smallest and of the largest file."""
 
     splits: dict[str, Labelled]
     classes: list[str]
+    range: list[list[int]]
 
 
 def image_folder(config: Config, device: torch.device) -> Any:
@@ -232,6 +234,8 @@ def image_folder(config: Config, device: torch.device) -> Any:
     loaded = load_folder("image_folder", place, options.resolution)
     sizes = options.sizes()
     classes, splits = len(loaded.classes), dict(loaded.splits)
+    shape = loaded.splits["train"][0].shape[1:]
+    side = shape[-1]
     if "test" not in splits and "val" in splits:
         splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
     parts = split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
@@ -240,13 +244,19 @@ def image_folder(config: Config, device: torch.device) -> Any:
         parts,
         classes,
         device,
-        about(parts, loaded.splits["train"][0].shape[1:], classes, place),
+        f"{about(parts, shape, classes, place)}{_scaled(loaded, side)}",
         names=loaded.classes,
-        prepared={
-            "colours": "RGB",
-            "resize": {"shorter_side": options.resolution, "crop": options.resolution},
-        },
+        prepared={"colours": "RGB", "resize": {"shorter_side": side, "crop": side}},
     )
+
+
+def _scaled(loaded: Loaded, side: int) -> str:
+    """What the plan says of images that were not so large; nothing where all were."""
+    smallest, largest = ("x".join(map(str, size)) for size in loaded.range)
+    if smallest == largest == f"{side}x{side}":
+        return ""
+    span = smallest if smallest == largest else f"{smallest} to {largest}"
+    return f"; scaled from {span} (dataset.resolution)"
 
 
 def imagenet(config: Config, device: torch.device) -> ImageStream:
@@ -277,23 +287,28 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
     return ImageStream(config, paths, parts, classes, device, description, names)
 
 
-def load_folder(dataset: str, place: Path, size: int) -> Loaded:
+PHOTO, SMALL = 224, 64  # the side of photos, and what images may have that keep their size
+
+
+def load_folder(dataset: str, place: Path, size: int | None) -> Loaded:
     """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` pixels a
-    side. They are decoded once, and cached.
+    side, of None to those of ``dataset.resolution=null``. They are decoded once, and cached.
 
     The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with
     one for each class in it. Or it has the classes' folders themselves, all of which is ``train``
     then. Raises ConfigError for a folder that is not so.
     """
     if place.is_file():
-        arrays = storage.cached(["images", size], [place], lambda: _unpack(dataset, place, size))
+        arrays = storage.cached(
+            ["images", "range", size], [place], lambda: _unpack(dataset, place, size)
+        )
     else:
         classes, listed = listing(dataset, place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
         # links may bring the same files under other classes
         labels = {part: [label for _, label in samples] for part, samples in listed.items()}
         arrays = storage.cached(
-            ["images", size, classes, labels],
+            ["images", "range", size, classes, labels],
             paths,
             lambda: _decode_all(dataset, classes, listed, size),
         )
@@ -301,10 +316,10 @@ def load_folder(dataset: str, place: Path, size: int) -> Loaded:
     copied = {
         name: torch.from_numpy(np.array(array))
         for name, array in arrays.items()
-        if name != "classes"
+        if name not in ("classes", "range")
     }
     splits = {part: (copied[f"{part}_images"], copied[f"{part}_labels"]) for part in present}
-    return Loaded(splits, arrays["classes"].tolist())
+    return Loaded(splits, arrays["classes"].tolist(), arrays["range"].tolist())
 
 
 def listing(
@@ -340,13 +355,35 @@ def listing(
 
 
 def _decode_all(
-    dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int
+    dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int | None
 ) -> dict[str, NDArray[Any]]:
-    arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes)}
+    sizes = _sizes(dataset, [path for samples in listed.values() for path, _ in samples])
+    if size is None:
+        median = int(np.sort(sizes.min(1))[len(sizes) // 2])
+        size = median if median <= SMALL else PHOTO
+    by_area = sizes[np.argsort(sizes.prod(1), kind="stable")]
+    arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes), "range": by_area[[0, -1]]}
     for part, samples in listed.items():
         arrays[f"{part}_images"] = _pixels(dataset, [path for path, _ in samples], size)
         arrays[f"{part}_labels"] = np.array([label for _, label in samples])
     return arrays
+
+
+def _sizes(dataset: str, paths: Sequence[str]) -> NDArray[np.int64]:
+    """Height and width of each file, by its head alone: (N, 2)."""
+    from PIL import Image
+
+    def size(path: str) -> tuple[int, int]:
+        try:
+            with Image.open(path) as file:
+                return file.height, file.width
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ConfigError(
+                f"dataset={dataset}: {path} is damaged, or not an image ({error})"
+            ) from None
+
+    with ThreadPoolExecutor() as threads:
+        return np.array(list(threads.map(size, paths)), dtype=np.int64)
 
 
 def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
@@ -389,7 +426,7 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
         raise OSError(f"{path} is damaged, or not an image ({error})") from None
 
 
-def _unpack(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
+def _unpack(dataset: str, archive: Path, size: int | None) -> dict[str, NDArray[Any]]:
     if not hasattr(tarfile, "data_filter"):
         raise ConfigError(
             f"dataset={dataset}: Python {platform.python_version()} has no safe way to unpack {archive}; "
