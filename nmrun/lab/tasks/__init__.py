@@ -26,6 +26,11 @@ def build(config: Config, device: torch.device) -> Task:
         task = _own_task(config.dataset.target, config, device)
     else:
         task = find_builder("dataset", config.dataset.name)(config, device)
+    if not isinstance(getattr(task, "higher_is_better", None), bool):
+        raise ConfigError(
+            f"dataset={config.dataset.name}: its task needs higher_is_better, True or False: whether "
+            "higher values of its metric are better"
+        )
     if not config.trainer.test:
         task.has_test = False
     return task
@@ -43,11 +48,6 @@ def _own_task(target: str, config: Config, device: torch.device) -> Task:
         raise ConfigError(
             f"dataset._target_={target} returned a {type(made).__name__}, and no task as "
             "nmrun.lab.tasks.base.Task is"
-        )
-    if not isinstance(getattr(made, "higher_is_better", None), bool):
-        raise ConfigError(
-            f"dataset._target_={target}: its task needs higher_is_better, true or false: whether "
-            "higher values of its metric are better"
         )
     task: Task = adopted(made)
     return task

@@ -127,9 +127,11 @@ def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("declares.py").write_text(
+        "from dataclasses import dataclass\n"
         "from typing import Annotated\n"
         "from nmrun.ranges import log, number\n"
         "from nmrun.recipes.ste import STE\n"
+        "@dataclass\n"
         "class Declares(STE):\n"
         "    strength: Annotated[float, number(0), log(0.1, 10)] = 0.5\n"
         "    other: float = 2.0\n"

@@ -74,6 +74,8 @@ class TextClassification(InMemory, Categorical):
     ConfigError for fewer training texts than a batch takes, and for smoothed labels of scores.
     """
 
+    higher_is_better = True  # of accuracies, F1 and correlations
+
     def __init__(
         self,
         splits: Mapping[str, tuple[Sequence[Text], Sequence[float]]],
