@@ -105,7 +105,7 @@ def test_every_state(place, capsys):
         "  nmrun recipe=ste seed=2",
         f"killed, step 20: {here}/s4-e",
         "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
-        f"to delete what failed: rm -r outputs/{here}/s2-c",
+        f"to delete what failed: rm -r {here}/s2-c",
     ]
     assert (
         output(capsys).splitlines()[0]
