@@ -125,7 +125,7 @@ def all_modules(*_: Any) -> Splits:
 def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
     keys = {"size": 8000, "val_size": 200, "test_size": 200, "words": 16, "longest": 6} | sizes
     dataset = CopyReverse(
-        name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
+        name="copy_reverse", split_seed=0, max_tokens=512, beam=5, length_penalty=1.0, **keys
     )  # fmt: skip
     words = [*ORDERS, *(f"w{number}" for number in range(dataset.words))]
     return generated_sentences(dataset, Symbols(words))
