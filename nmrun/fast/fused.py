@@ -148,8 +148,9 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
         sizes = [(inputs[shapes], count) for shapes, count in counts]
         path, layer, reason = _fastest(group[0], sizes, tolerance)
         for module in group:
-            for parent, name in list(places(model, module)) if path else ():
-                parent._modules[name] = copy.deepcopy(layer).eval()
+            if path:
+                for parent, name in list(places(model, module)):
+                    parent._modules[name] = copy.deepcopy(layer).eval()
             if reason:
                 choices.append(Choice(names[module], path, reason, always_dense=True))
     return choices

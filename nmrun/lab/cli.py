@@ -131,8 +131,9 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     if word in names:
         return True
     if following and following[0][:1] == "=":
-        first, *rest = following
-        spelt = word + first + "".join(rest[:1] if first == "=" else [])
+        first = following[0]
+        value = following[1] if first == "=" and len(following) > 1 else ""
+        spelt = word + first + value
         raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
     from nmrun.lab.words import suggestions
 

@@ -61,10 +61,12 @@ class Signals:
     def __enter__(self) -> Signals:
         self._process = os.getpid()
         _at_work.append(self)
-        launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
+        numbers = list(heeded())
+        if _foreign(signal.getsignal(LAUNCHERS)):
+            numbers.append(LAUNCHERS)
         # not in the main thread: whoever runs us there handles signals
         with contextlib.suppress(ValueError):
-            for number in (*heeded(), *launcher):
+            for number in numbers:
                 self._former[number] = signal.signal(number, self._catch)
         return self
 

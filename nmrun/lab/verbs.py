@@ -56,9 +56,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def quantity(count: int, noun: str) -> str:
+def quantity(count: int | str, noun: str) -> str:
     """``1 thread``, ``2 threads``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 
 def is_terminal(stream: Any) -> bool:

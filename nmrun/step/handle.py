@@ -199,7 +199,7 @@ class Handle:
 
     def __repr__(self) -> str:
         lines = self._layers()
-        widths = [max(len(line[i]) for line in lines) for i in range(3)] if lines else []
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         if self.left_dense:
             rows.append(f"dense: {by_reason(self.left_dense)}")

@@ -134,9 +134,9 @@ class Resume:
         self.put_clock()
         for weight in self.weights:
             weight.put_state(self.optimizer)
-            state = self.optimizer.state.get(weight.parameter) or {}
-            for key in self._looked_for if state else ():
-                state.setdefault(key, torch.zeros(()))
+            if state := self.optimizer.state.get(weight.parameter):
+                for key in self._looked_for:
+                    state.setdefault(key, torch.zeros(()))
 
     def _before_saving(self) -> None:
         state = self.optimizer.state
@@ -158,9 +158,10 @@ class Resume:
         for weight in self._without:
             weight.pop_state(self.optimizer)
         self.put_clock()
-        for group in state_dict["param_groups"] if state_dict["state"] else ():
-            for number in group["params"]:
-                state_dict["state"].setdefault(number, {})
+        if state_dict["state"]:
+            for group in state_dict["param_groups"]:
+                for number in group["params"]:
+                    state_dict["state"].setdefault(number, {})
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check what is loaded, and take the weights' own tensors out: torch would cast them, and its

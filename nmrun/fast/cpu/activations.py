@@ -178,7 +178,7 @@ class ActivationShape:
     @property
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
-        return ("dense", *((ONEDNN,) if onednn.available() else ()), NAME)
+        return ("dense", ONEDNN, NAME) if onednn.available() else ("dense", NAME)
 
     def __str__(self) -> str:
         size = f"{self.columns} to {self.rows}, {self.tokens} tokens"

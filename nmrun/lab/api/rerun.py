@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["prune"]:
         from nmrun.lab.pruning import prune
 
-        return prune.main([*words[1:], *["--yes"] * options.yes])
+        return prune.main([*words[1:], "--yes"] if options.yes else words[1:])
     from nmrun.lab.sweeps import jobs
 
     return jobs.main(words)

@@ -258,8 +258,9 @@ def page(rows: list[Row], device: torch.device) -> str:
                 lambda row: f"{harness.spread(row, row['base'])} {row[row['base'] + '_by']}",
             ),
         ]
-    numbers = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
-    return "\n\n".join([*parts, *([numbers] if numbers else [])])
+    if versions := peers.versions():
+        parts.append(", ".join(f"{name} {number}" for name, number in versions.items()))
+    return "\n\n".join(parts)
 
 
 def size_text(row: Row) -> str:

@@ -33,17 +33,16 @@ from nmrun.sparsity.select import select
 def nmruns_loop(config: Config, steps: int, facts: Row) -> Call:
     """A stretch of nmrun's training; ``facts`` gets what there is to say of it."""
     loop = TrainingSteps(config, parts := build(config))
-    loop.model.train()
-    facts["items"] = sum(loop.task.sizes(0, 0, 1))
-    if loop.handle.sparse:
+    parts.model.train()
+    facts["items"] = sum(parts.task.sizes(0, 0, 1))
+    if parts.handle.sparse:
         by_products = sum(choice.is_sparse for choice in parts.accelerated)
-        facts["layers"] = f"{by_products} of {len(loop.handle.sparse)}"
+        facts["layers"] = f"{by_products} of {len(parts.handle.sparse)}"
 
     def stretch() -> None:
         for _ in range(steps):
-            loop.train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
-            # as if a row was logged
-            loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1
+            loop.train_step(*divmod(loop.step, parts.task.batches_per_epoch), measure_flips=False)
+            loop.losses = loop.losses[-1:]  # as if a row was logged
 
     return stretch
 

@@ -98,7 +98,8 @@ def collect(
             rows += from_csv(path)
         found = []
         for place, below, names in walk(path, unread.append):
-            found += [Path(place, RESULT)] * (RESULT in (*names, *below))
+            if RESULT in (*names, *below):
+                found.append(Path(place, RESULT))
             below[:] = [name for name in below if not name.startswith(".")]
         for file in sorted(found):
             files.setdefault(Path(os.path.realpath(file)), file)
@@ -224,12 +225,10 @@ def _value(name: str, text: str) -> Any:
     if text in ("", "null", "true", "false"):
         return {"": math.nan, "null": None, "true": True, "false": False}[text]
     # Python takes 2024_01 for 202401, and digits of other scripts too
-    may_be_number = name not in TEXTS and "_" not in text and text.isascii()
-    for kind in (int, float) if may_be_number else ():
-        try:
-            return kind(text)
-        except ValueError:
-            pass
+    if name not in TEXTS and "_" not in text and text.isascii():
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
     return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA) else text
 
 

@@ -39,8 +39,10 @@ class Cell:
 
     def counted(self) -> str:
         """How many runs have a value, and how many have none, by reason: ``3, 2 failed``."""
-        others = [f"{count} {reason}" for reason, count in self.without.items()]
-        return ", ".join([*[str(self.n)] * bool(self.n), *others])
+        counts = [f"{count} {reason}" for reason, count in self.without.items()]
+        if self.n:
+            counts.insert(0, str(self.n))
+        return ", ".join(counts)
 
 
 def summarise(

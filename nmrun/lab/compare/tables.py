@@ -35,6 +35,7 @@ from nmrun.lab.compare.statistics import (
     paired,
     summarise,
 )
+from nmrun.lab.verbs import quantity
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.oneshot import METHODS
 from nmrun.registry import no_such
@@ -177,7 +178,9 @@ class Table:
         ours = [" ".join(row) for row in self.rows]
         lines: list[tuple[Key, bool]] = []
         for row, name in zip(self.rows, ours, strict=True):
-            lines += [(row, False), *[(tuple(name.split()), True)] * (name in self.paper)]
+            lines.append((row, False))
+            if name in self.paper:
+                lines.append((tuple(name.split()), True))
         return lines + [(tuple(name.split()), True) for name in self.paper if name not in ours]
 
     def published(self, row: Key) -> list[str]:
@@ -354,7 +357,7 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
         refused = [run for place in apart for run in members[place]]
         choice = " ".join(map(shlex.quote, _usual(refused, differing)))
         first, *more = (names[place] for place in apart)
-        others = f" and {len(more)} more cell{'s' * (len(more) > 1)}" if more else ""
+        others = f" and {quantity(len(more), 'more cell')}" if more else ""
         raise ConfigError(
             f"{first}{others} would average over runs that differ in {', '.join(differing)}; "
             f"tell them apart with --rows {','.join([*rows, *differing])}"

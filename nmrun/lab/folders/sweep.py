@@ -187,9 +187,12 @@ class Record:
     def times(self, running: bool) -> str:
         """``25 s so far, 50 s left``; of a sweep that runs no more the time that it took."""
         passed, left = self.elapsed(running), self.seconds_left() if running else None
-        so_far = " so far" if running else ""
-        words = [] if passed is None else [f"{span(passed)}{so_far}"]
-        return ", ".join([*words, *([] if left is None else [f"{span(left)} left"])])
+        parts = []
+        if passed is not None:
+            parts.append(f"{span(passed)} so far" if running else span(passed))
+        if left is not None:
+            parts.append(f"{span(left)} left")
+        return ", ".join(parts)
 
     def elapsed(self, running: bool) -> float | None:
         """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
@@ -332,8 +335,10 @@ def summary(folder: Path) -> tuple[str, int]:
     missing = max((record.jobs or 0) - len(record.ends), 0)
     elsewhere = {"running": "running in another process"}
     parts = [f"{number} {elsewhere.get(status, status)}" for status, number in good.items()]
-    parts += [f"{len(bad)} not done"] if bad else []
-    parts += [f"{missing} not reached"] if missing else []
+    if bad:
+        parts.append(f"{len(bad)} not done")
+    if missing:
+        parts.append(f"{missing} not reached")
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
     lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]

@@ -149,7 +149,10 @@ def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
 
 def _metrics(task: Task, model: nn.Module, beside: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for split, name in (("val", "eval"), *((("test", "test"),) if task.has_test else ())):
+    splits = {"val": "eval"}
+    if task.has_test:
+        splits["test"] = "test"
+    for split, name in splits.items():
         scores = task.evaluate(model, split)
         metrics |= {f"{name}/{beside}{key}": value for key, value in scores.items()}
         if not math.isfinite(scores[task.metric]):

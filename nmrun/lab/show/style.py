@@ -29,6 +29,7 @@ from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import captions
+from nmrun.lab.verbs import quantity
 from nmrun.patterns import Pattern, PatternError
 
 INK = "#1a1a1a"  # of paper.mplstyle
@@ -117,8 +118,8 @@ def seeds(table: Table) -> str:
     counts = sorted({cell.n for cell in table.cells.values() if cell.n})
     if not counts:
         return "no seed"
-    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{number} seed{'s' * (counts != [1])}"
+    fewest, most = counts[0], counts[-1]
+    return quantity(fewest if fewest == most else f"{fewest} to {most}", "seed")
 
 
 def title(figure: Figure, table: Table, layout: Layout) -> None:

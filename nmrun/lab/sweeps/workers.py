@@ -45,9 +45,9 @@ class Sweeper:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Sweeper:
-        for number in heeded() if self.waits else ():
-            self._former[number] = signal.signal(number, self.catch)
         if self.waits:
+            for number in heeded():
+                self._former[number] = signal.signal(number, self.catch)
             _start_trackers()
             # for the workers, which handle none while they start; JobLines' thread has it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -99,8 +99,10 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 def remove_unnamed(folder: Path) -> set[str]:
     """Remove the folders of shards that no checkpoint names; return those that one does."""
     shard_folders = {name for name in SHARDS if (folder / name).exists()}
-    named = set()
-    for name in (CHECKPOINT, PREVIOUS) if shard_folders else ():
+    named: set[str] = set()
+    if not shard_folders:
+        return named
+    for name in (CHECKPOINT, PREVIOUS):
         # a damaged one can name nothing
         with contextlib.suppress(ValueError):
             named.add(((load(folder / name, mapped=True) or {}).get("shards") or {}).get("folder"))
@@ -149,7 +151,9 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
                 os.replace(folder / PREVIOUS, folder / CHECKPOINT)
             ranks.from_leader(None)
             return state if ranks.leads() else _read(folder / CHECKPOINT, mapped=True), messages
-    return None, [*messages, "starting over"] if messages else []
+    if messages:
+        messages.append("starting over")
+    return None, messages
 
 
 def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:

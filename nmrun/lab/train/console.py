@@ -191,7 +191,7 @@ class RunProgress:
     """What is shown of a run. ``row`` has the last value of everything that was logged."""
 
     def __init__(self, steps: TrainingSteps) -> None:
-        self.steps = steps
+        self.steps, self.parts = steps, steps.parts
         self.row: dict[str, float] = {}
         self._began, self._begun = time.perf_counter(), steps.step
         self._sum: Tensor | float = 0.0
@@ -207,9 +207,9 @@ class RunProgress:
 
     def status(self) -> Status:
         steps, elapsed = self.steps, time.perf_counter() - self._began
-        completed, total = steps.step - self._begun, steps.total_steps
+        completed, total = steps.step - self._begun, self.parts.total_steps
         remaining = elapsed / completed * (total - steps.step) if completed else None
-        figures = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
+        figures = [*facts(self.row, self.parts.task.metric), *_memory(self.parts.device)]
         return Status(steps.step, total, self._epoch(), self._phase(), figures, elapsed, remaining)
 
     def epoch(self, best: bool = False) -> str:
@@ -219,25 +219,28 @@ class RunProgress:
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
         self._sum, self._count = 0.0, 0
-        keys = ("train/loss", f"eval/{self.steps.task.metric}", "steps_per_second")
+        keys = ("train/loss", f"eval/{self.parts.task.metric}", "steps_per_second")
         cells = [f"epoch {self._epoch()}"]
         if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
-            total = str(self.steps.total_steps)
+            total = str(self.parts.total_steps)
             cells.append(f"step {self.steps.step:{len(total)}}/{total}")
-        cells += [f"{self._phase():6}"] if self.steps.handle.sparse else []
-        figures = facts({key: row[key] for key in keys if key in row}, self.steps.task.metric)
+        if self.parts.handle.sparse:
+            cells.append(f"{self._phase():6}")
+        figures = facts({key: row[key] for key in keys if key in row}, self.parts.task.metric)
         for what, figure in figures:
             width = self._widths[what] = max(self._widths.get(what, 0), len(figure))
             cells.append(f"{what} {figure:>{width}}" if what else f"{figure:>{width}}")
-        return "  ".join([*cells, *["best"] * best])
+        if best:
+            cells.append("best")
+        return "  ".join(cells)
 
     def _epoch(self) -> str:
-        batches = self.steps.task.batches_per_epoch
-        epochs = -(-self.steps.total_steps // batches)
+        batches = self.parts.task.batches_per_epoch
+        epochs = -(-self.parts.total_steps // batches)
         return f"{max(-(-self.steps.step // batches), 1):{len(str(epochs))}}/{epochs}"
 
     def _phase(self) -> str:
-        return self.steps.handle.phase if self.steps.handle.sparse else ""
+        return self.parts.handle.phase if self.parts.handle.sparse else ""
 
 
 def facts(row: Mapping[str, float], metric: str) -> list[Fact]:

@@ -111,8 +111,11 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
     """
     share = hardware_density(pattern) if hardware else pattern.density
     others = 1.0 if hardware else share
-    shares = [Densities(1.0, share, others)] if feeds else []
-    shares += [Densities(share, others, others)] if reads else []
+    shares = []
+    if feeds:
+        shares.append(Densities(1.0, share, others))
+    if reads:
+        shares.append(Densities(share, others, others))
     return joint_densities(*shares, hardware=hardware)
 
 

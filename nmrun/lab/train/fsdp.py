@@ -155,6 +155,8 @@ class Sharded(Replicated):
     """A sparse model, its optimizer and its handle, of which every process has a part. All
     processes have to call each method. Whole parameters exist one at a time."""
 
+    in_step = True
+
     def forward(self, model: Any) -> Any:
         """``model`` as it is: its gradients are averaged over the ranks and cut already."""
         return model

@@ -65,7 +65,8 @@ class Evaluation:
 
     def __init__(self, steps: TrainingSteps, console: Console) -> None:
         self.steps, self.console = steps, console
-        self.task, self.model, self.handle = steps.task, steps.model, steps.handle
+        self.parts = parts = steps.parts
+        self.task, self.model, self.handle = parts.task, parts.model, parts.handle
         self.trainer, self.strategy = steps.trainer, steps.strategy
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
@@ -100,7 +101,7 @@ class Evaluation:
                 sparse and all(layer["holds"] for layer in report["layers"])
             )
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
-        activations = self.steps.activations
+        activations = self.parts.activations
         as_in_the_end = activations.sparse == activations.ends_sparse
         self.improved = False
         if as_in_the_end and (sparse or not self.handle.sparse):
@@ -140,7 +141,7 @@ class Evaluation:
         ranks.share_statistics(self.model)
         self.model.eval()
         bar = self.console.evaluation("validating" if split == "val" else "testing")
-        activations = self.steps.activations
+        activations = self.parts.activations
         with bar, weights, torch.no_grad(), self.steps.autocast(), activations.measured() as sums:
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
@@ -182,21 +183,21 @@ class Loop:
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console, run_id: str) -> None:
-        self.steps = steps = TrainingSteps(config, parts)
-        self.trainer, self.task, self.model = steps.trainer, steps.task, steps.model
-        self.handle, self.strategy = steps.handle, steps.strategy
+        self.steps, self.parts = TrainingSteps(config, parts), parts
+        self.task, self.model, self.handle = parts.task, parts.model, parts.handle
+        self.trainer, self.strategy = config.trainer, self.steps.strategy
         self.console, self.id = console, run_id
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
-        self.log_every = log_interval(self.trainer.log_every, self.steps.total_steps)
-        self.epochs = -(-self.steps.total_steps // self.task.batches_per_epoch)
+        self.log_every = log_interval(self.trainer.log_every, self.parts.total_steps)
+        self.epochs = -(-self.parts.total_steps // self.task.batches_per_epoch)
         self.row: dict[str, float] | None = None
-        self.evaluation = Evaluation(steps, console)
+        self.evaluation = Evaluation(self.steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         events = [*(Event(0, text) for text in parts.events), *self.handle.pop_events()]
         self.events = [event.record for event in events]
         self.seconds, self.training_seconds = parts.seconds, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
-        self.progress = RunProgress(steps)
+        self.progress = RunProgress(self.steps)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until there is a signal, on any rank; returns whether training
@@ -211,7 +212,7 @@ class Loop:
         self.progress.begin()
         self.clock.begin()
         self.model.train()
-        while self.steps.step < self.steps.total_steps or self.row is not None:
+        while self.steps.step < self.parts.total_steps or self.row is not None:
             due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
             row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
             evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
@@ -249,7 +250,7 @@ class Loop:
         every = trainer.checkpoint_every
         epochs = every if isinstance(every, int) else 1
         evaluated = ranges.steps(trainer.eval_every)
-        last = step + 1 == self.steps.total_steps
+        last = step + 1 == self.parts.total_steps
         epoch_ends = last or index + 1 == self.task.batches_per_epoch
         if evaluated:
             evaluate = (step + 1) % evaluated == 0
@@ -276,7 +277,7 @@ class Loop:
             self.console.say(f"  {event}")
         row = self._training_row() | self._speed() if due.log else {}
         if due.evaluate or due.save or not warm:
-            synchronize(self.steps.device)
+            synchronize(self.parts.device)
         if warm:
             self.training_seconds += time.perf_counter() - began
         return row
@@ -294,10 +295,10 @@ class Loop:
 
     def _training_row(self) -> dict[str, float]:
         losses = self.steps.check_losses()
-        self.steps.losses, self.steps.logged_step = [], self.steps.step
+        self.steps.losses = []
         row = {
             "train/loss": sum(losses) / len(losses),
-            "lr": float(self.steps.optimizer.param_groups[0]["lr"]),
+            "lr": float(self.parts.optimizer.param_groups[0]["lr"]),
         }
         if self.steps.scaler.is_enabled():
             row["loss_scale"] = self.steps.scaler.get_scale()
@@ -315,13 +316,13 @@ class Loop:
         """
         began, step, items = self._window
         seconds = time.perf_counter() - began
-        peak = peak_flops(self.steps.device, self.steps.precision)
+        peak = peak_flops(self.parts.device, self.parts.precision)
         row = {
             "steps_per_second": (self.steps.step - step) / seconds,
             "items_per_second": (self.steps.items - items) / seconds,
         }
         if peak is not None:
-            row["mfu"] = row["items_per_second"] * self.steps.cost.dense / (peak * ranks.world())
+            row["mfu"] = row["items_per_second"] * self.parts.cost.dense / (peak * ranks.world())
         return row
 
     # --- the end ----------------------------------------------------------------------------------
@@ -352,8 +353,8 @@ class Loop:
             "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
-            "precision": self.steps.precision,
-            "total_steps": self.steps.total_steps,
+            "precision": self.parts.precision,
+            "total_steps": self.parts.total_steps,
             "id": self.id,
         }
 

@@ -49,9 +49,9 @@ def write(
     ``loop`` is None where the run ended before training. Returns what is in the file; ``failed``
     where it cannot be written.
     """
-    described = environment(loop.steps.device if loop else torch.device("cpu"))
+    described = environment(loop.parts.device if loop else torch.device("cpu"))
     if loop:
-        described["precision"] = loop.steps.precision
+        described["precision"] = loop.parts.precision
     for path in sources.targets(config.plain).values():
         package = path.partition(".")[0]
         if version := _version(package):
@@ -66,7 +66,7 @@ def write(
             "flops": loop.steps.flops_used if loop else {},
             "events": loop.events if loop else [],
             "environment": described | ({"command": command} if command else {}),
-            "steps": loop.steps.total_steps if loop else None,
+            "steps": loop.parts.total_steps if loop else None,
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
             "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
@@ -99,7 +99,7 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
-        progress = f" at step {loop.steps.step} of {loop.steps.total_steps}" if loop else ""
+        progress = f" at step {loop.steps.step} of {loop.parts.total_steps}" if loop else ""
         message = f"  interrupted{progress}; the same command goes on from the last checkpoint"
         console.say(f"{message}\n  {folder}", style="yellow")
     else:

@@ -267,7 +267,7 @@ class _Run:
         else:
             _restore(loop, folder, state)
             state = None  # or else it would be kept beside what the loop has
-            self.console.say(f"  goes on at step {loop.steps.step} of {loop.steps.total_steps}")
+            self.console.say(f"  goes on at step {loop.steps.step} of {loop.parts.total_steps}")
         if ranks.leads():
             # a row that a signal put off is still to come, also where it was logged and then a kill came
             step = loop.steps.step - (loop.row is not None)

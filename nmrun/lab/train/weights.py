@@ -5,7 +5,7 @@ last epochs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -97,7 +97,13 @@ def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()
 
 class Replicated:
     """A sparse model, its optimizer and its handle, whole in every process; in shards it is
-    ``nmrun.lab.train.fsdp.Sharded``."""
+    ``nmrun.lab.train.fsdp.Sharded``.
+
+    Attributes:
+        in_step: whether a process can pass through the model only together with all others.
+    """
+
+    in_step: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
         self.model, self.optimizer, self.handle = model, optimizer, handle

@@ -297,10 +297,12 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
             tuning.append(
                 [cell.name, str(len(cell_trials)), score_text(best), settings, span(seconds)]
             )
-        for key, value in best.params.items() if best else ():
-            if end := plan.at_edge(value, cell.searched[key]):
-                edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
-        failed += [cell.name] if len(cell_trials) == trials and best is None else []
+        if best is not None:
+            for key, value in best.params.items():
+                if end := plan.at_edge(value, cell.searched[key]):
+                    edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
+        if len(cell_trials) == trials and best is None:
+            failed.append(cell.name)
         of_seeds: list[float | None] = []
         for config in configs(cell, trials):
             folder = run_folder(config)
@@ -329,11 +331,14 @@ def _unsteady(name: str, best: Trial, tuning: Seeds, seeds: Seeds) -> list[str]:
     notes = []
     for values, which in ((tuning, "tuning seeds"), (seeds, "seeds")):
         lost = [v for v in values if v is None or sign * (middle - v) > abs(middle) / 10]
-        notes += [f"{len(lost)} of {len(values)} {which}"] * bool(lost)
+        if lost:
+            notes.append(f"{len(lost)} of {len(values)} {which}")
+    if not notes:
+        return []
     return [
         f"{name}: {' and '.join(notes)} failed with the best settings, or are worse than the tuning seeds' "
         f"median by more than a tenth ({score_text(best)}); under another name, search smaller learning rates"
-    ] * bool(notes)
+    ]
 
 
 def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
@@ -395,8 +400,11 @@ def outcome_text(outcome: Outcome) -> str:
             parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')}")
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
-    parts += [f"{title}\n\n{aligned(head, outcome.tuning)}\n"] if outcome.tuning else []
+    if outcome.tuning:
+        parts.append(f"{title}\n\n{aligned(head, outcome.tuning)}\n")
     notes = [*outcome.edges, *outcome.unsteady]
-    parts += ["\n".join([*notes, ""])] if notes else []
-    parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
+    if notes:
+        parts.append("\n".join([*notes, ""]))
+    if outcome.failed:
+        parts.append(f"failed: {', '.join(outcome.failed)}\n")
     return "\n".join(parts)

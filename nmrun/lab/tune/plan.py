@@ -78,7 +78,8 @@ def cells(
         config = schema.check(job)
         bare = [word for word in words if command_line.key(word) != "seed"]
         cell_seeds = by_identity.setdefault(identity(config), (bare, config, []))[2]
-        cell_seeds += [seed] if seed not in cell_seeds else []
+        if seed not in cell_seeds:
+            cell_seeds.append(seed)
     unknown = [key for key in space if not any(has(c, key) for _, c, _ in by_identity.values())]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")

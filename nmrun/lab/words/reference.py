@@ -173,9 +173,10 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
     if group == "experiment" and name:
         return "\n".join(_experiment(name))
     if word := WORDS.get(topic) or WORDS.get(group):
-        return "\n".join(
-            [*_wrap(word, "", "    "), *(_experiments() if group == "experiment" else ())]
-        )
+        lines = _wrap(word, "", "    ")
+        if group == "experiment":
+            lines += _experiments()
+        return "\n".join(lines)
     if group in GROUPS:
         choices = options(group, config_dir)
         if equals and group != "sparsity":  # any ratio is an option there
@@ -265,7 +266,8 @@ def _option(option: Option) -> Iterator[str]:
 def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
     """One meaning of a key: the options that have it by their defaults."""
     names = [name for owners in defaults.values() for name in owners if name]
-    yield from _wrap(f"of {', '.join(names)}: " * bool(names) + key.meaning, "  ", "  ")
+    whose = f"of {', '.join(names)}: " if names else ""
+    yield from _wrap(whose + key.meaning, "  ", "  ")
     few = len(defaults) == 1
     texts = (
         value if few else f"{value} ({', '.join(owners)})" for value, owners in defaults.items()
@@ -292,4 +294,5 @@ def _without_links(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Without the marks of reStructuredText."""
-    return re.sub(r"::$|:\w+:(?=`)|`+~?", lambda mark: ":" * (mark[0] == "::"), text, flags=re.M)
+    text = re.sub(r"::$", ":", text, flags=re.M)
+    return re.sub(r":\w+:(?=`)|`+~?", "", text)

@@ -171,7 +171,9 @@ class LanguageModelling(Categorical):
         starts, at_once = np.arange(1 + whole) * stride, self.evaluated_at_once
         # of the first window all targets are new
         begun = 0 if stride == self.context else 1
-        batches = [(starts[:begun], self.context, self.context)] if begun else []
+        batches = []
+        if begun:
+            batches.append((starts[:begun], self.context, self.context))
         batches += [
             (starts[i : i + at_once], self.context, stride)
             for i in range(begun, len(starts), at_once)
