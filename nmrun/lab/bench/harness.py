@@ -136,14 +136,16 @@ def cpu_clock_name() -> str:
 def rounds(
     arms: Mapping[Arm, Call], count: int, clock: Callable[[Call], float], warm_up: int = 2
 ) -> dict[Arm, list[float]]:
-    """The times of ``count`` rounds, as of :func:`turns`; ``warm_up`` rounds before do not count."""
+    """The times of ``count`` rounds, as of :func:`timed_rounds`; ``warm_up`` rounds before do not count."""
     for _ in range(warm_up):
         for call in arms.values():
             clock(call)
-    return by_arm(list(itertools.islice(turns(arms, clock), count)))
+    return by_arm(list(itertools.islice(timed_rounds(arms, clock), count)))
 
 
-def turns(arms: Mapping[Arm, Call], clock: Callable[[Call], float]) -> Iterator[dict[Arm, float]]:
+def timed_rounds(
+    arms: Mapping[Arm, Call], clock: Callable[[Call], float]
+) -> Iterator[dict[Arm, float]]:
     """Rounds without an end: each times every arm once, in an order shuffled anew, so that a machine
     that grows slower or faster meanwhile favours none."""
     shuffled, collecting = random.Random(0), gc.isenabled()
@@ -230,7 +232,7 @@ class Comparison:
             else:
                 calls[arm] = call
                 note(f"{case.name}, {label(arm)}: {self.first[arm]:.3g} ms at first")
-        for times in itertools.islice(turns(calls, clock), count):
+        for times in itertools.islice(timed_rounds(calls, clock), count):
             self.whole.append(times)
 
     @property
@@ -339,12 +341,12 @@ def report(
     if out:
         stem = f"{name}_{'gpu' if benchmark.device.type == 'cuda' else 'cpu'}"
         about = {"benchmark": name, "command": command, "hardware": machine}
-        record = {**about, "rows": [_plain(row) for row in rows]}
+        record = {**about, "rows": [_rounded(row) for row in rows]}
         (out / f"{stem}.md").write_text(text + "\n")
         (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _plain(row: Row) -> Row:
+def _rounded(row: Row) -> Row:
     return {
         key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
         for key, value in row.items()

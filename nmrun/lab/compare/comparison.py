@@ -2,7 +2,7 @@
 
 ::
 
-    runs = read(["outputs/digits"])
+    runs = read_runs(["outputs/digits"])
     text = render(compare(runs, Query(baseline="dense")), "markdown")
 """
 
@@ -100,8 +100,8 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     Likewise where a cell would average over runs that differ in more than their seed.
     """
     _check(runs, query)
-    beside = filtered(runs, [text for text in query.filter if not _is_of_recipe(text)])
-    dense = beside[beside["sparsity"] == "dense"]
+    every = filtered(runs, [text for text in query.filter if not _is_of_recipe(text)])
+    dense = every[every["sparsity"] == "dense"]
     runs = filtered(runs, query.filter)
     if intact:
         verify(runs)

@@ -163,10 +163,10 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
     common = [seed for seed in ours if seed in theirs]
     if not common:
         return None
-    beside = table.beside(row, column)
-    deviations = {other: cell.sd for other, cell in beside.items() if cell.sd is not None}
+    cells = table.column_cells(row, column)
+    deviations = {other: cell.sd for other, cell in cells.items() if cell.sd is not None}
     others = [place for place in deviations if place not in (row, rival)]
-    counts = tuple(sorted(beside[place].n for place in others))
+    counts = tuple(sorted(cells[place].n for place in others))
     apart = bool(others) and counts != (2,)  # the inverse of one deviation of two has no mean
     least, unit = (
         step(table, row, column),

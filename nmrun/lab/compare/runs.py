@@ -49,7 +49,7 @@ TEXTS = {"id", "commit", "dataset.sha256", *(f"{group}.{SOURCE}" for group in so
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
 
-def read(
+def read_runs(
     paths: Sequence[str], strict: bool = False, folders: RunFolders | None = None
 ) -> pd.DataFrame:
     """The runs below some paths, as of :func:`collect`.

@@ -149,7 +149,7 @@ class Table:
         told = self.runs[["metric", "higher_is_better"]].dropna()
         return dict(zip(told["metric"], told["higher_is_better"], strict=True))
 
-    def beside(self, row: Key, column: Key) -> dict[Key, Cell]:
+    def column_cells(self, row: Key, column: Key) -> dict[Key, Cell]:
         """The cells of a column in the metric of one of them, by row, that one included."""
         return self._by_metric[column, self.metric_of(row, column)]
 
@@ -291,7 +291,7 @@ def _set_apart(table: Table) -> Table:
             continue
         others = [
             other.sd
-            for name, other in table.beside(row, column).items()
+            for name, other in table.column_cells(row, column).items()
             if name != row and other.sd is not None
         ]
         if len(others) > 1:

@@ -283,13 +283,13 @@ def main(argv: list[str]) -> int:
     if not last and not states:
         raise ConfigError(f"{path}: no runs in it")
     if options.json:
-        print(json.dumps(_plain(last, states), indent=2))
+        print(json.dumps(_record(last, states), indent=2))
     else:
         print(neutral("\n".join(_lines(path, last, states, most, keys))))
     return 0
 
 
-def _plain(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
+def _record(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
     records = [(folder, running, sweep.with_ends(folder)) for folder, running in last]
     entries = [
         {

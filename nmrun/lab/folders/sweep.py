@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nmrun.lab.words.precheck import Findings
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
-SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
+IN_PLAN = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
 OWN_AXES = ("seed", "sparsity", "output_dir")  # what a table averages over or has anyway
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 LARGEST = 1e12  # of jobs, and of seconds since 1970
@@ -286,10 +286,10 @@ def name(record: Record, line: dict[str, Any]) -> str:
     sweeps = [{_bare(word) for word in sweep} for sweep in record.sweeps]
     common = set.intersection(*sweeps) if sweeps else set()
     words = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
-    return f"[{line['job']}/{record.jobs or '?'}] {_plain(words) or 'the defaults'}"
+    return f"[{line['job']}/{record.jobs or '?'}] {_typed(words) or 'the defaults'}"
 
 
-def _plain(words: Sequence[str]) -> str:
+def _typed(words: Sequence[str]) -> str:
     """Overrides as one types them, without the ``++`` that Hydra needs for new keys."""
     return " ".join(word.lstrip("+") for word in words)
 
@@ -326,27 +326,27 @@ def summary(folder: Path) -> tuple[str, int]:
     another process is at work on is left to that; where it is done with it, its end counts.
     """
     record = with_ends(folder)
-    good = {
+    counts = {
         status: number
         for status, number in record.counts().items()
         if status in ("finished", "skipped", "planned", "running")
     }
-    bad = [line for line in record.ends if line["status"] not in good]
+    failed = [line for line in record.ends if line["status"] not in counts]
     missing = max((record.jobs or 0) - len(record.ends), 0)
     elsewhere = {"running": "running in another process"}
-    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in good.items()]
-    if bad:
-        parts.append(f"{len(bad)} not done")
+    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in counts.items()]
+    if failed:
+        parts.append(f"{len(failed)} not done")
     if missing:
         parts.append(f"{missing} not reached")
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
     lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
-    for line in bad:
-        words = _plain(line["overrides"])
+    for line in failed:
+        words = _typed(line["overrides"])
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
         lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
-    return "\n".join(lines), 1 if bad or missing else 0
+    return "\n".join(lines), 1 if failed or missing else 0
 
 
 def _since(line: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def planned(folder: Path) -> list[str]:
     """The runs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
     plans = [line for line in with_ends(folder).ends if line.get("plan")]
     jobs = [line["overrides"] for line in plans]
-    swept = [key for key in _varying_keys(jobs) if key not in SAID]
+    swept = [key for key in _varying_keys(jobs) if key not in IN_PLAN]
     rows = []
     for line in plans:
         words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
@@ -386,8 +386,8 @@ def planned(folder: Path) -> list[str]:
 def lines(folder: Path) -> list[str]:
     """The lines below the summary; none where no job has a result."""
     record = read(folder)
-    good = [line for line in record.ends if line["status"] in ("finished", "skipped")]
-    places = [line["folder"] for line in good if line.get("folder")]
+    finished = [line for line in record.ends if line["status"] in ("finished", "skipped")]
+    places = [line["folder"] for line in finished if line.get("folder")]
     if not places:
         return []
     varied = _varying_keys([line["overrides"] for line in record.ends])

@@ -33,7 +33,9 @@ STAND_IN = "ste"  # any recipe without conditions, where a config has to have on
 composition.register()
 
 
-def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = False) -> Config:
+def read_config(
+    words: Sequence[str], config_dir: str | None = None, trusted: bool = False
+) -> Config:
     """The config of the command: its recipe is the method, with its hyperparameters and
     ``samples``.
 

@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
             f"--out {options.out}: the pruned network gets a run folder (output_dir=); then nmrun "
             f"export RUN --out {options.out} copies it"
         )
-    from nmrun.lab.pruning.config import read
+    from nmrun.lab.pruning.config import read_config
 
-    config = read(options.words, options.config_dir, options.yes)
+    config = read_config(options.words, options.config_dir, options.yes)
     folder = run_folder(config)
     print(title(config), flush=True)
     run_dir = RunFolder(folder)
@@ -147,15 +147,15 @@ def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
     raise ConfigError(f"samples={samples}: an epoch of the training split has {total}")
 
 
-def _metrics(task: Task, model: nn.Module, beside: str) -> dict[str, float]:
+def _metrics(task: Task, model: nn.Module, prefix: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
     splits = {"val": "eval"}
     if task.has_test:
         splits["test"] = "test"
     for split, name in splits.items():
         scores = task.evaluate(model, split)
-        metrics |= {f"{name}/{beside}{key}": value for key, value in scores.items()}
+        metrics |= {f"{name}/{prefix}{key}": value for key, value in scores.items()}
         if not math.isfinite(scores[task.metric]):
-            what = "before it is pruned" if beside else "once it is pruned"
+            what = "before it is pruned" if prefix else "once it is pruned"
             raise RunError(f"the network's {task.metric} is not finite {what}")
     return metrics

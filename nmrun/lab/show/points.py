@@ -130,11 +130,11 @@ def _coordinates(
     y: list[float] = []
     sd: list[float] = []
     for column, *point in points:
-        beside = but_ratio(keys, column) if "sparsity" in keys else None
-        gap = [math.nan] if x and beside != before else []
+        setting = but_ratio(keys, column) if "sparsity" in keys else None
+        gap = [math.nan] if x and setting != before else []
         for numbers, value in zip((x, y, sd), point, strict=True):
             numbers += [*gap, value]
-        before = beside
+        before = setting
     return x, y, sd
 
 
@@ -202,9 +202,9 @@ def flops(table: Table, layout: Layout) -> Figure | None:
         container = axes.errorbar(
             positions, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
         )
-        beside = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
+        shift = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
         for part in container.get_children():
-            part.set_transform(axes.transData + beside)
+            part.set_transform(axes.transData + shift)
         if row not in table.references and len(table.columns) > 1:
             named += [
                 (" ".join(column), x, y, aside[row], how["color"]) for column, x, y, _ in points

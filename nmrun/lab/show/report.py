@@ -23,7 +23,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Query, TableSection, divide
 from nmrun.lab.compare.notation import label, short
-from nmrun.lab.compare.runs import read
+from nmrun.lab.compare.runs import read_runs
 from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolders
@@ -46,7 +46,7 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     part has.
     """
     folders = RunFolders()
-    parts = divide(read(paths, folders=folders), replace(query, baseline=""))
+    parts = divide(read_runs(paths, folders=folders), replace(query, baseline=""))
     runs = pd.concat([part.table.runs for part in parts])
     every = [run for path in paths for run in status.runs(Path(path), folders)]
     states = list({os.path.realpath(run.folder): run for run in every}.values())

@@ -104,7 +104,7 @@ class Task(ABC):
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """What :meth:`metrics_of` needs to know of a rank's share of a split.
 
-        Every rank makes the same number of passes through the model (see :func:`turns`), as models
+        Every rank makes the same number of passes through the model (see :func:`batches_of_rank`), as models
         in shards need it.
         """
         raise NotImplementedError
@@ -186,7 +186,7 @@ class InMemory(ItemBatches):
         return [rows[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
 
 
-def adopted(task: Any) -> Any:
+def own_task(task: Any) -> Any:
     """A task of the user's own, which may know nothing of shares: then each rank prepares whole
     batches.
 
@@ -292,7 +292,7 @@ def watched(batches: Sequence[T]) -> Iterator[T]:
         yield batch
 
 
-def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
+def batches_of_rank(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
     """Which of ``count`` batches a rank evaluates, each ``world``-th, and whether each counts.
 
     There are as many on all ranks. Where a rank has no batch left, it passes the last one through

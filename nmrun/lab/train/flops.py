@@ -100,7 +100,9 @@ def _has_other_input_gradient(weight: SparseWeight) -> bool:
     return weight.layer is not None and weight.layer.other_input_gradient
 
 
-def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -> Densities:
+def activation_densities(
+    pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False
+) -> Densities:
     """What the products of a layer cost beside pruned activations Z = m * A, by the equations of
     ``nmrun.step.activations``.
 
@@ -235,7 +237,9 @@ class Flops:
         assert self.activations.pattern is not None
         pattern = self.activations.pattern
         return joint_densities(
-            shares, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware
+            shares,
+            activation_densities(pattern, part.feeds, part.reads, hardware),
+            hardware=hardware,
         )
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:

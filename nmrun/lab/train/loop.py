@@ -130,11 +130,11 @@ class Evaluation:
         of :meth:`evaluate`'s, with ``both`` under ``eval/dense/`` and ``test/dense/``."""
         if self.trainer.evaluate == "sparse":
             return {}
-        beside = "dense/" if self.trainer.evaluate == "both" else ""
-        return self._metrics(split, self.handle.dense_weights(), beside)
+        prefix = "dense/" if self.trainer.evaluate == "both" else ""
+        return self._metrics(split, self.handle.dense_weights(), prefix)
 
     def _metrics(
-        self, split: str, weights: contextlib.AbstractContextManager[None], beside: str
+        self, split: str, weights: contextlib.AbstractContextManager[None], prefix: str
     ) -> dict[str, float]:
         if split == "test" and not self.task.has_test:
             return {}
@@ -153,7 +153,7 @@ class Evaluation:
             where = f"parameter {names[0]}" if names else "an output, of finite weights"
             what = f"{name}/loss is {metrics['loss']}"
             raise RunError(self.steps.not_finite(self.steps.step, what, where))
-        return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
+        return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {

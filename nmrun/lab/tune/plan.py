@@ -118,11 +118,11 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
     that a run would have: where null has a meaning, the value that it means. ConfigError for a
     value or an end of a range that a key does not take."""
 
-    def runs(key: str, values: Sequence[Any], *beside: tuple[str, Any]) -> dict[str, Any]:
+    def runs(key: str, values: Sequence[Any], *others: tuple[str, Any]) -> dict[str, Any]:
         """By the identity of each run the first of the values, as the run has it."""
         found: dict[str, Any] = {}
         for value in values:
-            words = cell.with_settings([(key, value), *beside])
+            words = cell.with_settings([(key, value), *others])
             [(_, job)] = jobs_of([words], cell.config_dir, cache)
             config = schema.check(job)
             has = schema.flatten(config.plain)[key]

@@ -132,8 +132,8 @@ class Study:
 
     def ranked(self, count: int) -> list[Trial]:
         """Order the first ``count`` trials, without those that failed, the best first."""
-        good = [trial for trial in self._distinct(count) if trial.value is not None]
-        return sorted(good, key=_value, reverse=bool(good) and good[0].higher_is_better)
+        scored = [trial for trial in self._distinct(count) if trial.value is not None]
+        return sorted(scored, key=_value, reverse=bool(scored) and scored[0].higher_is_better)
 
     def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
         """List the finalists' settings with the seeds that they have not been repeated with."""

@@ -254,7 +254,7 @@ def _option(option: Option) -> Iterator[str]:
     yield option.group + (f"={option.name}" if option.name else "")
     for paragraph in filter(None, (option.use, *(option.more or option.about).split("\n\n"))):
         if re.search(r"^(?:    |- )", paragraph, re.M):  # a formula or a list stays as it is
-            yield from textwrap.indent(_plain(paragraph), "  ").splitlines()
+            yield from textwrap.indent(_without_marks(paragraph), "  ").splitlines()
         else:
             yield from _wrap(paragraph, "  ", "  ")
     for key in option.keys:
@@ -283,7 +283,7 @@ def _values(key: Key, default: str) -> Iterator[str]:
 def _wrap(text: str, first: str, other: str) -> list[str]:
     width = min(100, shutil.get_terminal_size().columns)
     return textwrap.wrap(
-        _plain(text), width, initial_indent=first, subsequent_indent=other,
+        _without_marks(text), width, initial_indent=first, subsequent_indent=other,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 
@@ -292,7 +292,7 @@ def _without_links(text: str) -> str:
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text)
 
 
-def _plain(text: str) -> str:
+def _without_marks(text: str) -> str:
     """Without the marks of reStructuredText."""
     text = re.sub(r"::$", ":", text, flags=re.M)
     return re.sub(r":\w+:(?=`)|`+~?", "", text)

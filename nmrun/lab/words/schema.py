@@ -87,10 +87,10 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     errors |= values
     bad = {*unsure, *errors.values()}
 
-    def good(*keys: str) -> bool:
+    def valid(*keys: str) -> bool:
         return not any(key in bad or key.partition(".")[0] in bad for key in keys)
 
-    return [*errors, *rules.broken(plain, good)]
+    return [*errors, *rules.broken(plain, valid)]
 
 
 def ranges(group: str, content: Mapping[str, Any]) -> Mapping[str, Check | None]:

@@ -143,13 +143,13 @@ def line(key: str, keys: Iterable[str]) -> str:
         layer = key.removeprefix(f"{RATIOS}.")
         return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{layer}: 1:8}}'"
     group, _, leaf = key.rpartition(".")
-    beside = {name for name in keys if name.rpartition(".")[0] == group}
-    if not beside:  # there is no such group
-        group, beside = "", {name for name in keys if "." not in name}
-    return no_key(key, beside, _hint(key, group, leaf, keys, beside))
+    siblings = {name for name in keys if name.rpartition(".")[0] == group}
+    if not siblings:  # there is no such group
+        group, siblings = "", {name for name in keys if "." not in name}
+    return no_key(key, siblings, _hint(key, group, leaf, keys, siblings))
 
 
-def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> str:
+def _hint(key: str, group: str, leaf: str, keys: set[str], siblings: set[str]) -> str:
     if group and (having := owners(group, leaf)):
         return _belongs(leaf, group, having)
     if how := INSTEAD.get(f"{leaf.lower()}="):
@@ -167,7 +167,7 @@ def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> 
     for other in () if group else options.NAMED:
         if having := owners(other, leaf):
             return _belongs(f"{other}.{leaf}" if meant else leaf, other, having)
-    near = near_key(key, {name for name in beside if not name.endswith(".name")})
+    near = near_key(key, {name for name in siblings if not name.endswith(".name")})
     if not near and not group:
         near = near_key(key, keys)
     return near

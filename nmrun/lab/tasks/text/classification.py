@@ -24,11 +24,11 @@ from nmrun.lab.tasks.base import (
     InMemory,
     Tally,
     as_logits,
+    batches_of_rank,
     epoch_order,
     limited,
     sent,
     thinned,
-    turns,
     watched,
 )
 from nmrun.lab.tasks.hugging_face import fetch
@@ -188,7 +188,7 @@ class TextClassification(InMemory, Categorical):
     ) -> Iterator[tuple[Tensor, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         batches = self._by_length(split).split(EVALUATED_AT_ONCE)
-        for number, counts in watched(turns(len(batches), rank, world)):
+        for number, counts in watched(batches_of_rank(len(batches), rank, world)):
             yield batches[number], self._batch(split, batches[number]), counts
 
     def _by_length(self, split: str) -> Tensor:

@@ -20,10 +20,10 @@ from nmrun.lab.tasks.base import (
     Categorical,
     Tally,
     as_logits,
+    batches_of_rank,
     limited,
     picked,
     sent,
-    turns,
     watched,
 )
 
@@ -181,7 +181,7 @@ class LanguageModelling(Categorical):
         if rest:
             first = (1 + whole) * stride
             batches.append((np.array([first]), predicted - first, rest))
-        for number, counts in watched(turns(len(batches), rank, world)):
+        for number, counts in watched(batches_of_rank(len(batches), rank, world)):
             places, length, tail = batches[number]
             tokens, following = self._batch(split, places, length)
             yield tokens, following, tail, counts
