@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import nmrun
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, leads, refuse
-from nmrun.lab import verbs
+from nmrun.lab import output, verbs
 from nmrun.lab.signals import of_interrupt
 from nmrun.registry import find, installed
 
@@ -52,7 +52,7 @@ def main() -> int:
     except (KeyError, OSError):  # a container's user without a name, for which torch asks
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
     try:
-        with verbs.ends_quietly():
+        with output.ends_quietly():
             try:
                 return _main(sys.argv[1:])
             except ConfigError as error:
@@ -91,7 +91,7 @@ def _main(argv: list[str]) -> int:
     if "--version" in argv:  # Hydra's own says its version
         print(f"nmrun {nmrun.__version__}")
         return 0
-    verbs.waiting("checking the settings")
+    output.waiting("checking the settings")
     from nmrun.lab.sweeps import jobs
     from nmrun.lab.words import command_line
 

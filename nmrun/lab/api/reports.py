@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query, compare, keys, lines
 from nmrun.lab.compare.runs import filtered, read_runs, summary, typed
-from nmrun.lab.show import cli, plots
+from nmrun.lab.show import plots
 from nmrun.lab.show.style import Layout
 from nmrun.lab.verbs import files_of_the_command
 from nmrun.registry import choose
@@ -133,7 +133,7 @@ def plot(
         ConfigError: as :func:`table`, and where runs of several data sets or models would need
             several figures.
     """
-    choose("kind", kind, cli.PLOTS)
+    choose("kind", kind, plots.PLOTS)
     query = Query(
         keys(rows), keys(cols), keys(metric), _conditions(filter), baseline=baseline or ""
     )

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab.consent import confirmed
 from nmrun.lab.folders import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
-from nmrun.lab.verbs import Parser, agreed
+from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
 
 # what a plain override of a key has not: a class, an interpolation, a place for a config
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)
     if (code := _code(original, options.run)) and not options.yes:
         question = f"{', '.join(code)} of {options.run} may run any code. Run it?"
-        if not agreed("rerun", question):
+        if not confirmed("rerun", question):
             print("nothing done")
             return 0
     os.chdir(place or ".")

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from nmrun.errors import extra
-from nmrun.lab.verbs import Parser, quantity
+from nmrun.lab.output import quantity
+from nmrun.lab.verbs import Parser
 
 # inputs and outputs of the layers in the speed table
 SHAPES = (

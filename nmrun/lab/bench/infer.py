@@ -30,7 +30,7 @@ from nmrun.lab.bench.harness import Benchmark, Call, Case, Row, quartiles, ratio
 from nmrun.lab.bench.networks import ENCODERS, IMAGE_SIDES
 from nmrun.lab.bench.options import PACKED_ARMS, PRECISIONS
 from nmrun.lab.bench.peers import BF16, FLOAT32, INT8
-from nmrun.lab.verbs import quantity
+from nmrun.lab.output import quantity
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 

@@ -17,6 +17,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
+from nmrun.lab.compare.conditions import Condition
 from nmrun.lab.compare.notation import Key, label, named
 from nmrun.lab.compare.runs import (
     Lines,
@@ -27,7 +28,6 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
-from nmrun.lab.folders.settings import Condition
 
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"

@@ -17,10 +17,10 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError, RunError, neutral, tell
+from nmrun.lab.compare.conditions import Condition, same
 from nmrun.lab.compare.notation import label
-from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import SOURCE
+from nmrun.lab.keys.config import SOURCE, flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import (
     FINAL,
@@ -34,7 +34,6 @@ from nmrun.lab.runs.run_folder import (
 )
 from nmrun.lab.words import sources
 from nmrun.lab.words.identity import GROUPS, OF_COMMAND
-from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
 from nmrun.registry import did_you_mean, no_such
 
@@ -282,13 +281,13 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
     training, the reference, has no ratio. Raises ConfigError for an unknown key, and for a value
     that no run has that is left.
     """
-    for condition in map(settings.Condition.of, conditions):
+    for condition in map(Condition.of, conditions):
         key = condition.key
         check_name(key, metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
         listing = ", ".join(sorted(set(labels) - {"-"}))
         for value in condition.values:
-            if not any(settings.same(text, value) for text in set(labels)):
+            if not any(same(text, value) for text in set(labels)):
                 raise ConfigError(f"--filter {key}: no run has {value}; {key} is {listing}")
         fitting = {text for text in set(labels) if condition.fits(text)}
         dense = runs["sparsity"] == "dense"

@@ -35,7 +35,7 @@ from nmrun.lab.compare.statistics import (
     paired,
     summarise,
 )
-from nmrun.lab.verbs import quantity
+from nmrun.lab.output import quantity
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.oneshot import METHODS
 from nmrun.registry import no_such

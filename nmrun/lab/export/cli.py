@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import verbs
+from nmrun.lab import consent
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         choices=["int8"],
         help="with --format packed: linear layers in int8 where that changes their outputs little",
     )
-    verbs.consent_option(parser)
+    consent.consent_option(parser)
     options = parser.parse_args(argv)
     if options.precision and options.format != "packed":
         raise ConfigError(f"--precision {options.precision} is for --format packed alone")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab import models, tasks, verbs
+from nmrun.lab import consent, models, tasks
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.words import schema
@@ -139,7 +139,7 @@ def refuse_pruned_activations(run: FinishedRun) -> None:
 def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     """The run's network with its weights, on the CPU and set to evaluation, and its task. It prunes
     its activations if the run did in the end."""
-    verbs.demand_consent(run.folder, run.result["config"], run.trusted)
+    consent.demand_consent(run.folder, run.result["config"], run.trusted)
     config = schema.check(OmegaConf.create(run.result["config"]))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()

@@ -19,9 +19,10 @@ from typing import Any
 
 from nmrun.errors import ConfigError, neutral, tell
 from nmrun.lab.folders import settings, sweep
+from nmrun.lab.output import aligned, span
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
-from nmrun.lab.verbs import Parser, aligned
+from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
 from nmrun.lab.words.identity import is_in_id
 from nmrun.registry import no_such
@@ -215,7 +216,7 @@ def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[s
         name, _, value = now.validation.rpartition(" ")
         row |= {name: value} if name else {}
         if run.state == "running" and now.seconds_left is not None:
-            row["left"] = sweep.span(now.seconds_left)
+            row["left"] = span(now.seconds_left)
     row |= {"age": _age(folder), "folder": folder.absolute().name}
     return row | {key: named.get(key, "") for key in keys}
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import leads, tell
+from nmrun.lab.output import aligned, span
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
-from nmrun.lab.verbs import aligned
 from nmrun.lab.words import command_line
 
 if TYPE_CHECKING:
@@ -359,14 +359,6 @@ def _since(line: dict[str, Any]) -> dict[str, Any]:
         return {**line, "status": "skipped"}
     status = "killed" if result.is_finished else result.result.get("status", "killed")
     return {**line, "status": status, "error": result.result.get("error")}
-
-
-def span(seconds: float) -> str:
-    """A time as people say it: ``45 s``, ``12 min``, ``3 h 20 min``."""
-    minutes = round(seconds / 60)
-    if round(seconds) < 60:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def planned(folder: Path) -> list[str]:

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError
-from nmrun.lab import verbs
+from nmrun.lab import consent
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.groups import Run, ratio
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
@@ -111,7 +111,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     result = run.finished()
     if result is None:
         raise ConfigError(f"{folder}: {run.unfinished()}")
-    verbs.demand_consent(folder, result["config"], trusted)
+    consent.demand_consent(folder, result["config"], trusted)
     # the folder may be from elsewhere, and so is the place that it was written to
     here = {"init": str(folder), "output_dir": Run.output_dir}
     plain: dict[str, Any] = {**result["config"], **here}
@@ -119,7 +119,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
     composed = OmegaConf.create(plain)
-    keys = {*plain, *schema.flatten(plain)}
+    keys = {*plain, *flatten(plain)}
     if problems := [line for override in overrides if (line := _put(composed, override, keys))]:
         raise ConfigError(problems)
     config = schema.check(composed)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import verbs
+from nmrun.lab import consent, output, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import (
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         "samples=N calibration samples of the training split (default 128); seed= chooses them",
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
-    verbs.consent_option(parser)
+    consent.consent_option(parser)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(argv)
     if options.out is not None:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         raise RunError(f"{folder}: {run_dir.problem}; move it away, or force=true prunes again")
     if result is None:
         make_folder(folder, config.output_dir)
-        verbs.waiting("loading torch and the data")
+        output.waiting("loading torch and the data")
         try:
             with locks.hold(folder) as ours:
                 if not ours:

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation, overall
+from nmrun.lab.compare.conditions import same
 from nmrun.lab.compare.notation import places, printed, unit, words
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
+from nmrun.lab.output import quantity
 from nmrun.lab.show import cautions
-from nmrun.lab.verbs import quantity
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 STAR = "*: p < 0.05"
@@ -71,7 +71,7 @@ def _other_than(group: str, shared: Mapping[str, str]) -> str:
     other = [
         f"{key}={shared[f'{group}.{key}']}"
         for key, default in usual.items()
-        if f"{group}.{key}" in shared and not settings.same(shared[f"{group}.{key}"], default)
+        if f"{group}.{key}" in shared and not same(shared[f"{group}.{key}"], default)
     ]
     return f" ({', '.join(other)})" if other else ""
 

@@ -9,7 +9,7 @@ from nmrun import ranges
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import half_as_good, label, printed, words
 from nmrun.lab.compare.tables import FAR, SCORES, Table
-from nmrun.lab.verbs import quantity
+from nmrun.lab.output import quantity
 
 
 def of_values(table: Table) -> list[str]:

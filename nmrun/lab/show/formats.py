@@ -34,8 +34,8 @@ from nmrun.lab.compare.notation import (
 from nmrun.lab.compare.overall import Mean, Overall, better, mean
 from nmrun.lab.compare.statistics import Cell, cell_value
 from nmrun.lab.compare.tables import Table
+from nmrun.lab.output import quantity
 from nmrun.lab.show import captions, cautions
-from nmrun.lab.verbs import quantity
 
 READABLE = ("markdown", "latex")
 METHOD = (

@@ -28,8 +28,8 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
+from nmrun.lab.output import quantity
 from nmrun.lab.show import captions
-from nmrun.lab.verbs import quantity
 from nmrun.patterns import Pattern, PatternError
 
 INK = "#1a1a1a"  # of paper.mplstyle

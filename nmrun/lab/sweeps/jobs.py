@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
-from nmrun.lab import verbs
+from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
@@ -114,7 +114,7 @@ def checked(
             "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         )
     tell([] if multirun else command_line.without_effect(overrides))
-    verbs.no_longer_waiting()  # a launcher's processes would write behind it
+    output.no_longer_waiting()  # a launcher's processes would write behind it
     return sweeps, looks
 
 
@@ -194,7 +194,7 @@ def _job(composed: DictConfig) -> None:
     workers.end_with_sweep()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
-    with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
+    with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
@@ -234,7 +234,7 @@ def _run_in_worker(
         outcome = interrupted  # and the job is not reached
     else:
         try:
-            with workers.ends_by_signal(), verbs.logged(sweep.log_of(folder, number)):
+            with workers.ends_by_signal(), output.logged(sweep.log_of(folder, number)):
                 outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
             outcome = interrupted
@@ -274,7 +274,7 @@ def run_job(
     began = time.monotonic()
     head = sweep.title(folder, number, overrides)
     if composed.dry:
-        verbs.waiting(head)  # a list of all follows at the end
+        output.waiting(head)  # a list of all follows at the end
     else:
         print(head, flush=True)
     outcome = _outcome_of(composed, folder.name, command, begins)
@@ -337,7 +337,7 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     if sweep is None or not config.dry:
         with contextlib.suppress(OSError):  # a full disk behind the output must not end a run
             print(title(config), flush=True)
-        verbs.waiting("loading torch and the data")
+        output.waiting("loading torch and the data")
     try:
         run = _runner().run
     except (ImportError, OSError, MemoryError) as error:  # with too little memory, say

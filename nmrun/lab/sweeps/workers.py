@@ -22,6 +22,7 @@ from typing import Any
 from nmrun.errors import tell
 from nmrun.lab.compare import notation
 from nmrun.lab.folders import sweep
+from nmrun.lab.output import span
 from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
@@ -211,7 +212,7 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     if status in ("finished", "skipped") and line.get("metric"):
         scores = notation.by_split(final, line["metric"])
         status = "finished already" if status == "skipped" else status
-        took = f"; {sweep.span(line['seconds'])}" if line["status"] == "finished" else ""
+        took = f"; {span(line['seconds'])}" if line["status"] == "finished" else ""
         return f"{sweep.name(record, line)}: {status}, {line['metric']} {scores}{took}"
     parts = [f"{status}: {line['error']}" if line.get("error") else status]
     if status in ("failed", "refused", "killed") and line.get("job"):

@@ -20,7 +20,7 @@ from nmrun.fast.acceleration import accelerate
 from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.kernels import compiler
-from nmrun.lab import ranks, tasks, verbs
+from nmrun.lab import output, ranks, tasks
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.locks import free_gpu
@@ -292,7 +292,7 @@ def _accelerated(config: Config, parts: Parts, times: Mapping[str, Any]) -> list
     mode, accumulate, known = trainer.acceleration, trainer.accumulate, from_data(times)
     clips = trainer.clip is not None
     choices = accelerate(
-        parts.handle, pass_once, mode, accumulate, why_not, clips, known, verbs.waiting
+        parts.handle, pass_once, mode, accumulate, why_not, clips, known, output.waiting
     )
     if device.type == "cpu" and not why_not:
         sparse, activations = parts.handle.sparse, parts.activations

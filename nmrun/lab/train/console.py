@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nmrun.errors import folded, tell
 from nmrun.fast import acceleration
-from nmrun.lab import verbs
+from nmrun.lab import output
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import evaluating
@@ -59,7 +59,7 @@ class Console:
         self._live: Any = None
         self._status: Status | None = None
         self._draw_time = 0.0
-        self.on_terminal = verbs.is_terminal(sys.stdout)
+        self.on_terminal = output.is_terminal(sys.stdout)
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
         """Show a line on the screen, on a terminal in a ``style`` such as ``bold green``, and log
@@ -381,7 +381,7 @@ def layer_lines(rows: Sequence[Row]) -> list[str]:
         (kind, f"{len(names)} x {_joined(names)}" if len(names) > 1 else names[0], size, note)
         for (kind, _, size, note), names in groups.items()
     ]
-    return verbs.aligned(lines)
+    return output.aligned(lines)
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 from nmrun import atomic
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import METRICS
-from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
 
 

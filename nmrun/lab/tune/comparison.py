@@ -29,8 +29,8 @@ from nmrun.lab.compare.comparison import Comparison
 from nmrun.lab.compare.notation import label
 from nmrun.lab.compare.runs import row, to_csv, usual_metric
 from nmrun.lab.compare.tables import build
-from nmrun.lab.folders.sweep import span
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
+from nmrun.lab.output import span
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.show import formats
@@ -39,7 +39,7 @@ from nmrun.lab.sweeps import jobs
 from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
-from nmrun.lab.words import command_line, schema
+from nmrun.lab.words import command_line
 from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.ranges import Search
@@ -55,7 +55,7 @@ def check(cell: TuningCell) -> None:
     settings or another space."""
     flat = {
         key: value
-        for key, value in schema.flatten(cell.config.plain).items()
+        for key, value in flatten(cell.config.plain).items()
         if key not in cell.searched and key.partition(".")[0] not in ("track", "seed", "output_dir")
     }
     definition: dict[str, Any] = {

@@ -18,11 +18,11 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.output import quantity
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
-from nmrun.lab.verbs import quantity
 from nmrun.lab.words import command_line, schema
 from nmrun.lab.words.composition import Cache, jobs_of
 from nmrun.lab.words.identity import identity
@@ -125,7 +125,7 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
             words = cell.with_settings([(key, value), *others])
             [(_, job)] = jobs_of([words], cell.config_dir, cache)
             config = schema.check(job)
-            has = schema.flatten(config.plain)[key]
+            has = flatten(config.plain)[key]
             found.setdefault(identity(config), value if value == has else has)
         return found
 
@@ -159,7 +159,7 @@ def _named(config: Config) -> tuple[str, str]:
 def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
     """Of each config the values of the swept keys that neither recipe nor ratio says. Settings of a
     recipe are such keys where they alone tell its cells apart."""
-    flats = [schema.flatten(config.plain) for config in configs]
+    flats = [flatten(config.plain) for config in configs]
     prefixes = ("recipe.", "sparsity.")
     common = _differing([{k: v for k, v in f.items() if not k.startswith(prefixes)} for f in flats])
     apart = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
@@ -228,7 +228,7 @@ def has(config: Config, key: str) -> bool:
 def settings(config: Config) -> dict[str, Any]:
     """The values of a run by key. A config need not say those of a recipe of one's own."""
     defaults = {key: field.default for key, field in _of_recipe(config).items()}
-    return defaults | schema.flatten(config.plain)
+    return defaults | flatten(config.plain)
 
 
 def _of_recipe(config: Config) -> dict[str, Field]:

@@ -21,9 +21,9 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, extra
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words.schema import flatten
 from nmrun.ranges import Search
 
 SEED = 1000  # of the trials' runs: the seeds that are reported decide nothing

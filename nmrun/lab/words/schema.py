@@ -175,15 +175,3 @@ def _recipe_name(recipe: dict[str, Any]) -> str:
     if not target or not unnamed:
         return name
     return next((given for given, path in installed().items() if path == target), target)
-
-
-def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as dotted keys. The regular expressions of ``sparsity.overrides`` are
-    none.
-    """
-    flat: dict[str, Any] = {}
-    for key, value in plain.items():
-        nested = isinstance(value, dict) and key != "overrides"
-        below = flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-        flat.update(below)
-    return flat
