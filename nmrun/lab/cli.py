@@ -74,7 +74,7 @@ def _main(argv: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the current folder does not exist any more; change to another") from None
-    if "--help" in argv or "-h" in argv:  # wherever it stands
+    if "--help" in argv or "-h" in argv:  # at any place of the line
         argv = ["--help", *(word for word in argv if word not in ("--help", "-h"))]
         if len(argv) > 1 and _is_verb(argv[1]):
             which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
@@ -88,7 +88,7 @@ def _main(argv: list[str]) -> int:
         _complete_verbs()
     if argv and _is_verb(argv[0], argv[1:]):
         return _run(argv[0], argv[1:])
-    if "--version" in argv:  # Hydra's own says its version
+    if "--version" in argv:  # Hydra's own --version prints Hydra's version
         print(f"nmrun {nmrun.__version__}")
         return 0
     output.waiting("checking the settings")
@@ -141,7 +141,7 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
 
 
 def _topic(word: str) -> str:
-    """What help is asked for beside an override: its option of a group, or its key."""
+    """The topic of a help that is asked for with an override: its option of a group, or its key."""
     key, _, value = word.partition("=")
     return key if "." in key or "," in value or key in ("seed", "output_dir") else word
 

@@ -74,7 +74,7 @@ def any_of(flag: bool) -> bool:
 
 
 def each_of_any(*flags: bool) -> tuple[bool, ...]:
-    """Say of each of several flags, at the cost of one, what :func:`any_of` says."""
+    """As :func:`any_of` for several flags, in one communication."""
     if world() == 1:
         return flags
     votes = torch.tensor([float(flag) for flag in flags])

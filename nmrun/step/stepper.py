@@ -38,9 +38,9 @@ from nmrun.sparsity.projections import WeightBatch, edit_gradients
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import KEY, Resume, makes_state
 
-# steps between comparisons that find writes into ``.data``; the first steps are compared too
+# every so many steps all values are compared, which finds writes into ``.data``; also at first
 COMPARED_EVERY = 500
-WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
+WRITTEN_AT_MOST = 2  # steps in a row before which others may write into the weights
 REPLACED = (
     "is no longer the parameter that was made sparse (a new layer, load_state_dict(assign=True), "
     "to_empty or fully_shard after sparsify?): make the optimizer and call sparsify after that"
@@ -253,14 +253,14 @@ class Stepper:
         return events
 
     def warn(self, sentence: str, kind: str = "") -> None:
-        """Note an event that nobody plans, and warn of it."""
+        """Note an unexpected event, and warn of it."""
         self.recipe.say(sentence, kind)
         warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
     @torch.no_grad()
     def refresh(self, projected: Collection[SparseWeight] = ()) -> None:
-        """Write the projections of the dense weights into the parameters, as after every step; but of
-        the weights ``projected``, which have them."""
+        """Write the projections of the dense weights into the parameters, as after every step. The
+        weights ``projected`` have theirs already."""
         self.shows_final = False
         for weight in self.sparse:
             weight.show_projected()
@@ -283,7 +283,7 @@ class Stepper:
             own_masks = self.recipe.chooses and self.recipe.is_rule_alone
             if own_masks and self.recipe.is_sparse and not self._masks_checked:
                 self._check_masks()
-        torch.clear_autocast_cache()  # it has the weights from before
+        torch.clear_autocast_cache()  # it still has the old weights
         for weight in self.sparse:
             weight.note()
 
@@ -328,7 +328,7 @@ class Stepper:
             elsewhere = weight.dense.device != weight.weight.device
             if weight.is_cast() or elsewhere or weight.is_stored_otherwise(weight.dense):
                 weight.restore("dense", weight.dense)
-                if not weight.moved():  # rounded weights may be equal, and the mask another
+                if not weight.moved():  # rounding can make weights equal, and so change the mask
                     self.recipe.project(weight, weight.weight)
             if (weight.moved() or weight.is_elsewhere() or thorough) and self.differs(weight):
                 changed.append(weight)
@@ -366,8 +366,8 @@ class Stepper:
         )
 
     def leave(self) -> None:
-        """Take hooks and tensors out of the optimizer; the parameters stay as they are. Where that was
-        done before, the optimizer may have another training's by now."""
+        """Take hooks and tensors out of the optimizer; the parameters stay as they are. A second
+        call does nothing: by then the optimizer may belong to another training."""
         if not self.sparse:
             return
         for weight in self.sparse:
@@ -384,9 +384,9 @@ class Stepper:
 def closure_first(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate the closure of a step now, since gradients are edited before the step. ``args``:
-    those of ``step``, the optimizer first. Returns the arguments with a closure that returns the
-    loss; None where there was no closure."""
+    """Evaluate the closure of a step now, since gradients are edited before the step. ``args`` and
+    ``kwargs`` are those of ``step``, the optimizer first. Returns them with a closure that only
+    returns the loss, or None if there was no closure."""
     closure = kwargs.get("closure")
     if closure is None:
         closure = next((a for a in args[1:] if callable(a)), None)
@@ -400,21 +400,21 @@ def closure_first(
 
 
 def _versions(weight: SparseWeight, rule: Rule) -> list[int]:
-    """How often the tensors were written that the projection is made of."""
+    """How often the tensors that the projection depends on were written."""
     tensors = (weight.dense, rule.mask, rule.soft_threshold_scale)
     return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook, and mark it as nmrun's."""
+    """Keep torch.compile out of a hook, and mark the hook as nmrun's."""
     run = breaks_graph(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer was called by another step of it. The calls on the stack
-    tell. A count of hooks would also take the step after one that failed for such a step."""
+    """Whether a step of the optimizer was called by another step of it, by the calls on the stack.
+    A count of hooks would mistake the step after a failed one for such a step."""
     frame: FrameType | None = sys._getframe()
     depth = 0
     while frame is not None:

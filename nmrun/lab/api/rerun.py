@@ -14,7 +14,7 @@ from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
 
-# what a plain override of a key has not: a class, an interpolation, a place for a config
+# signs of more than a plain value: a class, an interpolation, a package
 MARKS = ("_target_", "${", "@")
 
 

@@ -31,8 +31,8 @@ def installed_version() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what there is, test the 2:4 paths and measure a little; returns 1 if something needed
-    is missing."""
+    """Print what is installed, test the 2:4 paths and measure briefly; returns 1 if something
+    necessary is missing."""
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
@@ -132,8 +132,8 @@ def cusparselt() -> str:
 
 
 def accelerated() -> Iterator[tuple[str, str]]:
-    """Which 2:4 paths compute the right thing on the first GPU, and how fast those are against the
-    dense product."""
+    """Which 2:4 paths give right results on the first GPU, and their speed against the dense
+    product."""
     import torch
 
     from nmrun.errors import first_line

@@ -1,6 +1,5 @@
-"""What benchmarks share: clocks, rounds in which the arms take turns, what these sum up to, on what
-machine it was, and how it is printed and written.
-"""
+"""What benchmarks share: clocks, rounds in which the arms take turns, medians of these, the
+description of the machine, and the report."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ Machine = dict[str, Any]
 
 
 def hardware(device: torch.device | str = "cpu") -> Machine:
-    """Where the numbers come from, as plain data: what is needed to compare them with others."""
+    """A description of the machine as plain data, so that numbers can be compared with others."""
     device, cpu = torch.device(device), platform.processor() or platform.machine()
     facts = cpuinfo()
     if {"model name", "cpu family", "model"} <= facts.keys():
@@ -146,8 +145,8 @@ def rounds(
 def timed_rounds(
     arms: Mapping[Arm, Call], clock: Callable[[Call], float]
 ) -> Iterator[dict[Arm, float]]:
-    """Rounds without an end: each times every arm once, in an order shuffled anew, so that a machine
-    that grows slower or faster meanwhile favours none."""
+    """Endless rounds. Each times every arm once, in a new random order, so that a machine that
+    slows down or speeds up favours none."""
     shuffled, collecting = random.Random(0), gc.isenabled()
     while True:
         gc.disable()
@@ -204,7 +203,7 @@ class Case(NamedTuple):
 
 
 class Comparison:
-    """The measurement of a case. What is known of it so far is there at any moment."""
+    """The measurement of a case, which can be read at any moment."""
 
     def __init__(self) -> None:
         self.first: dict[Any, float] = {}
@@ -214,7 +213,7 @@ class Comparison:
     def measure(self, case: Case, count: int, clock: Callable[[Call], float]) -> None:
         """Make each arm and print its first time, then let the arms take turns.
 
-        An arm that fails is left out with its reason, and with the first all others.
+        An arm that fails is left out, with its reason. If the first one fails, so are all others.
         """
         calls: dict[Any, Call] = {}
         for arm, make in case.arms.items():
@@ -309,7 +308,7 @@ class Benchmark(NamedTuple):
 def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None:
     """Measure case by case, then print the page and with ``out`` write it as .md and .json.
 
-    What is there is reported also where an error or Ctrl-C is the end.
+    After an error or Ctrl-C the results so far are reported.
     """
     rows: list[Row] = []
     try:

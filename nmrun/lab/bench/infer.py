@@ -2,10 +2,8 @@
 and with N:M weights by ``nmrun.deploy``, in the precisions that this machine multiplies.
 
 Weights are random. A ``packed`` arm has them pruned by magnitude; ``packed_compiled`` is compiled as
-well. Times on a GPU are between two events and have in them what the host takes to launch; on a CPU
-they are those of the wall, with one thread the CPU time of the process, threads of runtimes among
-it.
-"""
+well. On a GPU times are between two events, and include the host's launches. On a CPU they are wall
+times; with one thread, the CPU time of the whole process."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from nmrun.sparsity.masks import nm_mask
 
 Arm = tuple[str, str, str]  # precision, kind, pattern
 CPU_RATIOS = "2:4", "1:4", "1:8", "1:16"
-# how far off the outputs of an arm may be, as a share of their norm
+# the largest error of an arm's outputs, as a share of their norm
 TOLERANCES = {FLOAT32: 1e-3, BF16: 0.05, INT8: 0.2}
 
 
@@ -162,8 +160,8 @@ def chosen(
     kinds: Sequence[str], patterns: Sequence[Pattern], precisions: Sequence[str] | None,
     device: torch.device,
 ) -> list[Arm]:  # fmt: skip
-    """The arms that this device can have. ConfigError for a precision that it has not, and where
-    none is left."""
+    """The arms that this device supports. ConfigError for an unsupported precision, and where no
+    arm is left."""
     on_gpu = device.type == "cuda"
     supported = {
         FLOAT32: not on_gpu,

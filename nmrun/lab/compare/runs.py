@@ -42,8 +42,8 @@ Lines = list[list[Any]]  # the head, then a line for each cell or run
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
-STATUSES = ("finished", "failed", "interrupted")  # likewise
-# likewise: their digits are no number
+STATUSES = ("finished", "failed", "interrupted")  # that a CSV file may have
+# in a CSV file these stay texts, even where they consist of digits
 TEXTS = {"id", "commit", "dataset.sha256", *(f"{group}.{SOURCE}" for group in sources.OWN)}
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 

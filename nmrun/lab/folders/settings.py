@@ -17,7 +17,7 @@ from nmrun.lab.words.identity import OF_COMMAND
 from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
 
-FEW = 4  # run folders that a line has room for
+FEW = 4  # at most so many run folders in a line
 
 
 def read(folder: Path) -> dict[str, str]:
@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def of(run: RunFolder) -> dict[str, str]:
-    """Likewise, of a folder that is open."""
+    """Likewise, for an open folder."""
     config, folder = run.config, run.path
     if not config or "sparsity" not in config:
         there = "it is a file; name a run folder" if folder.exists() else "there is no such folder"

@@ -1,9 +1,8 @@
 """The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``.
 
 ``sweep.json`` says what was asked for, ``jobs.jsonl`` the beginning and the end of each job.
-Where jobs run side by side, ``job3.log`` has what one prints. Other processes read it meanwhile,
-and several may write it.
-"""
+Where jobs run side by side, ``job3.log`` has what the third one prints. Several processes may write
+and read the record at the same time."""
 
 from __future__ import annotations
 
@@ -34,23 +33,23 @@ if TYPE_CHECKING:
     from nmrun.lab.words.precheck import Findings
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
-IN_PLAN = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
-OWN_AXES = ("seed", "sparsity", "output_dir")  # what a table averages over or has anyway
-SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
+IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
+OWN_AXES = ("seed", "sparsity", "output_dir")  # a table averages over these, or shows them anyway
+SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
 LARGEST = 1e12  # of jobs, and of seconds since 1970
 UNTRAINED = (
     "skipped",
     "planned",
     "running",
     "refused",
-)  # ends of jobs that took no time to speak of
+)  # statuses of jobs that took hardly any time
 
 
 def new_folder(output_dir: str) -> Path:
-    """The folder for the record of a sweep that begins now, which does not exist yet."""
+    """A new folder, not made yet, for the record of a sweep that begins now."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     place = Path(output_dir, ".sweeps").absolute()
-    # os.path: a name that is too long is none that exists, and make_folder says so
+    # os.path says that a name that is too long does not exist; make_folder reports it
     names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
     return next(folder for each in names if not os.path.exists(folder := place / each))
 
@@ -59,8 +58,8 @@ def new_folder(output_dir: str) -> Path:
 def recorded(
     looks: list[Findings], command: str, sweeps: list[list[str]], jobs: int
 ) -> Iterator[Path]:
-    """A new record of a sweep of so many ``jobs``, which is alive while the context is entered. That of a plan
-    (``dry=true``) goes then.
+    """The record of a new sweep of ``jobs`` jobs, which counts as running while the context is
+    entered. The record of a plan (``dry=true``) is removed at the end.
 
     ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
     """
@@ -74,10 +73,10 @@ def recorded(
                 begin(folder, jobs, command, output_dir, sweeps)
                 yield folder
         finally:
-            if looks[0].dry or not (folder / HEAD).exists():  # nothing began on a full disk
+            if looks[0].dry or not (folder / HEAD).exists():  # the disk was full from the beginning
                 shutil.rmtree(folder, ignore_errors=True)
                 for place in parents:
-                    with contextlib.suppress(OSError):  # others are at work there
+                    with contextlib.suppress(OSError):  # other processes are at work there
                         place.rmdir()
 
 
@@ -88,7 +87,8 @@ def begin(
     output_dir: str,
     sweeps: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Begin the record of so many ``jobs``; the rest is as of :func:`recorded`."""
+    """Begin the record of a sweep of ``jobs`` jobs; the other arguments are those of
+    :func:`recorded`."""
     content = {
         "begun": time.time(),
         "jobs": jobs,
@@ -100,7 +100,7 @@ def begin(
 
 
 def recount(folder: Path, jobs: int) -> None:
-    """Say that so many jobs come, where more is swept than the overrides of the record."""
+    """Correct the number of jobs, where more is swept than the overrides in the record."""
     head = documents.read_json(folder / HEAD)
     atomic.write(folder / HEAD, json.dumps({**head, "jobs": jobs}) + "\n")
 
@@ -130,7 +130,7 @@ def add(
 
 
 def note_signal(folder: Path, number: int) -> None:
-    """Note that a signal ends the sweep: no job begins any more."""
+    """Note that a signal ends the sweep, so that no further job begins."""
     _note(folder, {"signal": number}, "signal")
 
 
@@ -139,18 +139,17 @@ def _note(folder: Path, line: dict[str, Any], what: str) -> None:
     try:
         with atomic.disk_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-    except OSError as error:  # the jobs that follow may have room again
+    except OSError as error:  # later jobs may have room again
         tell([f"{error.filename}: {error.strerror}; the {what} is not noted"])
 
 
 @dataclass(frozen=True)
 class Record:
-    """What there is to read of a sweep.
+    """The record of a sweep as it was read.
 
-    ``ends`` has a line for each job that has ended. ``running`` has by number of the job the last
-    beginning of each that has not; where a worker was killed, it has not either. ``signal`` ended
-    the sweep.
-    """
+    ``ends`` has a line for each job that has ended. ``running`` has the last beginning of each that
+    has not, by number; a killed worker's job stays there. ``signal`` is the one that ended the
+    sweep."""
 
     begun: float | None
     jobs: int | None
@@ -163,11 +162,11 @@ class Record:
 
     @property
     def at_work(self) -> set[int]:
-        """The processes of the jobs that run, which the sweep's has started."""
+        """The processes of running jobs that the sweep's process has started."""
         return {line["process"] for line in self.running.values()} - {0}
 
     def counts(self) -> dict[str, int]:
-        """Ended jobs by status, in the order of what went well to what did not."""
+        """Ended jobs by status, from those that went well to those that did not."""
         counts = Counter(line["status"] for line in self.ends)
         order = (
             "finished",
@@ -185,7 +184,7 @@ class Record:
         return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
 
     def times(self, running: bool) -> str:
-        """``25 s so far, 50 s left``; of a sweep that runs no more the time that it took."""
+        """``25 s so far, 50 s left``; once the sweep has ended, the time that it took."""
         passed, left = self.elapsed(running), self.seconds_left() if running else None
         parts = []
         if passed is not None:
@@ -195,7 +194,7 @@ class Record:
         return ", ".join(parts)
 
     def elapsed(self, running: bool) -> float | None:
-        """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
+        """Seconds from the beginning to now, or to the last job's end once the sweep has ended."""
         end = (
             time.time()
             if running
@@ -204,12 +203,9 @@ class Record:
         return None if self.begun is None else max(end - self.begun, 0.0)
 
     def seconds_left(self) -> float | None:
-        """Seconds to the end, guessed from the jobs that trained; None before there is one, or
-        where it is not known how many come.
-
-        A job takes the mean of their times or, where several run at a time, what passed since the
-        beginning for each of them.
-        """
+        """Seconds to the end, estimated from the jobs that trained; None before the first of them
+        has ended, or where the number of jobs is not known. A job is taken to need their mean time
+        or, where several run at a time, the elapsed time divided by their number."""
         times = [
             line["seconds"]
             for line in self.ends
@@ -222,7 +218,7 @@ class Record:
 
 
 def read(folder: Path) -> Record:
-    """The record as it stands. What is missing or not whole, as after a kill, is left out."""
+    """The present record. Lines that are missing or incomplete, as after a kill, are left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         lines, _ = documents.read_lines(folder / JOBS, _parse)
@@ -247,7 +243,7 @@ _parse = functools.lru_cache(maxsize=8192)(documents.parsed)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether one can count with it: JSON has NaN and Infinity too."""
+    """Whether a value is a finite number: Python's JSON has NaN and Infinity too."""
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
@@ -299,18 +295,18 @@ def _bare(word: str) -> str:
 
 
 def log_of(folder: Path, number: int) -> Path:
-    """Where the output of a job goes that runs beside others."""
+    """The file for the output of a job that runs side by side with others."""
     return folder / f"job{number}.log"
 
 
 def is_own(folder: Path) -> bool:
-    """Whether this very process has begun the record, and no launcher's worker is it."""
+    """Whether this process has begun the record; it is no launcher's worker then."""
     return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
 
 
 def with_ends(folder: Path) -> Record:
-    """The record, with the present state of each job that was left to another process; a job whose run
-    an earlier one plans is skipped, as when they run."""
+    """The record, with the present state of jobs that were left to another process. A job whose run
+    an earlier job plans counts as skipped, as it would when they run."""
     record = read(folder)
     ends, planned_runs = [_since(line) for line in record.ends], set[str]()
     for number, line in enumerate(ends):
@@ -323,8 +319,7 @@ def with_ends(folder: Path) -> Record:
 
 def summary(folder: Path) -> tuple[str, int]:
     """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
-    another process is at work on is left to that; where it is done with it, its end counts.
-    """
+    another process runs is left to that process; once it has ended, its end counts."""
     record = with_ends(folder)
     counts = {
         status: number
@@ -350,7 +345,7 @@ def summary(folder: Path) -> tuple[str, int]:
 
 
 def _since(line: dict[str, Any]) -> dict[str, Any]:
-    """The end of a job as it is by now, if it was left to another process."""
+    """The present state of a job that was left to another process; other jobs' ends as they are."""
     run = Path(line.get("folder") or "")
     if line["status"] != "running" or locks.is_locked(run):
         return line
@@ -376,7 +371,7 @@ def planned(folder: Path) -> list[str]:
 
 
 def lines(folder: Path) -> list[str]:
-    """The lines below the summary; none where no job has a result."""
+    """The commands that show a sweep's results, below its summary; none without a result."""
     record = read(folder)
     finished = [line for line in record.ends if line["status"] in ("finished", "skipped")]
     places = [line["folder"] for line in finished if line.get("folder")]
@@ -394,7 +389,7 @@ def lines(folder: Path) -> list[str]:
 
 
 def _varying_keys(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
-    """The keys in which jobs differ, in their order: in the value, or in that some do not say it."""
+    """The keys in which jobs differ, in their order. A key that only some jobs have is one."""
     said = [{command_line.key(word): word.partition("=")[2] for word in words} for words in jobs]
     keys = dict.fromkeys(key for job in said for key in job)
     return dict.fromkeys(key for key in keys if len({job.get(key) for job in said}) > 1)

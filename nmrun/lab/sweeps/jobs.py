@@ -114,14 +114,14 @@ def checked(
             "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         )
     tell([] if multirun else command_line.without_effect(overrides))
-    output.no_longer_waiting()  # a launcher's processes would write behind it
+    output.no_longer_waiting()  # else a launcher's processes would write behind the waiting line
     return sweeps, looks
 
 
 def _run_one_by_one(
     folder: Path, jobs: Iterator[tuple[list[str], DictConfig]], config_dir: str | None
 ) -> int:
-    """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
+    """Run the jobs of sweeps in this process; returns 0, or the exit status after an interrupt."""
     try:
         for outcome in run_jobs(folder, jobs, config_dir):
             if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
@@ -146,7 +146,7 @@ def _launch(flags: list[str], overrides: list[str]) -> int:
 def _launch_side_by_side(
     folder: Path, launcher: str, flags: list[str], overrides: list[str]
 ) -> int:
-    """Likewise, by a launcher that runs jobs side by side, while lines tell of those that end."""
+    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends."""
     with (
         workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
@@ -167,10 +167,10 @@ def _launch_side_by_side(
 
 
 def _lost_job(launcher: str) -> type[Exception] | tuple[()]:
-    """What a launcher raises for one of its jobs, whatever the others do."""
+    """The error that a launcher raises for one job, whatever the others do."""
     if not launcher.startswith("submitit"):
         return ()
-    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do without
+    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do not have
 
     error: type[Exception] = UncompletedJobError
     return error
@@ -231,7 +231,7 @@ def _run_in_worker(
     interrupted = {"status": "interrupted", "signal": int(signal.SIGTERM)}
     began = time.monotonic()
     if sweep.read(folder).signal is not None:
-        outcome = interrupted  # and the job is not reached
+        outcome = interrupted  # this job is never begun
     else:
         try:
             with workers.ends_by_signal(), output.logged(sweep.log_of(folder, number)):
@@ -300,9 +300,9 @@ def _outcome_of(
 
 @functools.cache
 def _runner() -> Any:
-    """The module that trains, with torch. What is imported stays until the process ends: searching
-    it for garbage, again and again and once more at the end, would take half a second. A process that
-    has torch already is somebody else's, and so is its garbage."""
+    """The module that trains, with torch. What is imported now stays until the process ends, so the
+    garbage collector need not search it, which would take half a second in all. In a process that
+    has torch already, the collector is left alone."""
     if "torch" in sys.modules:
         from nmrun.lab.train import runner
 
@@ -341,7 +341,7 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     try:
         run = _runner().run
     except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
-        first: BaseException = error  # numpy says the reason below forty lines of advice
+        first: BaseException = error  # numpy gives the reason below forty lines of advice
         while before := first.__cause__ or first.__context__:
             first = before
         line = f"torch, or what a run needs beside it, cannot be loaded: {first_line(first)}"

@@ -1,6 +1,5 @@
-"""What a run says: what it is going to do, how far it is, and its lines in ``run.log``. On a terminal
-there is a live display.
-"""
+"""What a run prints: its plan, its progress, and the lines in ``run.log``. A terminal has a live
+display."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ Fact = tuple[str, str]  # what it is, and the figure: ("train loss", "0.4132"), 
 
 @dataclass(frozen=True)
 class Status:
-    """How far a run is; ``epoch`` is ``3/12``, ``elapsed`` the seconds of this sitting, ``facts``
-    the figures, the most important ones first."""
+    """The progress of a run. ``epoch`` is such as ``3/12``, ``elapsed`` the seconds since the
+    process began, ``facts`` the figures, the most important first."""
 
     step: int
     total: int
@@ -90,15 +89,14 @@ class Console:
             self.log = None
 
     def progress(self, now: Callable[[], Status]) -> None:
-        """Draw how far the training is, at most every ``REFRESH`` seconds and on a terminal
-        alone."""
+        """Draw the progress of the training on a terminal, at most every ``REFRESH`` seconds."""
         if self._due():
             self._status = now()
             self._draw()
 
     @contextlib.contextmanager
     def evaluation(self, what: str) -> Iterator[None]:
-        """Draw how far an evaluation is, ``what`` it is called beside it, while entered."""
+        """While entered, draw the progress of an evaluation under the name ``what``."""
 
         def tell(batch: int, total: int) -> None:
             if self._status is not None and self._due():
@@ -130,14 +128,14 @@ class Console:
 
 
 def _rich(error: bool = False) -> Any:
-    """Rich's console for lines as they are: it finds no numbers or marks in them."""
+    """Rich's console, which prints lines as they are, without highlighting or markup."""
     from rich.console import Console
 
     return Console(stderr=error, highlight=False, markup=False, emoji=False)
 
 
 def _live_display() -> Any:
-    """What is drawn anew in one place of the terminal, and taken away once it stops."""
+    """A display that is redrawn in place, and removed when it stops."""
     from rich.live import Live
 
     redirect = sys.stderr.isatty()
@@ -156,7 +154,7 @@ def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = N
 
     def bar(left: str, completed: int, total: int, right: str) -> Table:
         progress = ProgressBar(max(total, 1), completed)
-        if width - len(left) - len(right) < 14:  # no place for a bar between them
+        if width - len(left) - len(right) < 14:  # no room for a bar between them
             line = Table.grid(Column(ratio=1), expand=True)
             line.add_row(Text.assemble((left, "bold cyan"), f"  {right}"))
             line.add_row(progress)
@@ -188,7 +186,8 @@ def _clock(seconds: float) -> str:
 
 
 class RunProgress:
-    """What is shown of a run. ``row`` has the last value of everything that was logged."""
+    """The progress of a run as it is shown. ``row`` has the last value of everything that was
+    logged."""
 
     def __init__(self, steps: TrainingSteps) -> None:
         self.steps, self.parts = steps, steps.parts
@@ -202,7 +201,7 @@ class RunProgress:
         self._began, self._begun = time.perf_counter(), self.steps.step
 
     def step(self, loss: Tensor) -> None:
-        """A step is made; its loss stays on the device."""
+        """Count a step; its loss stays on the device."""
         self._sum, self._count = self._sum + loss, self._count + 1
 
     def status(self) -> Status:
@@ -288,7 +287,7 @@ def _memory(device: torch.device) -> list[Fact]:
 
 
 def plan_lines(config: Config, parts: Parts) -> list[str]:
-    """How long and on what a run trains, which weights are sparse, which are not and why, density
+    """The plan of a run: length, device, which weights are sparse, which are dense and why, density
     and FLOPs."""
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
@@ -371,7 +370,7 @@ Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pat
 
 
 def layer_lines(rows: Sequence[Row]) -> list[str]:
-    """The weights, those that differ in a number of their names alone in one line: ``sparse 6 x
+    """The weights, a line for all whose names differ only in a number: ``sparse 6 x
     blocks.*.attn.qkv.weight 1536x512 2:4``."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for kind, name, shape, note in rows:
@@ -385,7 +384,7 @@ def layer_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """One name for several: a star where their numbers differ."""
+    """One name for several, with a star where their numbers differ."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

@@ -1,6 +1,4 @@
-"""The training loop, the only one: steps, evaluations with the best of them, checkpoints, and what is
-logged of them.
-"""
+"""The training loop: steps, evaluations and the best of them, checkpoints, and what is logged."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ class Evaluation:
             return None
         random = checkpoint.random_state()
         try:
-            # the other ranks wait for this one's share
+            # a rank must not leave while the others wait for its share
             with signals.set("wait" if ranks.world() > 1 else "interrupt"):
                 row = self.evaluate("val") | self.evaluate_dense("val")
         except KeyboardInterrupt:
@@ -115,7 +113,7 @@ class Evaluation:
 
     def _is_best(self, row: dict[str, float]) -> bool:
         metric = f"eval/{self.task.metric}"
-        if math.isnan(row[metric]):  # a correlation with what is constant, say
+        if math.isnan(row[metric]):  # such as a correlation with a constant
             return False
         sign = 1 if self.task.higher_is_better else -1
         return not self.best or sign * row[metric] > sign * self.best[metric]
@@ -175,11 +173,11 @@ class Loop:
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     Attributes:
-        row: what there is to log of a step whose evaluation a signal put off, else None.
+        row: the row of a step whose evaluation was put off by a signal, else None.
         events: what happened, in order, as of :attr:`nmrun.recipes.base.Event.record`.
-        seconds: of all sittings, with those that the recipe took beforehand.
-        training_seconds: of steps and their logging alone, without the first step of a sitting,
-            which warms up.
+        seconds: of all sessions, including what the recipe took before the first step.
+        training_seconds: of steps and their logging alone, without the first step of each session,
+        which warms up.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console, run_id: str) -> None:
@@ -230,7 +228,7 @@ class Loop:
             self.console.progress(self.progress.status)
 
             self.seconds = earlier + time.perf_counter() - began
-            # the leader's clock alone: whatever it says, all ranks save after the same step
+            # only the leader's clock counts, so that all ranks save after the same step
             caught, timely = ranks.each_of_any(
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
@@ -266,7 +264,8 @@ class Loop:
         )
 
     def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
-        """Make one step; what is logged of it. The first of a sitting is not warm."""
+        """Make one step and return what is logged of it. The first step of a session is not
+        ``warm``."""
         began = time.perf_counter()
         self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
         self.progress.step(self.steps.losses[-1])
@@ -361,7 +360,7 @@ class Loop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps.load_state_dict(state)
         self.average.load_state_dict(state["average"], self.strategy.distribute)
-        # more ranks than before: the new ones draw from where they are
+        # with more ranks than before, new ones keep the generators that they have
         if ranks.rank() < len(state["random"]):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name in FIELDS:

@@ -1,6 +1,5 @@
-"""How a run ends: its weights, their metrics, ``result.json`` with the environment, and the last lines on
-the screen.
-"""
+"""The end of a run: its weights, their metrics, ``result.json`` with the environment, and the last
+lines on the screen."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def write(
     loop: Loop | None,
     folder: Path,
 ) -> dict[str, Any]:
-    """Complete what is known of a run's end, and write ``result.json``, on the leader alone, that of
-    a finished run bound to the folder's files.
+    """Complete the outcome of a run, and write ``result.json``, on the leader alone. That of a
+    finished run has the hashes of the folder's files.
 
     ``loop`` is None where the run ended before training. Returns what is in the file; ``failed``
     where it cannot be written.
@@ -118,8 +117,8 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
 
 
 def finish(folder: Path, loop: Loop) -> dict[str, Any]:
-    """Save the final weights and the best ones, and evaluate on each split what was not yet.
-    Returns as :func:`finished`.
+    """Save the final weights and the best ones, and evaluate both on each split where that is still
+    to do. Returns as :func:`finished`.
 
     The last step's validation is that of the final weights, unless these are an average, and the
     best weights may be the final ones. All ranks call. All that is done here can be done again from
@@ -167,7 +166,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
 def finished(
     task: Task, final: dict[str, float], best: dict[str, float], report: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is in ``result.json`` of a finished run only."""
+    """The part of ``result.json`` that only a finished run has."""
     return {
         "status": "finished",
         "metric": task.metric,

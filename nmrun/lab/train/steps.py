@@ -88,7 +88,7 @@ class TrainingSteps:
             total += loss.detach()
         self.step += 1
         self.losses.append(ranks.total(total))
-        # elsewhere it would wait for the device: there losses are read when a row is logged
+        # on a GPU this would wait for the device: there losses are read when a row is logged
         if self.parts.device.type == "cpu":
             self._check(self.step, [self.losses[-1].item()])
 
@@ -141,7 +141,7 @@ class TrainingSteps:
         return autocast(self.parts.device, self.parts.precision)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of model, optimizer and scaler; and under ``loop`` of the counts."""
+        """What a checkpoint keeps of model, optimizer and scaler, and the counts under ``loop``."""
         counts = {
             "step": self.step,
             "updates": self.updates,
@@ -156,7 +156,7 @@ class TrainingSteps:
         counts = state["loop"]
         self.step, self.updates, self.flops = counts["step"], counts["updates"], counts["flops"]
         self.losses = [loss.to(self.parts.device) for loss in counts["losses"]]
-        self.parts.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
+        self.parts.activations.at(max(0, self.step - 1))  # evaluations prune as the last step did
 
     # --- what it costs ----------------------------------------------------------------------------
 
@@ -169,8 +169,7 @@ class TrainingSteps:
 
     @property
     def flops_used(self) -> dict[str, int]:
-        """FLOPs of the training steps so far, a search for the decay included, and of inference
-        with the final weights on one item.
+        """FLOPs of the training steps so far, and of inference with the final weights on one item.
 
         ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there;
         ``..._hardware`` leaves out what 2:4 sparse tensor cores can. ``training_dense`` is of as
@@ -193,7 +192,7 @@ class TrainingSteps:
         return losses
 
     def _check(self, first: int, losses: list[float]) -> None:
-        """``losses`` are of steps one after the other, from the ``first`` on."""
+        """Check the ``losses`` of consecutive steps from ``first`` on."""
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
                 raise RunError(self._diagnosis(step, f"the loss is {loss}"))
@@ -212,7 +211,7 @@ class TrainingSteps:
         return self.not_finite(step, what, where)
 
     def not_finite(self, step: int, what: str, where: str) -> str:
-        """Say what is not finite at which step, from 1, and what to try."""
+        """A sentence on what is not finite, at which step (from 1), and what to try."""
         precision = self.parts.precision
         lr = self.base_lrs[0] * self.lr_factor(self.updates)
         if where == BATCH:
@@ -287,7 +286,7 @@ def culprit(
 
 
 def broken(model: nn.Module) -> list[str]:
-    """The names of parameters and buffers that are not finite. Of shards all ranks have to ask."""
+    """The names of parameters and buffers that are not finite. With shards all ranks have to call."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     return [name for name, tensor in tensors if not is_finite(tensor)]
 

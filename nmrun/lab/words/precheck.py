@@ -122,7 +122,7 @@ class _Look:
         if launcher != "basic" and not multirun and not missing:
             missing.append(f"{LAUNCHER}={launcher}: launchers are for sweeps; add -m")
         findings.problems += missing
-        if missing:  # then what is said to it is left out
+        if missing:  # and its options are not checked
             left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
         findings.launcher, self.on_this_machine = launcher, launcher in HERE
