@@ -1,6 +1,5 @@
 """``nmrun export RUN --out DIR [--format ...]``: a finished run's model, checked, in a format that
-others read.
-"""
+other programs read."""
 
 from __future__ import annotations
 
@@ -93,13 +92,12 @@ def _whole(
     to: Path,
     write: Callable[[finished_run.FinishedRun, Path], list[str]],
 ) -> list[str]:
-    """Write into a folder beside ``to`` that becomes it by renaming. What ``to`` holds already
-    stays, but for files of the same names: a kill may leave fewer files, and never those of two
-    exports."""
+    """While entered, write to a folder next to ``to``, whose files are then moved there. Other
+    files in ``to`` stay. A kill may leave some files missing, but never files of two exports."""
     if to.exists() and not to.is_dir():
         raise ConfigError(f"--out {to} is a file; name a folder")
     place = to.absolute()
-    # where a failure leaves no empty folders
+    # a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
     with contextlib.ExitStack() as stack:
         try:
@@ -120,7 +118,7 @@ def _whole(
 
 
 def _replace(to: Path, new: Path, old: Path) -> None:
-    """Move the files of ``new`` to ``to``, those of the same names to ``old`` before."""
+    """Move the files of ``new`` to ``to``, after moving files of the same names there to ``old``."""
     names = sorted(file.name for file in new.iterdir())
     old.mkdir()
     try:

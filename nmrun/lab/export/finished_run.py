@@ -1,6 +1,5 @@
-"""A finished run as an export reads it: its weights, proven N:M, and what they are; and as plain
-safetensors, which any library loads.
-"""
+"""A finished run as exports read it: its weights, checked to be N:M, and their description; and the
+export to plain safetensors, which any library loads."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class FinishedRun:
 
     @property
     def holds(self) -> str:
-        """Which patterns hold, and in how many layers."""
+        """The patterns, and how many layers have each."""
         return f"{hold(layer.pattern for layer in self.layers)} in {len(self.layers)} layers"
 
     def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
                 line.get("dim", 1),
             )
             for line in sparsity["layers"]
-            if line.get("holds", True)  # not so in a network that ends dense
+            if line.get("holds", True)  # but not in a network that ends dense
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(

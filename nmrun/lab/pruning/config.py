@@ -28,7 +28,7 @@ from nmrun.ranges import whole
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
 TRACK = "track=local"
-STAND_IN = "ste"  # any recipe without conditions, where a config has to have one
+STAND_IN = "ste"  # a recipe without conditions, since a config must have one
 
 composition.register()
 
@@ -112,7 +112,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     if result is None:
         raise ConfigError(f"{folder}: {run.unfinished()}")
     consent.demand_consent(folder, result["config"], trusted)
-    # the folder may be from elsewhere, and so is the place that it was written to
+    # the folder may have been copied, so its output_dir need not exist here
     here = {"init": str(folder), "output_dir": Run.output_dir}
     plain: dict[str, Any] = {**result["config"], **here}
     plain["recipe"] = {"name": STAND_IN}
@@ -129,7 +129,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
 
 
 def _put(composed: DictConfig, override: Override, keys: set[str]) -> str:
-    """Change one key; what is wrong with that, or nothing."""
+    """Change one key. Returns what is wrong with it; empty if nothing is."""
     key, value = override.key_or_group, override.value()
     if key == "sparsity":
         try:

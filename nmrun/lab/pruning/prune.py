@@ -1,7 +1,7 @@
 """``nmrun prune [RUN] method=wanda sparsity=2:4 ...``: a trained network pruned in one shot, as a run
 folder like that of a training.
 
-Imports torch only once the words are read.
+Imports torch only after the command line is checked.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
 
 
 def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
-    """The first samples that a training with this seed would see, in micro-batches of which the
-    last may be cut. ConfigError where an epoch has fewer."""
+    """The first samples that a training with this seed would see, in micro-batches; the last may be
+    smaller. ConfigError where an epoch has fewer."""
     total = 0
     for index in range(task.batches_per_epoch):
         for batch in task.micro_batches(0, index, accumulate):

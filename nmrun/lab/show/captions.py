@@ -1,7 +1,5 @@
-"""What stands above a table: what the numbers are, how they were compared, and what to beware of.
-
-Each is a line, the last only where there is something; :func:`method` has the rest.
-"""
+"""The lines above a table: what the numbers are, how they were compared, and what to beware of, if
+anything. :func:`method` has the rest."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": 
 
 def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     """What all runs of the table have in common: model and data set, optimizer, and epochs or
-    steps. Model and data set have the settings that are not their config's own. Of what was pruned
-    in one shot it says what that saw.
+    steps. Model and data set are followed by settings that are not their defaults, one-shot pruning
+    by its calibration data.
 
     Names are those of papers and the user's ``aliases``; None: as they are in configs.
     """
@@ -59,7 +57,7 @@ def _pruning(table: Table) -> str:
 
 
 def _other_than(group: str, shared: Mapping[str, str]) -> str:
-    """The settings of a model or data set that are not those of its config, in brackets."""
+    """The settings of a model or data set that are not its defaults, in brackets."""
     name = shared[group]
     keys = options.keys(group, name) if name in options.names(group) else {}
     # lists of layers are long, and what another key decides is said by that
@@ -77,7 +75,7 @@ def _other_than(group: str, shared: Mapping[str, str]) -> str:
 
 
 def caption(table: Table) -> list[str]:
-    """Of the values."""
+    """The lines above the values."""
     split, slash, name = table.metric.removeprefix("best/").partition("/")
     best = table.metric.startswith("best/")
     weights = "best weights by validation" if best else "last weights"
@@ -108,7 +106,7 @@ def untested(gaps: Iterable[Difference]) -> str:
 
 
 def comparison(table: Table) -> list[str]:
-    """Of the differences."""
+    """The lines above the differences."""
     gaps = list(table.differences.values())
     tested = [gap for gap in gaps if gap.p is not None]
     units = ""
@@ -131,7 +129,7 @@ def comparison(table: Table) -> list[str]:
 
 
 def method(table: Table) -> str:
-    """How the numbers of the table come about, for who wants to know: sentences."""
+    """Sentences on how the numbers of the table were computed."""
     sentences = []
     if table.best:
         sentences.append("Recipes that equal the best at the digits shown are bold as well")
@@ -159,7 +157,7 @@ def method(table: Table) -> str:
 
 
 def _cautions(table: Table) -> list[str]:
-    """One line of what to know before the values are compared, if there is something."""
+    """A line of what to know before comparing the values, if there is anything."""
     notes = cautions.of_values(table)
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
@@ -173,9 +171,8 @@ def _line(notes: list[str]) -> list[str]:
 
 
 def smallest(table: Table, ends: bool = True) -> str:
-    """The smallest difference that could have been shown in each metric, median over the cells, and
-    with ``ends`` the range. Empty where no deviation is known.
-    """
+    """The smallest difference that could have been detected in each metric: the median over the
+    cells, with ``ends`` also the range. Empty where no deviation is known."""
     by_metric: dict[str, list[float]] = {}
     for place, gap in table.differences.items():
         if gap.least is not None:
@@ -214,7 +211,8 @@ def _in(metric: str, difference: bool = False) -> str:
 def over_all_cells(
     rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]
 ) -> list[str]:
-    """Of the rows over all cells; ``apart`` are the data sets that have a column."""
+    """The lines above a table over all cells; ``apart`` are the data sets with a column of their
+    own."""
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
     first = (
@@ -256,7 +254,7 @@ def _without(rows: Sequence[Overall]) -> list[str]:
 
 
 def _conditions(tables: Sequence[Table]) -> list[str]:
-    """What to know of the runs when comparing them, and of which data sets."""
+    """What to know before comparing the runs, and for which data sets."""
     by_note: dict[str, list[str]] = {}
     for table in tables:
         for note in [*cautions.of_values(table), *cautions.of_differences(table)]:

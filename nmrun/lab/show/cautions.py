@@ -1,4 +1,5 @@
-"""What to know of a table's runs before they are compared. Each is a note; none where all is well."""
+"""What to know of a table's runs before comparing them. Each function gives notes; none if all is
+well."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from nmrun.lab.output import quantity
 
 
 def of_values(table: Table) -> list[str]:
-    """Of all runs: how they were chosen, in what they differ, what is missing, what failed."""
+    """Notes on all runs: how they were chosen, in what they differ, what is missing, what failed."""
     return [*unlike(table), *selection(table), *failures(table), *switches(table), *control(table)]
 
 
 def of_differences(table: Table) -> list[str]:
-    """Of the rows and the baseline that they are compared with."""
+    """Notes on the rows and the baseline that they are compared with."""
     notes = []
     if table.across:
         notes.append(f"compared across different {', '.join(map(notation.setting, table.across))}")
@@ -30,7 +31,7 @@ def of_differences(table: Table) -> list[str]:
 
 
 def unlike(table: Table) -> list[str]:
-    """The settings that no row or column names and that are not the same in all cells; seeds too."""
+    """The settings, and seeds, that differ between cells though no row or column names them."""
     keys = list(map(notation.setting, table.differing))
     # a run without a value is counted in its cell
     seeds = {frozenset(cell.values) for cell in table.cells.values() if not cell.without}
@@ -40,7 +41,7 @@ def unlike(table: Table) -> list[str]:
 
 
 def selection(table: Table) -> list[str]:
-    """By what the runs were chosen: the best weights of each, and its settings."""
+    """How the runs were chosen: the best weights of each, and its settings."""
     split, _, _ = table.metric.removeprefix("best/").partition("/")
     by_trials = tuned(table)
     choices, notes = [], []
@@ -108,7 +109,8 @@ def _chosen_from(table: Table) -> str:
 
 
 def failures(table: Table) -> list[str]:
-    """The runs that are in no mean, and the seeds so far apart that one may have failed."""
+    """The runs that are in no mean, and cells whose seeds are so far apart that some may have
+    failed."""
     # a dense cell stands in several columns
     cells = {id(cell): cell for cell in table.cells.values()}.values()
     without = sum((Counter(cell.without) for cell in cells), Counter())
@@ -143,7 +145,7 @@ def _far_apart(table: Table) -> list[str]:
 
 
 def switches(table: Table) -> list[str]:
-    """In how many runs STEP's rule decided where to switch. In the others ``t_max`` did."""
+    """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
     decided = late = unknown = 0
     for run in table.runs.to_dict("records"):
         if run["status"] != "finished":
@@ -169,7 +171,7 @@ def switches(table: Table) -> list[str]:
 
 
 def control(table: Table) -> list[str]:
-    """Whether dense training stands beside sparse training, or could have."""
+    """A note if sparse training is not compared with dense training."""
     return [] if table.control or table.pruned == "all" else ["no dense run under these settings"]
 
 

@@ -127,7 +127,7 @@ def _content(options: argparse.Namespace) -> str:
 
 
 def _query(options: argparse.Namespace, **more: Any) -> Query:
-    """What the words ask for; a verb has not all of the options."""
+    """The query of a command; no verb has all of the options."""
     from nmrun.lab.compare.comparison import Query, keys
 
     words = vars(options)
@@ -166,7 +166,7 @@ def _limits(text: str | None) -> tuple[float, float] | None:
 
 
 def _write(content: str, style: str, out: Path | None) -> None:
-    """To a file, whose name is printed, or to the terminal, where captions break at words."""
+    """Write to a file, whose name is printed, or to the terminal, where captions are wrapped."""
     if out is None:
         lines = content.split("\n")
         if style == "markdown":
@@ -299,7 +299,7 @@ def _paths(options: argparse.Namespace) -> list[str]:
 
 
 def _default_file(paths: Sequence[str], name: str) -> Path:
-    """Where a file about runs lies by default: in their folder, or here where they are in none."""
+    """The default place of a file about runs: their folder, or the current one if they are in none."""
     return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
 
 
@@ -346,7 +346,7 @@ def _experiments(options: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """With hyphens for minus signs where the terminal has none, and no commands to it."""
+    """Print a text without control characters, with hyphens if the terminal has no minus sign."""
     text = neutral(text)
     try:
         text.encode(sys.stdout.encoding or "utf-8")

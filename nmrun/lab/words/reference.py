@@ -1,4 +1,4 @@
-"""What every key of a config means, which values it takes and what it is by default.
+"""The meaning, values and default of every key of a config.
 
 ``nmrun help`` and the pages of keys are made from here. No torch.
 """
@@ -26,7 +26,7 @@ from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
-WORDS = {  # of a command, which no config has as keys
+WORDS = {  # words of a command that are no keys of a config
     "experiment": "experiment=NAME scale=smoke|small|paper: the runs of a paper's table or figure, a sweep (-m).",
     "scale": "scale=smoke|small|paper: how large an experiment's runs are; default small.",
     "zip": "zip=KEY,KEY: in a sweep (-m) the values of these keys go together, not in all combinations.",
@@ -37,7 +37,7 @@ WORDS = {  # of a command, which no config has as keys
 
 @dataclass(frozen=True)
 class Key:
-    """A key of one option: the same key can be another thing in another option.
+    """A key of one option. The same key can mean something else in another option.
 
     ``name`` is with its group, such as ``recipe.decay``. ``takes`` are the allowed values in words;
     empty where any is. ``default`` is as a command line has it.
@@ -103,7 +103,7 @@ def _installed(name: str, path: str) -> Option:
 
 
 def _preset(group: str, file: Path) -> Option:
-    """A user's own preset: its keys mean what those of the class mean that it names."""
+    """A user's own preset. Its keys have the meanings of the class that it names."""
     content = kinds.read_yaml(file, str(file))
     values = content if isinstance(content, dict) else {}
     class_fields = _class_fields(group, values)
@@ -194,7 +194,7 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
     ]
     if named:
         return "\n".join(line for option in named for line in _option(option))
-    from nmrun.lab.words import experiment  # with Hydra, which no other help needs
+    from nmrun.lab.words import experiment  # this imports Hydra, which no other help needs
 
     if topic in experiment.names():
         return "\n".join(_experiment(topic))
@@ -240,7 +240,7 @@ def _hint(topic: str, others: Iterable[str]) -> str:
 
 
 def _list(among: list[Option]) -> Iterator[str]:
-    """A group's options, a paragraph each; before the recipes, which to take."""
+    """A group's options, a paragraph each; advice comes before the recipes."""
     if among[0].group == "recipe":
         yield "Which to take, by what you train:"
         for task, recipes in ADVICE:
@@ -264,7 +264,8 @@ def _option(option: Option) -> Iterator[str]:
 
 
 def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
-    """One meaning of a key: the options that have it by their defaults."""
+    """The text on one meaning of a key. ``defaults`` has the options with this meaning by their
+    default."""
     names = [name for owners in defaults.values() for name in owners if name]
     whose = f"of {', '.join(names)}: " if names else ""
     yield from _wrap(whose + key.meaning, "  ", "  ")
@@ -293,6 +294,6 @@ def _without_links(text: str) -> str:
 
 
 def _without_marks(text: str) -> str:
-    """Without the marks of reStructuredText."""
+    """A text without the marks of reStructuredText."""
     text = re.sub(r"::$", ":", text, flags=re.M)
     return re.sub(r":\w+:(?=`)|`+~?", "", text)

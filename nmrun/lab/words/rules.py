@@ -1,6 +1,5 @@
-"""What a config must not ask for: keys that do not go together. And what the run itself would
-refuse, told before it begins.
-"""
+"""Rules for keys that depend on each other; and what the run itself would refuse, reported before
+it begins."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from nmrun.lab.runs.run_folder import weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.recipes import RECIPES
 
-Valid = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
+Valid = Callable[..., bool]  # says whether these keys and their groups have valid values
 
 # the package that an option needs, and the extra of nmrun that it comes with
 PACKAGES = {
@@ -38,9 +37,8 @@ DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, W
 
 
 class Facts:
-    """A resolved config as the rules look at it: plain data, as parts of it may be wrong. ``valid``
-    says whether keys have right values; nothing is concluded from others.
-    """
+    """A resolved config for the rules: plain data, since parts of it may be wrong. ``valid`` says
+    whether keys have valid values; rules use no others."""
 
     def __init__(self, plain: dict[str, Any], valid: Valid) -> None:
         self._valid = valid
@@ -51,9 +49,7 @@ class Facts:
         )
 
     def valid(self, *keys: str) -> bool:
-        """Whether a rule may look at these keys; ``recipe.*`` is a built-in recipe and all its
-        keys.
-        """
+        """Whether a rule may use these keys; ``recipe.*`` is a built-in recipe and all its keys."""
         if keys == ("recipe.*",):
             every = (f"recipe.{name}" for name in self.recipe)
             return self.own_rules and self._valid("recipe", *every)
@@ -99,7 +95,7 @@ class Facts:
         """The first folder above the output that exists, if nothing can be written there."""
         folder = Path(self.output_dir)
         parents = [folder, *folder.absolute().parents]
-        # os.path: of a name that is too long for the file system it says no
+        # os.path says no to a name that is too long for the file system
         existing = next((path for path in parents if os.path.exists(path)), Path("/"))
         writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
         return None if writable else existing
@@ -326,7 +322,7 @@ def _needs_gpu(trainer: dict[str, Any]) -> Iterator[str]:
 
 
 def no_gpu() -> bool:
-    """Whether this machine has surely no GPU for torch."""
+    """Whether this machine certainly has no GPU for torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return True
     return sys.platform.startswith("linux") and not any(map(glob.glob, DEVICES))

@@ -1,4 +1,5 @@
-"""The line for a word, key or option that there is not: what was probably meant, by meaning first."""
+"""The line for an unknown word, key or option, with what was probably meant: by meaning first, then
+by spelling."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def no_verb(word: str, following: Sequence[str], verbs: Collection[str]) -> str:
 
 
 def written(word: str) -> str:
-    """How what a word without = stands for is written, such as ``write recipe=step`` of ``step``;
-    empty where nothing is known of it."""
+    """How to write a word without =, such as ``write recipe=step`` for ``step``; empty if nothing
+    like it is known."""
     if how := INSTEAD.get(word):
         return how
     if ":" in word and word.partition(":")[0] in options.GROUPS:
@@ -119,8 +120,8 @@ def written(word: str) -> str:
 
 
 def as_key(word: str) -> str:
-    """How a word such as ``max-steps=3`` is written, ``trainer.steps=3``, where one key is meant;
-    else an empty string."""
+    """The key that a word such as ``max-steps=3`` means, ``trainer.steps=3``; empty unless it can
+    be only one."""
     leaf, equals, value = word.partition("=")
     leaf, own = leaf.replace("-", "_"), options.keys("")
     meant = MEANT.get(leaf, leaf)
@@ -137,7 +138,7 @@ def as_key(word: str) -> str:
 
 
 def line(key: str, keys: Iterable[str]) -> str:
-    """The line for an unknown key, beside the keys and groups that there are."""
+    """The line for an unknown key; ``keys`` are those that exist."""
     keys = set(keys)
     if key.startswith(f"{RATIOS}."):
         layer = key.removeprefix(f"{RATIOS}.")
@@ -187,7 +188,7 @@ def _belongs(what: str, group: str, having: list[str]) -> str:
 
 
 def option(group: str, name: str, names: Collection[str]) -> str:
-    """The line for an option that a group does not have, beside those that there are."""
+    """The line for an option that a group does not have."""
     if name.startswith("["):
         listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
         return f"{group}={name}: several are written without brackets: {group}={listed_values}"

@@ -192,7 +192,7 @@ class LanguageModelling(Categorical):
     def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
         """(inputs, targets), both (windows, ``length``) int64, of windows from ``starts`` on."""
         windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        # an embedding on a GPU would only say that an assertion failed
+        # on a GPU the embedding would only report a failed assertion
         if windows.max() >= self.vocabulary:
             raise RunError(
                 f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}"

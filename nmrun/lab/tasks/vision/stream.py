@@ -1,6 +1,4 @@
-"""Classification of images that processes beside the training read from the disk as they are
-needed.
-"""
+"""Classification of images that worker processes read from the disk as they are needed."""
 
 from __future__ import annotations
 
