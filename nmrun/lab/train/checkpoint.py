@@ -100,9 +100,9 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 def remove_unnamed(folder: Path) -> set[str]:
     """Remove the folders of shards that no checkpoint names; return those that one does."""
     shard_folders = {name for name in SHARDS if (folder / name).exists()}
-    named: set[str] = set()
     if not shard_folders:
-        return named
+        return set()
+    named = set()
     for name in (CHECKPOINT, PREVIOUS):
         # a damaged checkpoint names none
         with contextlib.suppress(ValueError):
