@@ -123,7 +123,7 @@ class Stepper:
         self._step: OpenStep | None = None  # stays after a step that failed
         self._outside = OutsideWrites()
         self._batch, self._packers = WeightBatch(), layer.Packers()
-        # checks that are made once: before the first step, and of the recipe's first own masks
+        # made once: the check of parameters before the first step, and that of the first own masks
         self._places_checked = self._masks_checked = False
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
