@@ -146,7 +146,7 @@ SPAN = Check(
 )
 
 
-def python_number(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A number of NumPy's or a tensor's as Python's, which ranges and saved states know."""
     return value.item() if getattr(value, "shape", None) == () else value
 

@@ -34,7 +34,7 @@ from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, INT8, ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, devices, install, sites, watch
 from nmrun.patterns import Pattern
-from nmrun.ranges import number, python_number
+from nmrun.ranges import number, plain
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
@@ -143,7 +143,7 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
         raise ConfigError("the model is on meta: load its weights first")
     if precision not in (None, INT8):
         raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
-    if not number(0, 1).holds(python_number(tolerance)):
+    if not number(0, 1).holds(plain(tolerance)):
         raise ConfigError(f"tolerance={tolerance} must be from 0 to 1")
     if precision and (why := int8.KERNELS.obstacle()):
         raise ConfigError(f"precision={INT8}: {why}")

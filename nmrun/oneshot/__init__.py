@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
 from nmrun.errors import ConfigError
-from nmrun.ranges import checks, python_number, wrong_values
+from nmrun.ranges import checks, plain, wrong_values
 
 if TYPE_CHECKING:
     from nmrun.oneshot.methods import Method
@@ -35,7 +35,7 @@ def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str]
     been meant by such a hyperparameter."""
     kind: Any = registry.find("method", method, METHODS)
     ranges = checks(kind)
-    hyperparameters = {key: python_number(value) for key, value in hyperparameters.items()}
+    hyperparameters = {key: plain(value) for key, value in hyperparameters.items()}
     problems = []
     for key in hyperparameters:
         if key not in ranges:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.ranges import checks, python_number
+from nmrun.ranges import checks, plain
 from nmrun.registry import did_you_mean
 from nmrun.rule import Rule
 from nmrun.sparsity import masks, projections
@@ -280,7 +280,7 @@ def check_hyperparameters(recipe: Recipe) -> None:
     """Raise ConfigError with a line for each field out of its range; the others become plain."""
     problems = []
     for key, check in checks(type(recipe)).items():
-        value = python_number(getattr(recipe, key))
+        value = plain(getattr(recipe, key))
         setattr(recipe, key, value)
         listed = list(value) if isinstance(value, tuple) else value
         if check is not None and not check.holds(listed):

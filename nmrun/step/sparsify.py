@@ -13,7 +13,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import layer
-from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, python_number, total_steps_of
+from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, plain, total_steps_of
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import check_shards
@@ -114,7 +114,7 @@ def sparsify(
         raise ConfigError(
             f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
         )
-    check_values({"pad": FLAG, "fp8": FLAG}, {"pad": python_number(pad), "fp8": python_number(fp8)})
+    check_values({"pad": FLAG, "fp8": FLAG}, {"pad": plain(pad), "fp8": plain(fp8)})
     recipe.begin(pattern, total_steps_of(total_steps))
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -239,7 +239,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
-    """The attribute in which an optimizer keeps several others, if it does."""
+    """The attribute in which an optimizer has others, if it has several in one."""
     for key, value in vars(optimizer).items():
         members = value.values() if isinstance(value, dict) else value
         if isinstance(members, list | tuple | type({}.values())) and any(

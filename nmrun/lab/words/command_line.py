@@ -21,7 +21,7 @@ from nmrun.lab.keys import options as groups
 from nmrun.lab.keys.ranges import no_expression
 from nmrun.lab.words import suggestions
 from nmrun.lab.words.suggestions import RATIOS
-from nmrun.ranges import python_number
+from nmrun.ranges import plain
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean, no_such
 
@@ -167,7 +167,7 @@ def word(key: str, value: Any) -> str:
 def _element(value: Any) -> Any:
     """A value as Hydra's parser would have read it; texts are quoted, but where they are plain
     words."""
-    value = python_number(value)
+    value = plain(value)
     if isinstance(value, str | Path):
         text = str(value)
         bare = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
