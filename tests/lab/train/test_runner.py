@@ -203,7 +203,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
     def last(loop, *args, **kwargs):
         original(loop, *args, **kwargs)
         if loop.step == 12:
-            dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
+            dict(loop.parts.model.named_parameters())["head.bias"].data[3] = math.inf
 
     monkeypatch.setattr(TrainingSteps, "train_step", last)
     monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
