@@ -193,11 +193,6 @@ def value_text(value: Any) -> str:
 
 def total_steps_of(total: Any) -> int | None:
     """The steps of a whole run. Raises ConfigError for anything but a whole number or None."""
-    if total is None:
-        return None
-    if isinstance(total, bool) or not hasattr(total, "__index__") or total < 1:
-        raise ConfigError(
-            f"total_steps={total!r}: it takes a whole number, 1 or more, or None where nothing "
-            "depends on it"
-        )
-    return int(total)
+    steps: int | None = plain(total)
+    check_values({"total_steps": whole(1, optional=True)}, {"total_steps": steps})
+    return steps

@@ -16,12 +16,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.signals import end_run
+from nmrun.ranges import Check
 from nmrun.registry import did_you_mean
 
 
@@ -37,6 +38,18 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(unknown[1], self._option_string_actions)
             hint = hint or f"; {self.prog} --help lists what it takes"
         raise ConfigError(f"{message}{hint}")
+
+
+def in_range(kind: Callable[[str], Any], check: Check) -> Callable[[str], Any]:
+    """The ``type=`` of an option: what ``kind`` makes of its text, where that is in range."""
+
+    def value(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if check.holds(made := kind(text)):
+                return made
+        raise argparse.ArgumentTypeError(f"{text}: it takes {check.allowed}")
+
+    return value
 
 
 @contextlib.contextmanager

@@ -106,9 +106,8 @@ def _compose(overrides: list[Override], config_dir: str | None) -> Config:
 def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     """The config of a finished run, with changes, which begins with the run's weights."""
     run = RunFolder(folder)
-    result = run.finished()
-    if result is None:
-        raise ConfigError(f"{folder}: {run.unfinished()}")
+    run.demand(folder)
+    result = run.result
     verbs.demand_consent(folder, result["config"], trusted)
     # the folder may be from elsewhere, and so is the place that it was written to
     here = {"init": str(folder), "output_dir": Run.output_dir}

@@ -184,6 +184,12 @@ class RunFolder:
             return "the run has none: trainer.evaluate=dense and both keep it, where weights are sparse"
         return "the run has none: no epoch of it held the pattern"
 
+    def demand(self, setting: object, name: str = "") -> None:
+        """Raise ConfigError, which begins with ``setting``, unless a finished run is here, with its
+        weights of this name."""
+        if why := self.without(name) if name else self.unfinished():
+            raise ConfigError(f"{setting}: {why}")
+
     def checked(self, name: str) -> Path:
         """A file that is about to be read whole; that of a finished run is read for its hash
         before. RunError for one that is missing or another."""

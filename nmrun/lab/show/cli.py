@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, folded, neutral
-from nmrun.lab.verbs import Parser, files_of_the_command
+from nmrun.lab.keys.ranges import INCHES, LIMITS
+from nmrun.lab.verbs import Parser, files_of_the_command, in_range
+from nmrun.ranges import whole
 
 if TYPE_CHECKING:
     from nmrun.lab.compare.comparison import Query
@@ -45,7 +47,7 @@ def table(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--digits",
-        type=int,
+        type=in_range(int, whole(0, 12)),
         metavar="N",
         help="digits after the point (default: as many as the deviation leaves)",
     )
@@ -76,8 +78,6 @@ def table(argv: Sequence[str]) -> int:
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        if options.digits is not None and not 0 <= options.digits <= 12:
-            raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
         if options.experiment:
             return _experiments(options)
         for name in ("scale", "figures"):
@@ -152,19 +152,6 @@ def _names(text: str | None) -> dict[str, str]:
     return {name: written for name, _, written in pairs}
 
 
-def _limits(text: str | None) -> tuple[float, float] | None:
-    """The ends of an axis: ``90,100``."""
-    if not text:
-        return None
-    try:
-        ends = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--ylim {text}: write LOW,HIGH") from None
-    if len(ends) != 2:
-        raise ConfigError(f"--ylim {text}: write LOW,HIGH, such as 90,100")
-    return ends[0], ends[1]
-
-
 def _write(content: str, style: str, out: Path | None) -> None:
     """To a file, whose name is printed, or to the terminal, where captions break at words."""
     if out is None:
@@ -195,13 +182,13 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument("--title", help="title (default: what all runs have in common; '': none)")
     parser.add_argument(
         "--width",
-        type=float,
+        type=in_range(float, INCHES),
         metavar="INCHES",
         help="3.25 fits one of two columns; fonts keep their size",
     )
     parser.add_argument(
         "--height",
-        type=float,
+        type=in_range(float, INCHES),
         metavar="INCHES",
         help="default: in proportion to --width, and what the axes need",
     )
@@ -209,7 +196,9 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--baseline", metavar="ROW", help="row to compare with in --kind overall, such as dense"
     )
-    parser.add_argument("--ylim", metavar="LOW,HIGH", help="limits of the y axis, such as 90,100")
+    ends = in_range(lambda text: tuple(map(float, text.split(","))), LIMITS)
+    text = "limits of the y axis, such as 90,100"
+    parser.add_argument("--ylim", type=ends, metavar="LOW,HIGH", help=text)
     parser.add_argument(
         "--x",
         help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
@@ -231,7 +220,7 @@ def plot(argv: Sequence[str]) -> int:
             width=options.width,
             height=options.height,
             labels=_names(options.labels),
-            ylim=_limits(options.ylim),
+            ylim=options.ylim,
             x=over,
         )
         figures = plots.plot(read(paths), query, options.kind, layout)

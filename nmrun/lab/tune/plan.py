@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
@@ -134,10 +134,8 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
         for key in space.keys() & searched.keys()
     }
     for key, values in own.items():
-        try:
+        with refused("--over ", ConfigError):
             distinct = runs(key, values)
-        except ConfigError as error:
-            raise ConfigError(f"--over {error}") from None
         # it may change a run only beside another value of a key that is searched too
         for other in ((k, v) for k in own if k != key for v in own[k]):
             if len(distinct) == len(values):
