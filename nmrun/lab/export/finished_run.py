@@ -87,7 +87,7 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
     damaged, changed, or not N:M after all; ConfigError if it is not finished."""
     run = RunFolder(folder)
     result, source = run.result, folder / FINAL
-    if not run.broken():
+    if not (run.problem or run.is_finished):
         run.demand(folder)
     for name, problem in run.broken(contents=True).items():
         raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
