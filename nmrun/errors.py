@@ -27,6 +27,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def raise_all(problems: Iterable[str]) -> None:
+    """Raise ConfigError with these lines, if there are any."""
+    if lines := list(problems):
+        raise ConfigError(lines)
+
+
 class RunError(Exception):
     """Work began and could not be finished. The message is one line; the command line exits with
     status 1."""

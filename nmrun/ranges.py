@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import raise_all
 from nmrun.registry import did_you_mean
 
 
@@ -180,8 +180,7 @@ def wrong_values(
 
 def check_values(ranges: Mapping[str, Check | None], values: Mapping[str, Any]) -> None:
     """Raise ConfigError with a line for each value out of its range."""
-    if problems := [line for line, _ in wrong_values(ranges, values, "")]:
-        raise ConfigError(problems)
+    raise_all(line for line, _ in wrong_values(ranges, values, ""))
 
 
 def value_text(value: Any) -> str:

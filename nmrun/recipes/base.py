@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all
 from nmrun.patterns import Pattern
 from nmrun.ranges import checks, plain
 from nmrun.registry import did_you_mean
@@ -282,8 +282,7 @@ def check_hyperparameters(recipe: Recipe) -> None:
         if check is not None and not check.holds(listed):
             hint = did_you_mean(str(value), check.options)
             problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
 
 
 def check_mask(recipe: Recipe, weight: SparseWeight, mask: Any) -> Tensor:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmrun.errors import ConfigError, RunError, refused
+from nmrun.errors import ConfigError, RunError, raise_all, refused
 from nmrun.lab.folders import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, agreed
@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         for override in overrides
         if override.is_sweep_override()
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     options.run = settings.only_run(options.run)
     run = RunFolder(options.run)
     if run.problem:

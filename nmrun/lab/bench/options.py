@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all
 from nmrun.lab.bench.networks import INFERRED, NETWORKS, overrides
 from nmrun.lab.keys.options import names
 from nmrun.lab.verbs import Parser, files_of_the_command, in_range
@@ -49,8 +49,7 @@ def _check(models: Sequence[str], words: Sequence[str], multirun: bool = False) 
     composition.register()
     for model in models:
         job = overrides(Path(), [*NETWORKS[model], *words])
-        if problems := precheck.look(job, multirun).problems:
-            raise ConfigError(problems)
+        raise_all(precheck.look(job, multirun).problems)
 
 
 def _parser() -> Parser:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
-from nmrun.errors import ConfigError, refused
+from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
@@ -265,8 +265,7 @@ def read_space(words: Sequence[str]) -> Space:
                 f"--over {override.input_line}: it takes an interval or several values, as in "
                 "'optimizer.lr=tag(log,interval(1e-4,1e-2))' or recipe.switch=auto,0.2,0.5"
             )
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     return spaces
 
 
