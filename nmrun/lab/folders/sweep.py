@@ -244,8 +244,8 @@ def read(folder: Path) -> Record:
     runs = {line["job"]: line for line in lines if not documents.misfit(line, BEGINNING)}
     running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in ends})}
     caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
-    about = (head[key] for key in ("begun", "jobs", "command", "output_dir", "sweeps"))
-    return Record(*about, ends=ends, running=running, signal=caught)
+    about = {key: head[key] for key in ("begun", "jobs", "command", "output_dir", "sweeps")}
+    return Record(**about, ends=ends, running=running, signal=caught)
 
 
 # The record grows, and is read before each job: a thousand lines a thousand times.
