@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # lines and tabs may stay
@@ -26,6 +27,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def raise_all(problems: Iterable[str]) -> None:
+    """Raise ConfigError with these lines, if there are any."""
+    if lines := list(problems):
+        raise ConfigError(lines)
+
+
 class RunError(Exception):
     """Work began and could not be finished. The message is one line; the command line exits with
     status 1."""
@@ -39,6 +46,25 @@ def first_line(error: BaseException) -> str:
 def extra(name: str) -> str:
     """How to install an extra of nmrun, which is in no index of packages yet."""
     return f"pip install '.[{name}]' in nmrun's checkout"
+
+
+@contextlib.contextmanager
+def needs(what: str, its_extra: str) -> Iterator[None]:
+    """Say of ``what`` which extra it takes, where a package cannot be imported while entered."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what} needs {error.name or error}: {extra(its_extra)}") from None
+
+
+@contextlib.contextmanager
+def refused(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Make errors of these kinds ConfigErrors while entered, whose lines begin with ``prefix``."""
+    try:
+        yield
+    except kinds as error:
+        lines = error.problems if isinstance(error, ConfigError) else [first_line(error)]
+        raise ConfigError([prefix + line for line in lines]) from None
 
 
 def leads() -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import raise_all
 from nmrun.registry import did_you_mean
 
 
@@ -180,8 +180,7 @@ def wrong_values(
 
 def check_values(ranges: Mapping[str, Check | None], values: Mapping[str, Any]) -> None:
     """Raise ConfigError with a line for each value out of its range."""
-    if problems := [line for line, _ in wrong_values(ranges, values, "")]:
-        raise ConfigError(problems)
+    raise_all(line for line, _ in wrong_values(ranges, values, ""))
 
 
 def value_text(value: Any) -> str:
@@ -193,11 +192,6 @@ def value_text(value: Any) -> str:
 
 def total_steps_of(total: Any) -> int | None:
     """The steps of a whole run. Raises ConfigError for anything but a whole number or None."""
-    if total is None:
-        return None
-    if isinstance(total, bool) or not hasattr(total, "__index__") or total < 1:
-        raise ConfigError(
-            f"total_steps={total!r}: it takes a whole number, 1 or more, or None where nothing "
-            "depends on it"
-        )
-    return int(total)
+    steps: int | None = plain(total)
+    check_values({"total_steps": whole(1, optional=True)}, {"total_steps": steps})
+    return steps

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -26,10 +26,8 @@ def find(kind: str, name: str, paths: Mapping[str, str]) -> Any:
         return getattr(importlib.import_module(module), attribute)
     if "." not in name:
         choose(kind, name, paths)
-    try:
+    with refused("", ValueError):
         return imported(name, f"{kind}={name}")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def imported(path: str, what: str) -> Any:

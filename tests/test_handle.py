@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a class": ({"recipe": STEP, "total_steps": 9}, ConfigError, r"recipe=STEP is a class: write STEP\(\)"),
     "no steps": ({"recipe": "step", "total_steps": 0}, ConfigError, "total_steps=0: it takes a whole number, 1 or more"),
     "half a step": ({"total_steps": 9.5}, ConfigError, "total_steps=9.5: it takes a whole number"),
-    "text": ({"total_steps": "100"}, ConfigError, "total_steps='100': it takes a whole number"),
+    "text": ({"total_steps": "100"}, ConfigError, "total_steps=100: it takes a whole number"),
     "steps are needed": ({"recipe": "step"}, ConfigError, "step needs total_steps"),
     "compiled": ({"include": re.compile("0")}, ConfigError, r"include=re.compile\('0'\): it takes a regular expression or a list"),
     "a number for a name": ({"exclude": 0}, ConfigError, "exclude=0: it takes a regular expression or a list"),

@@ -63,7 +63,7 @@ FAILURES: dict[str, dict[str, Any]] = {
         "include": "head",
     },
     "t_i=0.6 must be below t_f=0.5": {"recipe": "lbc", "t_i": 0.6, "t_f": 0.5},
-    "decay=-1.0 must be": {"decay": -1.0},
+    "decay=-1.0: it takes": {"decay": -1.0},
     "mvue and fp8 are for sparse linear": {"recipe": "sqft", "mvue": "2:4", "include": "conv"},
 }
 

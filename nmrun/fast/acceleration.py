@@ -40,7 +40,7 @@ from nmrun.fast.measurement import (
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
-from nmrun.ranges import ACCELERATION
+from nmrun.ranges import ACCELERATION, check_values, one_of
 from nmrun.sparsity.weight import SparseWeight
 
 
@@ -110,8 +110,7 @@ def accelerate(
             f"sample is a {type(sample).__name__}: it takes a function that passes one micro-batch, "
             "such as lambda: model(batch)"
         )
-    if mode not in ACCELERATION:
-        raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
+    check_values({"acceleration": one_of(*ACCELERATION)}, {"acceleration": mode})
     _take_back(handle)
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
     side: Any = _side(device)

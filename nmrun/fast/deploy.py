@@ -34,7 +34,8 @@ from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, INT8, ONEDNN, Choice
 from nmrun.fast.sites import ConvolutionSite, Site, devices, install, sites, watch
 from nmrun.patterns import Pattern
-from nmrun.ranges import number, plain
+from nmrun.ranges import Check, check_values, number, plain
+from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
@@ -135,16 +136,16 @@ def deploy(
     return [*choices.values(), *dense, *others]
 
 
+PRECISION = Check(f"{INT8}, or None", lambda value: value in (None, INT8))
+
+
 def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
     """Raise ConfigError, in one line, for what is no module and a precision that cannot be had."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{type(model).__name__} is no module: give deploy the finished model")
+    check_module(model, "deploy")
     if "meta" in devices(model):
         raise ConfigError("the model is on meta: load its weights first")
-    if precision not in (None, INT8):
-        raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
-    if not number(0, 1).holds(plain(tolerance)):
-        raise ConfigError(f"tolerance={tolerance} must be from 0 to 1")
+    ranges = {"precision": PRECISION, "tolerance": number(0, 1)}
+    check_values(ranges, {"precision": precision, "tolerance": plain(tolerance)})
     if precision and (why := int8.KERNELS.obstacle()):
         raise ConfigError(f"precision={INT8}: {why}")
     elsewhere = devices(model) - {"cpu"}

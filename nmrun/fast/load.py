@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import refused
 from nmrun.fast import packed
 from nmrun.fast.cpu import dense_int8, packed_convolution
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
@@ -20,6 +20,7 @@ from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.fast.measurement import DENSE_INT8
 from nmrun.fast.packed import Line
 from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
+from nmrun.sparsity.layers import check_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,11 +46,8 @@ def load_packed(path: Path | str, model: Model) -> Model:
         ConfigError: for a file that is damaged or of another model, without a C compiler, and for
             an int8 file on a processor without int8 products. The model is unchanged then.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{type(model).__name__} is no module: give load_packed the run's network"
-        )
-    try:
+    check_module(model, "load_packed")
+    with refused("", ValueError):
         tensors, lines = packed.read(path)
         dense = {name: list(t.shape) for name, t in tensors.items()}
         for line in lines:
@@ -73,8 +71,6 @@ def load_packed(path: Path | str, model: Model) -> Model:
             line.drop(tensors)
             if weight is not None:
                 tensors[line.name] = weight
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     on_meta = any(p.is_meta for p in model.parameters())
     model.load_state_dict(tensors, strict=False, assign=on_meta)
     for module, module_sites in sites(model)[0].items():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
+from nmrun.ranges import Check
 from nmrun.registry import did_you_mean
 
 
@@ -28,6 +29,18 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(unknown[1], self._option_string_actions)
             hint = hint or f"; {self.prog} --help lists what it takes"
         raise ConfigError(f"{message}{hint}")
+
+
+def in_range(kind: Callable[[str], Any], check: Check) -> Callable[[str], Any]:
+    """The ``type=`` of an option: what ``kind`` makes of its text, where that is in range."""
+
+    def value(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if check.holds(made := kind(text)):
+                return made
+        raise argparse.ArgumentTypeError(f"{text}: it takes {check.allowed}")
+
+    return value
 
 
 @contextlib.contextmanager

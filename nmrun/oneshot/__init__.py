@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
-from nmrun.errors import ConfigError
+from nmrun.errors import raise_all
 from nmrun.ranges import checks, plain, wrong_values
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str]
             no_such = registry.no_such("hyperparameter", key, ranges, hint=known)
             problems.append(f"{method}: {key}: {no_such}")
     problems += [line for line, _ in wrong_values(ranges, hyperparameters, f"{method}.")]
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     instance: Method = kind(**hyperparameters)
     return instance

@@ -31,6 +31,7 @@ from nmrun.permutation.order import assigned_order
 from nmrun.permutation.permute import reorder
 from nmrun.products.attention import slow_path, uncompiled
 from nmrun.sparsity.check import layer_report, weights_report
+from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.select import LeftDense, select, why_none
 from nmrun.sparsity.weight import LIVE
 
@@ -110,8 +111,7 @@ def prune(
         RunError: where the weight or the inputs of a layer are not finite, or their Hessian has no
             inverse. The layers before it are pruned then.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{type(model).__name__} is no module: give prune the trained model")
+    check_module(model, "prune")
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
     if isinstance(batches, str):  # the pattern, as in nmrun.sparsify

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all
 from nmrun.patterns import Pattern
-from nmrun.ranges import checks, plain
-from nmrun.registry import did_you_mean
+from nmrun.ranges import checks, plain, wrong_values
 from nmrun.rule import Rule
 from nmrun.sparsity import masks, projections
 from nmrun.sparsity.transposable import transposable_mask
@@ -278,16 +277,12 @@ class Recipe:
 
 def check_hyperparameters(recipe: Recipe) -> None:
     """Raise ConfigError with a line for each field out of its range; the others become plain."""
-    problems = []
-    for key, check in checks(type(recipe)).items():
+    ranges, values = checks(type(recipe)), dict[str, Any]()
+    for key in ranges:
         value = plain(getattr(recipe, key))
         setattr(recipe, key, value)
-        listed = list(value) if isinstance(value, tuple) else value
-        if check is not None and not check.holds(listed):
-            hint = did_you_mean(str(value), check.options)
-            problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
-    if problems:
-        raise ConfigError(problems)
+        values[key] = list(value) if isinstance(value, tuple) else value
+    raise_all(f"{recipe.name}: {line}" for line, _ in wrong_values(ranges, values, ""))
 
 
 def check_mask(recipe: Recipe, weight: SparseWeight, mask: Any) -> Tensor:

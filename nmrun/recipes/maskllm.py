@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.ranges import FRACTION, SPAN, WEIGHTS, number
 from nmrun.recipes.base import drawn_seed
 from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates, check_groups
@@ -182,13 +182,13 @@ def agreement(path: Path | None, weight: SparseWeight) -> Tensor:
 def masks_in(path: Path, weight: SparseWeight) -> Tensor:
     """Which of a weight's entries are not zero in a file: ones and zeros by group. Raises
     ConfigError where it cannot be read, or has no such parameter that is N:M."""
-    try:
-        with safe_open(path, "pt") as opened:
-            keys = opened.keys()
-            name = {plain_name(key): key for key in keys}.get(plain_name(weight.name))
-            saved = None if name is None else opened.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"masks={path}: it cannot be read ({error})") from None
+    with (
+        refused(f"masks={path}: it cannot be read: ", OSError, SafetensorError),
+        safe_open(path, "pt") as opened,
+    ):
+        keys = opened.keys()
+        name = {plain_name(key): key for key in keys}.get(plain_name(weight.name))
+        saved = None if name is None else opened.get_tensor(name)
     if saved is None or saved.shape != weight.dense.shape:
         shape = "missing" if saved is None else list(saved.shape)
         raise ConfigError(

@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 
 EMBEDDING = "an embedding"
@@ -208,6 +209,12 @@ ADAPTER = re.compile(r"lora_.*|ia3_.*", re.IGNORECASE)
 
 # the parts of a parameter's name that wrappers add
 WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_forward_module|_original_module)\."
+
+
+def check_module(model: Any, verb: str) -> None:
+    """Raise ConfigError for what is no module; ``verb`` is the function that was given it."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{type(model).__name__} is no module: give {verb} the model")
 
 
 def plain_name(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from nmrun.errors import ConfigError
+from nmrun.errors import raise_all
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import Check, check_values
 from nmrun.sparsity.layers import Candidate as Candidate
@@ -117,8 +117,7 @@ def select(
         else:
             padded = ratio.over(entry.shape[entry.dim]) if pad else ratio
             sparse.append(replace(entry, pattern=padded))
-    if wrong := [f"overrides: {text!r} fits no layer: {why}" for text, why in fits.items() if why]:
-        raise ConfigError(wrong)
+    raise_all([f"overrides: {text!r} fits no layer: {why}" for text, why in fits.items() if why])
     return sparse, dense
 
 
@@ -205,8 +204,7 @@ class Options:
         self._include = None if include is None else self._modules("include", _several(include))
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
         self._overrides = self._patterns(overrides or {})
-        if self._problems:
-            raise ConfigError(self._problems)
+        raise_all(self._problems)
         self._ends = _ends(model, self.parameters) if AUTO in unwanted else {}
 
     def pattern(self, parameter: Candidate, default: Pattern) -> Pattern:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.patterns import Pattern
 from nmrun.ranges import total_steps_of
 from nmrun.sparsity.masks import hard_threshold
@@ -154,10 +154,8 @@ def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> di
         }
     selection: dict[str, nn.Module] = {}
     for text in [include] if isinstance(include, str) else include:
-        try:
+        with refused(f"include: {text!r} is not a regular expression: ", re.error):
             named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
-        except re.error as error:
-            raise ConfigError(f"include: {text!r} is not a regular expression: {error}") from None
         if not named:
             raise ConfigError(f"include: {text!r} is the name of no module")
         selection |= named

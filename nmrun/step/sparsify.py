@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import layer
-from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, plain, total_steps_of
+from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, one_of, plain, total_steps_of
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.layers import plain_name
+from nmrun.sparsity.layers import check_module, plain_name
 from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, candidates, select, why_none
 from nmrun.sparsity.weight import LIVE, SparseWeight
@@ -110,16 +110,12 @@ def sparsify(
     """
     pattern, estimate = Pattern.parse(pattern), None if mvue is None else Pattern.parse(mvue)
     recipe = recipes.build(recipe, hyperparameters, inspect.signature(sparsify).parameters)
-    if input_gradient not in INPUT_GRADIENTS:
-        raise ConfigError(
-            f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
-        )
-    check_values({"pad": FLAG, "fp8": FLAG}, {"pad": plain(pad), "fp8": plain(fp8)})
+    check_values(
+        {"pad": FLAG, "fp8": FLAG, "input_gradient": one_of(*INPUT_GRADIENTS)},
+        {"pad": plain(pad), "fp8": plain(fp8), "input_gradient": input_gradient},
+    )
     recipe.begin(pattern, total_steps_of(total_steps))
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{type(model).__name__} is no module: give sparsify the model that trains"
-        )
+    check_module(model, "sparsify")
     optimizer = unwrapped(optimizer)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
@@ -190,64 +186,55 @@ def sparsify(
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside the wrappers of accelerate, Lightning or fairseq. Raises
-    ConfigError for what is no torch optimizer. Also for optimizers that evaluate
-    gradients several times a step, save the state of some parameters, or move weights elsewhere."""
-    while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
+    ConfigError for one that cannot serve."""
+    while _package(optimizer) in WRAPPERS:
         inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
         if inner is None or inner is optimizer:
             break
         optimizer = inner
-    name = type(optimizer).__name__
+    if why := _unfit(optimizer):
+        raise ConfigError(f"{type(optimizer).__name__} {why}")
+    stepping: torch.optim.Optimizer = optimizer
+    return stepping
+
+
+def _package(thing: object) -> str:
+    return type(thing).__module__.partition(".")[0]
+
+
+def _unfit(optimizer: Any) -> str:
+    """Why an optimizer cannot serve, as what follows its name; empty where it can."""
     if not isinstance(optimizer, torch.optim.Optimizer) or "state" not in vars(optimizer):
-        if type(optimizer).__module__.partition(".")[0] == "deepspeed":
-            raise ConfigError(
-                f"{name} steps flat copies of the weights, which have no groups of M inputs: use "
-                "DDP, or fully_shard (FSDP2)"
-            )
-        raise ConfigError(f"{name} is no torch optimizer: give sparsify the one that steps")
+        if _package(optimizer) == "deepspeed":
+            return "steps flat copies of the weights, which have no groups of M inputs: use DDP, or fully_shard (FSDP2)"
+        return "is no torch optimizer: give sparsify the one that steps"
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "LBFGS evaluates its closure several times a step, and masks change once a step: use "
-            "an optimizer of the SGD or Adam kind"
-        )
-    if name == "ZeroRedundancyOptimizer":
-        raise ConfigError(
-            "ZeroRedundancyOptimizer leaves the dense weights out of its state dict, and a resume "
-            "would lose them: use fully_shard (FSDP2)"
-        )
-    inside = _optimizers_in(optimizer)
-    if inside and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        raise ConfigError(
-            f"{name} contains the optimizers that step ({inside}), and saves their states by itself: "
-            "call sparsify once for each of them"
-        )
+        return "evaluates its closure several times a step, and masks change once a step: use SGD or one of the Adam kind"
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        return "leaves the dense weights out of its state dict, and a resume would lose them: use fully_shard (FSDP2)"
+    if (
+        _has_several(optimizer)
+        and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    ):
+        return "contains the optimizers that step, and saves their states by itself: call sparsify once for each of them"
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
-        raise ConfigError(
-            f"{name} is not made by torch's constructor, so its steps cannot be followed: use its "
-            "base optimizer alone"
-        )
+        return "is not made by torch's constructor, so its steps cannot be followed: use its base optimizer alone"
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
-        raise ConfigError(
-            f"{name} exchanges the weights between train() and eval(), which nmrun would take for new "
-            "weights: use an optimizer with a schedule"
-        )
+        return "exchanges the weights between train() and eval(), which nmrun would take for new ones: use one with a schedule"
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-        raise ConfigError(
-            f"{name} moves weights between two backward passes, which nmrun would take for an update: use its base optimizer"
-        )
-    return optimizer
-
-
-def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
-    """The attribute in which an optimizer has others, if it has several in one."""
-    for key, value in vars(optimizer).items():
-        members = value.values() if isinstance(value, dict) else value
-        if isinstance(members, list | tuple | type({}.values())) and any(
-            isinstance(each, torch.optim.Optimizer) for each in members
-        ):
-            first = next(iter(value)) if isinstance(value, dict) else 0
-            return f"{key}[{first!r}] and so on"
+        return "moves weights between two backward passes, which nmrun would take for an update: use its base optimizer"
     return ""
+
+
+def _has_several(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has others, in a list or by name."""
+    lists = [v.values() if isinstance(v, dict) else v for v in vars(optimizer).values()]
+    return any(
+        isinstance(each, torch.optim.Optimizer)
+        for members in lists
+        if isinstance(members, list | tuple | ValuesView)
+        for each in members
+    )
 
 
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

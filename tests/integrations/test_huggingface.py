@@ -249,7 +249,7 @@ def test_two_processes(tmp_path):
         ({"pattern": "5:4"}, ValueError, "5:4 is not an N:M pattern"),
         ({"decya": 0.1}, TypeError, "sr_ste: decya: no such hyperparameter; did you mean decay?"),
         ({"exclud": "fc"}, TypeError, "exclud: no such hyperparameter; did you mean exclude?"),
-        ({"decay": -1.0}, ConfigError, "decay=-1.0 must be"),
+        ({"decay": -1.0}, ConfigError, "decay=-1.0: it takes"),
     ],
 )
 def test_mistakes_are_told_before_the_training(arguments, error, message):

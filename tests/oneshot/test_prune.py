@@ -527,7 +527,7 @@ def test_weights_that_are_trained_sparse_or_are_nowhere_are_refused():
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(ConfigError, match="Dict is no module: give prune the trained model"):
+    with pytest.raises(ConfigError, match="Dict is no module: give prune the model"):
         nmrun.prune(gpt().state_dict().copy(), tokens())
 
 

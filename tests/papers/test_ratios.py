@@ -354,14 +354,14 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
         ),
         (
             ("RUN", "--budget", "1"),
-            "--budget 1: a share of dense, above 0 and below 1",
+            "argument --budget: 1: it takes a number above 0 and below 1",
         ),
         (("RUN", "--budget", "0.05"), "budget 0.05: with M = 16 it is from 0.0625 to below 1"),
         (
             ("RUN", "--cost", "time"),
             "no layer's time is measured: small networks are left alone",
         ),
-        (("RUN", "--m", "12"), "--m 12: a power of two, 2 or more, since N is halved"),
+        (("RUN", "--m", "12"), "argument --m: 12: it takes a power of two, 2 or more"),
         (("RUN", "--m", "128"), "no layer of this model can hold groups of 128"),
     ],
 )

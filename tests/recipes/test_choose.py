@@ -143,5 +143,5 @@ def test_an_object_takes_no_hyperparameters_and_is_checked():
     optimizer = nmrun.optim.Adam(model.parameters())
     with pytest.raises(TypeError, match="step is made already: give switch to its constructor"):
         nmrun.sparsify(model, optimizer, STEP(), "2:4", 10, switch=0.5, exclude=None)
-    with pytest.raises(ValueError, match="sr_ste: decay=-1 must be a number at least 0"):
+    with pytest.raises(ValueError, match="sr_ste: decay=-1: it takes a number at least 0"):
         nmrun.sparsify(model, optimizer, SRSTE(decay=-1), "2:4", 10, exclude=None)

@@ -160,7 +160,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
             ("recipe.bta=0.9",),
             "saliency.Saliency: bta: no such hyperparameter; did you mean beta? (there are beta)",
         ),
-        (("recipe.beta=1.5",), "saliency: beta=1.5 must be a number at least 0 and below 1"),
+        (("recipe.beta=1.5",), "saliency: beta=1.5: it takes a number at least 0 and below 1"),
         (("recipe._target_=saliency.Salience",), "recipe=saliency.Salience cannot be imported: "),
         (
             ("recipe._target_=salience.Saliency",),

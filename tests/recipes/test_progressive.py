@@ -133,7 +133,7 @@ def test_the_weight_a_run_would_leave_is_always_nm():
             {"dense": 0.5, "final": 0.6},
             "fractions of one run: at most 1 together",
         ),
-        ("mdgf_linear", "2:4", {"final": 0.0}, "final=0.0 must be a number above 0"),
+        ("mdgf_linear", "2:4", {"final": 0.0}, "final=0.0: it takes a number above 0"),
         ("mdgf_exponential", "2:4", {"tau": -1.0}, "tau"),
         ("mdgf_exponential", "2:4", {"grad_mode": "scale"}, "scaled, ste"),
         ("sdgf_stepwise", "3:8", {}, "power of two"),

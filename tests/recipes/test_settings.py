@@ -53,5 +53,5 @@ def test_numbers_of_numpy_and_torch_are_numbers():
         given, made = recipes.build(name, {key: value}), recipes.find(name)(**{key: value})
         for recipe in (given, recipes.build(made, {})):
             assert (getattr(recipe, key), type(getattr(recipe, key))) == (expected, type(expected))
-    with pytest.raises(ConfigError, match=r"sr_ste: decay=-1\.0 must be a number at least 0"):
+    with pytest.raises(ConfigError, match=r"sr_ste: decay=-1\.0: it takes a number at least 0"):
         recipes.build("sr_ste", {"decay": np.float64(-1)})

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, raise_all, refused
 from nmrun.lab.consent import confirmed
 from nmrun.lab.folders import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
@@ -38,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
         for override in overrides
         if override.is_sweep_override()
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     options.run = settings.only_run(options.run)
     run = RunFolder(options.run)
     if run.problem:
@@ -74,13 +73,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _words(command: str, run: Path) -> list[str]:
     """The words after ``nmrun``."""
-    try:
-        first, *words = shlex.split(command)
-    except ValueError:
-        raise ConfigError(f"{run}: its command cannot be read: {command}") from None
-    if first != "nmrun":
+    with refused(f"{run}: its command cannot be read: {command}: ", ValueError):
+        words = shlex.split(command)
+    if words[:1] != ["nmrun"]:
         raise ConfigError(f"{run}: its command cannot be given here: {command}")
-    return words
+    return words[1:]
 
 
 def _code(words: Sequence[str], run: Path) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import consent
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.folders import sweep as record
@@ -248,10 +248,8 @@ def parse(
         raise ConfigError(
             f"{overrides!r}: overrides are a text or a list of texts, as in 'recipe=step seed=3'"
         )
-    try:
+    with refused(f"{overrides}: ", ValueError):
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
-    except ValueError as error:
-        raise ConfigError(f"{overrides}: {error}") from None
     given = command_line.options([*words, *words_of(settings)])
     allowed = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
     for name in (name for name, value in vars(given).items() if value and name not in allowed):

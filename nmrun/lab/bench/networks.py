@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import refused
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words.composition import config_of
 
@@ -59,10 +59,8 @@ def overrides(folder: Path, words: Sequence[str]) -> list[str]:
 
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
-    try:
+    with refused("", HydraException):
         return config_of(overrides(folder, words))
-    except HydraException as error:
-        raise ConfigError(first_line(error)) from None
 
 
 def random_images(config: Config, device: torch.device) -> Classification:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all
 from nmrun.lab.bench.networks import INFERRED, NETWORKS, overrides
 from nmrun.lab.keys.options import names
-from nmrun.lab.verbs import Parser
+from nmrun.lab.verbs import Parser, files_of_the_command, in_range
 from nmrun.lab.words import composition, precheck
 from nmrun.lab.words.rules import no_gpu
 from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import Check, whole
 
 PRECISIONS = ("float32", "bf16", "int8")
 DENSE_ARMS = ("torch", "compiled", "openvino")  # of infer
@@ -39,10 +40,8 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     elif options.device == "cuda" and no_gpu():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
     if options.out:
-        try:
+        with files_of_the_command():
             options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {options.out}: {error.strerror}") from None
     return vars(options)
 
 
@@ -50,8 +49,7 @@ def _check(models: Sequence[str], words: Sequence[str], multirun: bool = False) 
     composition.register()
     for model in models:
         job = overrides(Path(), [*NETWORKS[model], *words])
-        if problems := precheck.look(job, multirun).problems:
-            raise ConfigError(problems)
+        raise_all(precheck.look(job, multirun).problems)
 
 
 def _parser() -> Parser:
@@ -99,11 +97,7 @@ def _list(parser: Parser, flag: str, default: Sequence[object], **how: Any) -> N
     parser.add_argument(flag, nargs="+", default=[*default], **{"help": text, **how})
 
 
-def positive(text: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
-    return int(text)
+positive = in_range(int, whole(1))
 
 
 def pattern(text: str) -> Pattern:
@@ -114,9 +108,10 @@ def pattern(text: str) -> Pattern:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def sequences(text: str) -> tuple[int, int]:
-    """``128`` or ``8x128``, sequences and their tokens, for argparse."""
-    sides = text.split("x")
-    if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, or two such as 8x128")
-    return int(sides[0]) if len(sides) > 1 else 1, int(sides[-1])
+sequences = in_range(  # and the tokens of each
+    lambda text: tuple(map(int, (text if "x" in text else f"1x{text}").split("x"))),
+    Check(
+        "a whole number, or two such as 8x128",
+        lambda sides: len(sides) == 2 and all(map(whole(1).holds, sides)),
+    ),
+)

@@ -14,7 +14,6 @@ from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import consent
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 from nmrun.registry import find
 
@@ -65,8 +64,6 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.precision and options.format != "packed":
         raise ConfigError(f"--precision {options.precision} is for --format packed alone")
-    if not (options.run / RESULT).is_file():
-        raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
     from nmrun.lab.export import finished_run  # torch
 
     try:

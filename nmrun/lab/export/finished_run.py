@@ -87,14 +87,8 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
     damaged, changed, or not N:M after all; ConfigError if it is not finished."""
     run = RunFolder(folder)
     result, source = run.result, folder / FINAL
-    if result and not run.is_finished:
-        raise ConfigError(
-            f"{folder} holds no finished run (the run is {result['status']}, not finished)"
-        )
-    if not result and not run.problem:
-        raise ConfigError(f"{folder} holds no finished run (there is no {RESULT})")
-    if not source.exists():
-        raise ConfigError(f"{folder} holds no finished run (there is no {FINAL})")
+    if not (run.problem or run.is_finished):
+        run.demand(folder)
     for name, problem in run.broken(contents=True).items():
         raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
     try:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, needs
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     SparseLayer,
@@ -78,10 +78,8 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
 
 def _config(run: FinishedRun) -> Any:
-    try:
+    with needs("--format hf", "transformers"):
         import transformers
-    except ImportError:
-        raise ConfigError(f"--format hf needs transformers: {extra('transformers')}") from None
     options = run.result["config"]["model"]
     vocabulary, width = run.state["wte.weight"].shape
     values: dict[str, Any] = {

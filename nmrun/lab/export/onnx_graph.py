@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, extra, first_line
+from nmrun.errors import ConfigError, first_line, needs
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     network,
@@ -45,12 +45,10 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     int64 of a GPT. Any batch and any length that the model takes will do. Its output is ``logits``.
     ConfigError for models that take other inputs; ValueError if onnxruntime's logits differ from torch's.
     """
-    try:
+    with needs("--format onnx", "onnx"):
         onnx, runtime, _ = (
             importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript")
         )
-    except ImportError as error:
-        raise ConfigError(f"--format onnx needs {error.name}: {extra('onnx')}") from None
     refuse_pruned_activations(run)
     model, name, example, sizes = _build(run)
     graph = _graph(model, name, example(2), sizes)

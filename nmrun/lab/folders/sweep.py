@@ -28,6 +28,7 @@ from nmrun.lab.output import aligned, span
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.words import command_line
+from nmrun.ranges import Check
 
 if TYPE_CHECKING:
     from nmrun.lab.words.precheck import Findings
@@ -36,7 +37,16 @@ HEAD, JOBS = "sweep.json", "jobs.jsonl"
 IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
 OWN_AXES = ("seed", "sparsity", "output_dir")  # a table averages over these, or shows them anyway
 SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
-LARGEST = 1e12  # of jobs, and of seconds since 1970
+# of jobs, or of seconds since 1970: JSON has NaN and Infinity too
+COUNT = Check("a number", lambda value: isinstance(value, int | float) and abs(value) < 1e12)
+MAYBE = Check("a number, or null", lambda value: value is None or COUNT.holds(value))
+# the shapes of sweep.json, and of the lines of jobs.jsonl
+BEGUN = {"begun": COUNT, "jobs": MAYBE, "command": str, "output_dir": str, "sweeps?": [[str]]}
+BEGINNING = {"job": int, "process": int, "overrides": [str], "folder": str, "begun?": COUNT}
+END = {
+    "status": str, "folder?": str | None, "error?": str | None, "overrides?": [str],
+    "seconds?": COUNT, "ended?": COUNT,
+}  # fmt: skip
 UNTRAINED = (
     "skipped",
     "planned",
@@ -222,51 +232,23 @@ def read(folder: Path) -> Record:
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         lines, _ = documents.read_lines(folder / JOBS, _parse)
-    try:
-        head = documents.read_json(folder / HEAD)
-        begun, jobs = head["begun"], head["jobs"]
-        if not _is_number(begun) or not (jobs is None or _is_number(jobs)):
-            raise ValueError
-        words = (str(head["command"]), str(head["output_dir"]))
-        sweeps = [[str(word) for word in each] for each in head.get("sweeps", [])]
-    except (OSError, ValueError, KeyError, TypeError):
-        begun, jobs, words, sweeps = None, None, ("", ""), []
-    ends = [{"job": None, "overrides": [], **line} for line in lines if _is_end(line)]
-    runs = {line["job"]: line for line in lines if _is_beginning(line)}
+    head: dict[str, Any] = {"begun": None, "jobs": None}
+    head |= {"command": "", "output_dir": "", "sweeps": []}
+    with contextlib.suppress(OSError, ValueError):
+        written = documents.read_json(folder / HEAD)
+        head |= {} if documents.misfit(written, BEGUN) else written
+    ends = [
+        {"job": None, "overrides": [], **line} for line in lines if not documents.misfit(line, END)
+    ]
+    runs = {line["job"]: line for line in lines if not documents.misfit(line, BEGINNING)}
     running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in ends})}
     caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
-    return Record(begun, jobs, *words, sweeps, ends, running, caught)
+    about = {key: head[key] for key in ("begun", "jobs", "command", "output_dir", "sweeps")}
+    return Record(**about, ends=ends, running=running, signal=caught)
 
 
 # The record grows, and is read before each job: a thousand lines a thousand times.
 _parse = functools.lru_cache(maxsize=8192)(documents.parsed)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number: Python's JSON has NaN and Infinity too."""
-    return isinstance(value, int | float) and abs(value) < LARGEST
-
-
-def _is_beginning(line: dict[str, Any]) -> bool:
-    numbers, words = (line.get("job"), line.get("process")), line.get("overrides")
-    texts = [line.get("folder"), *words] if isinstance(words, list) else [None]
-    return (
-        all(type(n) is int for n in numbers)
-        and _is_number(line.get("begun", 0.0))
-        and all(isinstance(text, str) for text in texts)
-    )
-
-
-def _is_end(line: dict[str, Any]) -> bool:
-    texts, times = ("status", "folder", "error"), ("seconds", "ended")
-    words = line.get("overrides", [])
-    return (
-        isinstance(line.get("status"), str)
-        and all(isinstance(line.get(key), str | None) for key in texts)
-        and all(_is_number(line.get(key, 0.0)) for key in times)
-        and isinstance(words, list)
-        and all(isinstance(word, str) for word in words)
-    )
 
 
 def title(folder: Path, number: int, overrides: list[str]) -> str:

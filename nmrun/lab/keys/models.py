@@ -11,6 +11,10 @@ from nmrun.lab.keys.groups import Named
 from nmrun.lab.keys.ranges import EXPRESSIONS, WIDTHS
 from nmrun.ranges import FLAG, FRACTION, TEXT, Check, one_of, whole
 
+DEPTH = Check(
+    "6n + 2, such as 8, 14, 20, 32, 44, 56 or 110",
+    lambda value: type(value) is int and value >= 8 and value % 6 == 2,
+)
 ARGUMENTS = Check(
     "null or keyword arguments such as {drop_path_rate: 0.1}",
     lambda value: isinstance(value, dict | None),
@@ -97,7 +101,7 @@ class ResNet20(Model):
 
     builder: ClassVar[str] = "nmrun.lab.models.images.CifarResNet"
 
-    depth: Annotated[int, whole(8), "6n + 2 layers"] = 20
+    depth: Annotated[int, DEPTH, "layers"] = 20
 
 
 @dataclass(frozen=True)

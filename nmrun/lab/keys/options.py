@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nmrun import recipes, registry
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.fields import Field, fields
 from nmrun.lab.keys.ranges import START
 from nmrun.lab.keys.recipe_facts import recipe_facts
@@ -163,10 +163,9 @@ def _load(group: str, name: str) -> Any:
     from nmrun.lab.keys.groups import Named
 
     point = points(group)[name]
-    try:
+    missing = f"{group}={name}: {point.value} cannot be imported: "
+    with refused(missing, ImportError, AttributeError):
         cls = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{group}={name}: {point.value} cannot be imported: {error}") from None
     built_by = getattr(cls, "builder", "")
     if not (built_by and isinstance(cls, type) and issubclass(cls, Named)):
         raise ConfigError(f"{group}={name}: {point.value} is no class of keys with a builder")

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import FRACTION, TEXT, Check, whole
+from nmrun.ranges import FRACTION, TEXT, Check, number, whole
 
 UNITS = {"s": 1, "min": 60, "h": 3600}
 START = "start"  # of trainer.distill: the network as it begins
@@ -96,6 +96,8 @@ COMPILE = Check(
 )
 
 
+INCHES = number(1, 40)
+LIMITS = Check("LOW,HIGH, such as 90,100", lambda ends: len(ends) == 2 and ends[0] < ends[1])
 LOGGERS = Check(
     "a list of tensorboard and mlflow",
     lambda value: isinstance(value, list) and set(map(str, value)) <= {"tensorboard", "mlflow"},

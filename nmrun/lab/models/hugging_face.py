@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
+from nmrun.lab.tasks.hugging_face import check_length, check_vocabulary, fetch, fetch_whole
 
 
 class CausalLM(nn.Module):
@@ -43,10 +43,9 @@ def causal(vocabulary: int, context: int, pretrained: str) -> CausalLM:
 
     if whole.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"model.pretrained={pretrained}: {whole.model_type} has no causal head")
-    vocab_size, longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
-    check_vocabulary(pretrained, vocab_size, vocabulary)
-    if longest is not None and longest < context:
-        raise ConfigError(f"dataset.context={context}: {pretrained} takes at most {longest} tokens")
+    check_vocabulary(pretrained, config.vocab_size, vocabulary)
+    longest = getattr(config, "max_position_embeddings", None)
+    check_length("dataset.context", context, pretrained, longest)
     model = CausalLM(fetch_whole("AutoModelForCausalLM", pretrained))
     if looks_ahead(model):
         raise ConfigError(
@@ -100,14 +99,8 @@ def gpt2(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPTN
             raise ConfigError(
                 f"{where}: another architecture than GPT-2's: {key} is {actual}, where it takes {value}"
             )
-    if config.vocab_size != vocabulary:
-        raise ConfigError(
-            f"{where}: it knows {config.vocab_size} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
-        )
-    if config.n_positions < context:
-        raise ConfigError(
-            f"dataset.context={context}: {pretrained} takes at most {config.n_positions} tokens"
-        )
+    check_vocabulary(pretrained, config.vocab_size, vocabulary, unused=0)
+    check_length("dataset.context", context, pretrained, config.n_positions)
     theirs = fetch_whole("GPT2LMHeadModel", pretrained, config=config)
     model = GPTNetwork(
         vocabulary, config.n_positions, config.n_layer, config.n_head, config.n_embd, dropout
@@ -209,15 +202,9 @@ def encoder(
 
     if config.model_type not in ENCODERS or config.is_encoder_decoder:
         raise ConfigError(f"{where}: {config.model_type} is no encoder such as BERT")
-    if config.vocab_size < vocabulary:
-        raise ConfigError(
-            f"{where}: it knows {config.vocab_size} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
-        )
-    most = getattr(config, "max_position_embeddings", max_length)
-    if most < max_length:
-        raise ConfigError(
-            f"dataset.max_length={max_length}: {pretrained} takes at most {most} tokens"
-        )
+    check_vocabulary(pretrained, config.vocab_size, vocabulary, unused=1)
+    most = getattr(config, "max_position_embeddings", None)
+    check_length("dataset.max_length", max_length, pretrained, most)
     encoder, info = fetch(
         "AutoModel", "model.pretrained", pretrained,
         config=config, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, needs
 from nmrun.lab.tasks.hugging_face import quiet_hub
 from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
@@ -104,18 +104,14 @@ class CifarResNet(nn.Module):
     layers.
 
     ``conv1``; ``layer1``, ``layer2``, ``layer3`` of n basic blocks with 16, 32 and 64 channels;
-    ``fc``. Raises ConfigError for another depth.
+    ``fc``.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, depth: int) -> None:
         from torchvision.models.resnet import BasicBlock
 
         super().__init__()
-        blocks, rest = divmod(depth - 2, 6)
-        if rest or blocks < 1:
-            raise ConfigError(
-                f"model.depth={depth}: these networks have 6n + 2 layers: 8, 14, 20, 32, 44, 56, 110, ..."
-            )
+        blocks = (depth - 2) // 6
         self.conv1 = nn.Conv2d(shape[0], 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.layer1 = nn.Sequential(*(BasicBlock(16, 16) for _ in range(blocks)))
@@ -286,10 +282,6 @@ def vit(
         raise ConfigError(
             f"model.patch={patch}: images of {height}x{side} are not squares of a multiple of that"
         )
-    if width % heads:
-        raise ConfigError(
-            f"model.width={width} cannot be split into model.heads={heads} heads of the same size"
-        )
     model = VisionTransformer(
         side, patch, layers, heads, width, 4 * width, dropout, num_classes=classes
     )
@@ -317,10 +309,8 @@ def of_timm(
 
     Raises ConfigError for a name or options that timm has not, and where timm is not installed.
     """
-    try:
+    with needs("model=timm", "timm"):
         import timm
-    except ImportError:
-        raise ConfigError(f"model=timm needs timm: {extra('timm')}") from None
     if not timm.is_model(name_in_timm):
         near = timm.list_models(f"*{name_in_timm}*")[:5]
         raise ConfigError(

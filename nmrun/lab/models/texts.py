@@ -91,10 +91,6 @@ class GPTDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = layers
-        if width % heads:
-            raise ConfigError(
-                f"model.width={width} cannot be split into model.heads={heads} heads of the same size"
-            )
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.h = nn.ModuleList(
@@ -247,10 +243,6 @@ class TextEncoderNetwork(nn.Module):
         activation: str,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ConfigError(
-                f"model.width={width} cannot be split into model.heads={heads} heads of equal width"
-            )
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(max_length, width)
         self.segments = nn.Embedding(2, width)

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from nmrun import oneshot
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all
 from nmrun.lab import consent
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
@@ -56,8 +56,7 @@ def read_config(
             )
         if _is_track(override) and override.input_line != TRACK:
             problems.append(f"{override.input_line}: nmrun prune tracks nothing, as {TRACK} says")
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     settings = {
         override.key_or_group: override.value() for override in overrides if _is_ours(override)
     }
@@ -90,8 +89,7 @@ def _is_track(override: Override) -> bool:
 
 def _compose(overrides: list[Override], config_dir: str | None) -> Config:
     words = [*(str(override.input_line) for override in overrides), f"recipe={STAND_IN}"]
-    if problems := precheck.look(words, config_dir=config_dir).problems:
-        raise ConfigError(problems)
+    raise_all(precheck.look(words, config_dir=config_dir).problems)
     config = config_of(words, config_dir)
     model = config.model
     loads = isinstance(model, OwnModel) or model.trained
@@ -108,9 +106,8 @@ def _compose(overrides: list[Override], config_dir: str | None) -> Config:
 def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     """The config of a finished run, with changes, which begins with the run's weights."""
     run = RunFolder(folder)
-    result = run.finished()
-    if result is None:
-        raise ConfigError(f"{folder}: {run.unfinished()}")
+    run.demand(folder)
+    result = run.result
     consent.demand_consent(folder, result["config"], trusted)
     # the folder may have been copied, so its output_dir need not exist here
     here = {"init": str(folder), "output_dir": Run.output_dir}
@@ -120,11 +117,9 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
     composed = OmegaConf.create(plain)
     keys = {*plain, *flatten(plain)}
-    if problems := [line for override in overrides if (line := _put(composed, override, keys))]:
-        raise ConfigError(problems)
+    raise_all(filter(None, (_put(composed, override, keys) for override in overrides)))
     config = schema.check(composed)
-    if problems := list(rules.refusals({**config.plain, "recipe": plain["recipe"]})):
-        raise ConfigError(problems)
+    raise_all(rules.refusals({**config.plain, "recipe": plain["recipe"]}))
     return config
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from nmrun.errors import neutral
+from nmrun.ranges import Check
 
 # A result of nmrun has some thousand values in six levels. YAML's aliases make more of a few lines
 # than any memory holds.
@@ -129,6 +130,28 @@ def plain(value: Any) -> Any:
         return value
 
     return copied(value, 0)
+
+
+def misfit(value: Any, shape: Any, place: str = "") -> str:
+    """What of a document a reader would stumble over, as in ``seed is "x"``; empty where it has the
+    shape: a type, a union of types, a Check, ``[shape]`` of items, ``{str: shape}`` of values, or
+    shapes by key. A key with a question mark may be missing. Other keys may be there."""
+    if isinstance(shape, dict) and isinstance(value, dict):
+        keys = {str(key).rstrip("?"): each for key, each in shape.items() if key is not str}
+        if lacks := [key for key in keys if key in shape and key not in value]:
+            return f"it has no {place}{lacks[0]}"
+        parts = [(key, item, keys.get(key, shape.get(str))) for key, item in value.items()]
+        wrong = (misfit(item, each, f"{place}{key}.") for key, item, each in parts if each)
+        return next(filter(None, wrong), "")
+    if isinstance(shape, list) and isinstance(value, list):
+        return next(filter(None, (misfit(item, shape[0], place) for item in value)), "")
+    if isinstance(shape, Check):
+        fits = shape.holds(value)
+    elif isinstance(shape, dict | list):
+        fits = False
+    else:
+        fits = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
+    return "" if fits else f"{place.rstrip('.') or 'it'} is {json.dumps(value, default=str)[:40]}"
 
 
 # --- lines of JSON --------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from typing import Any
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, neutral, tell
 from nmrun.lab.runs import documents
+from nmrun.ranges import Check
 
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
@@ -37,18 +38,25 @@ NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
 ENDS = "\n\r\x85\u2028\u2029"  # of lines in YAML
 # the command above config.yaml is a comment, with as many lines as its values have
 HEAD = re.compile(f"# (nmrun[^{ENDS}]*(?:[{ENDS}]# [^{ENDS}]*)*)")
-NUMBER = (int, float, type(None))
-# the types that readers rely on
-SHAPE: dict[str, type | tuple[type, ...]] = {
-    **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
-    **{"config": dict, "metrics": dict, "sparsity": dict, "environment": dict, "files": dict},
-    "higher_is_better": bool,
-    **{"flops": dict, "notes": dict, "signature": dict, "sha256": str},
-    **dict.fromkeys(("seconds", "training_seconds"), NUMBER),
-}
-OF_CONFIG = {
-    **dict.fromkeys(("dataset", "model", "recipe", "sparsity", "optimizer", "schedule"), dict),
-    **{"trainer": dict, "track": dict, "seed": int, "output_dir": str},
+# what readers rely on, as of documents.misfit
+NUMBER, TEXT, NAMED = int | float | None, str | None, {"name?": str}
+CONFIG_SHAPE = {
+    "dataset?": NAMED, "model?": NAMED, "recipe?": NAMED, "optimizer?": NAMED, "schedule?": NAMED,
+    "sparsity?": {"n": NUMBER, "m": NUMBER}, "trainer?": dict, "track?": NAMED, "seed?": int,
+    "output_dir?": Check("a folder", lambda value: isinstance(value, str) and "\0" not in value),
+}  # fmt: skip
+SHAPE = {
+    "status": str, "id?": str, "config?": CONFIG_SHAPE, "error?": str, "events?": [{"sentence": str}],
+    "metric?": TEXT, "higher_is_better?": bool, "metrics?": {str: {str: NUMBER}}, "flops?": {str: NUMBER},
+    "sparsity?": dict, "environment?": {"command?": str}, "notes?": dict, "signature?": dict,
+    "seconds?": NUMBER, "training_seconds?": NUMBER,
+    "files?": {str: {"bytes": int, "sha256": str}}, "sha256?": str,
+}  # fmt: skip
+# what that of a finished run has
+OF_CONFIG = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
+FINISHED = {
+    "config": dict.fromkeys(OF_CONFIG, object),
+    "metrics": {"final": dict, "best": dict},
 }
 
 
@@ -129,7 +137,7 @@ class RunFolder:
             config = documents.read_yaml(self.path / CONFIG)
         except (OSError, ValueError):
             return {}
-        return config if isinstance(config, dict) and not _wrong_config(config) else {}
+        return config if not documents.misfit(config, CONFIG_SHAPE) else {}
 
     @functools.cached_property
     def command(self) -> str | None:
@@ -165,8 +173,8 @@ class RunFolder:
         why = "; ".join(f"{name}: {what}" for name, what in self.broken().items())
         if self.result and not self.is_finished:
             why = f"the run is {self.result['status']}, not finished"
-        elif self.is_finished and not why and (lacks := _incomplete(self.result)):
-            why = f"{RESULT}: it has no {lacks}"
+        elif self.is_finished and not why and (lacks := documents.misfit(self.result, FINISHED)):
+            why = f"{RESULT}: {lacks}"
         if self.is_finished and not why:
             return ""
         return f"no finished run is there ({why})" if why else "no finished run is there"
@@ -182,6 +190,12 @@ class RunFolder:
         if name == DENSE:
             return "the run has none: trainer.evaluate=dense and both keep it, where weights are sparse"
         return "the run has none: no epoch of it held the pattern"
+
+    def demand(self, setting: object, name: str = "") -> None:
+        """Raise ConfigError, which begins with ``setting``, unless a finished run is here, with its
+        weights of this name."""
+        if why := self.without(name) if name else self.unfinished():
+            raise ConfigError(f"{setting}: {why}")
 
     def checked(self, name: str) -> Path:
         """A file that is about to be read whole; that of a finished run is read for its hash
@@ -242,8 +256,10 @@ class RunFolder:
             return {}, f"it cannot be read: {error.strerror}", False
         except ValueError as error:
             return {}, f"it is damaged: {error}", False
-        if problem := _wrong_shape(result):
-            return {}, problem, False
+        if problem := documents.misfit(result, SHAPE):
+            return {}, f"it is no result: {problem}", False
+        if others := result.get("files", {}).keys() - {*SEALED}:
+            return {}, f"it is no result: a run leaves no {min(others)}", False
         seal = {"files", "sha256"}
         if result["status"] == "finished" and not seal <= result.keys():
             return {}, UNSEALED, False
@@ -327,56 +343,6 @@ def _hash(result: Mapping[str, Any]) -> str:
     plain = {key: value for key, value in result.items() if key != "sha256"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _wrong_shape(result: Any) -> str:
-    """Why a value is not shaped like a result; empty where it is."""
-    if not isinstance(result, dict):
-        return "it is damaged: no object"
-    for key, kind in SHAPE.items():
-        if key in result and not isinstance(result[key], kind):
-            return f"it is no result: {key} is {json.dumps(result[key])[:40]}"
-    if "status" not in result:
-        return "it is no result: it has no status"
-    numbers = [*result.get("metrics", {}).items(), ("flops", result.get("flops", {}))]
-    for key, values in numbers:
-        if not isinstance(values, dict) or not all(isinstance(v, NUMBER) for v in values.values()):
-            return f"it is no result: {key} has what is no number"
-    if not isinstance(result.get("environment", {}).get("command", ""), str):
-        return "it is no result: its command is no text"
-    for event in result.get("events", ()):
-        if not isinstance(event, dict) or not isinstance(event.get("sentence"), str):
-            return "it is no result: an event has no sentence"
-    for name, record in result.get("files", {}).items():
-        entry = record if isinstance(record, dict) else {}
-        if name not in SEALED or not isinstance(entry.get("bytes"), int) or "sha256" not in entry:
-            return f"it is no result: a run leaves no {name}"
-    return _wrong_config(result.get("config", {}))
-
-
-def _incomplete(result: Mapping[str, Any]) -> str:
-    """The first part that a finished run's result lacks; empty where it is complete."""
-    config, metrics = result.get("config", {}), result.get("metrics", {})
-    has = {*result, *(f"config.{key}" for key in config), *(f"metrics.{key}" for key in metrics)}
-    parts = [f"config.{key}" for key in OF_CONFIG if key not in ("track", "output_dir")]
-    needed = ["config", *parts, "metrics", "metrics.final", "metrics.best"]
-    return next((key for key in needed if key not in has), "")
-
-
-def _wrong_config(config: Mapping[str, Any]) -> str:
-    for key, kind in OF_CONFIG.items():
-        if key in config and not isinstance(config[key], kind):
-            return f"it is no result: config.{key} is {json.dumps(config[key])[:40]}"
-        if kind is dict and not isinstance(config.get(key, {}).get("name", ""), str):
-            return f"it is no result: config.{key}.name is no text"
-    ratio = config.get("sparsity", {"n": None, "m": None})
-    if not {"n", "m"} <= ratio.keys() or not all(
-        isinstance(v, NUMBER) for v in (ratio["n"], ratio["m"])
-    ):
-        return "it is no result: config.sparsity is no ratio"
-    if "\0" in config.get("output_dir", ""):
-        return "it is no result: config.output_dir is no folder"
-    return ""
 
 
 # --- how far the run is ---------------------------------------------------------------------------

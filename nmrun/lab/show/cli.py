@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, folded, neutral
-from nmrun.lab.verbs import Parser, files_of_the_command
+from nmrun.errors import ConfigError, folded, neutral, raise_all
+from nmrun.lab.keys.ranges import INCHES, LIMITS
+from nmrun.lab.verbs import Parser, files_of_the_command, in_range
+from nmrun.ranges import whole
 
 if TYPE_CHECKING:
     from nmrun.lab.compare.comparison import Query
@@ -45,7 +47,7 @@ def table(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--digits",
-        type=int,
+        type=in_range(int, whole(0, 12)),
         metavar="N",
         help="digits after the point (default: as many as the deviation leaves)",
     )
@@ -76,31 +78,47 @@ def table(argv: Sequence[str]) -> int:
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        if options.digits is not None and not 0 <= options.digits <= 12:
-            raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
+        raise_all(_unfit(options))
         if options.experiment:
             return _experiments(options)
-        for name in ("scale", "figures"):
-            if vars(options)[name] is not None:
-                raise ConfigError(f"--{name} is for --experiment")
         _write(_content(options), _format(options), options.out)
     return 0
 
 
 def _format(options: argparse.Namespace) -> str:
     suffix = "" if options.out is None else options.out.suffix.lower()
-    if suffix and not options.format and suffix not in BY_SUFFIX:
-        where = "; nmrun report writes HTML" if suffix in (".html", ".htm") else ""
-        raise ConfigError(
-            f"--out {options.out}: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format{where}"
-        )
     otherwise = "csv" if options.runs else "markdown"
-    style = str(options.format or BY_SUFFIX.get(suffix, otherwise))
-    if options.runs and style not in RECORDS:
-        raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
+    return str(options.format or BY_SUFFIX.get(suffix, otherwise))
+
+
+def _unfit(options: argparse.Namespace) -> Iterator[str]:
+    """What of the words of ``nmrun table`` does not go together."""
+    style, out = _format(options), options.out
+    if out is not None and not options.format and out.suffix.lower() not in ("", *BY_SUFFIX):
+        where = "; nmrun report writes HTML" if out.suffix.lower() in (".html", ".htm") else ""
+        yield f"--out {out}: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format{where}"
+    if options.experiment:
+        if options.runs or options.overall or options.labels:
+            yield "--experiment: --runs, --overall and --labels are for folders"
+        for word in options.paths:
+            if "=" not in word:
+                yield f"{word}: beside --experiment stand overrides; runs in a folder are output_dir={word}"
+        if style in RECORDS and (options.experiment == "all" or "," in options.experiment):
+            yield f"--format {style} --experiment {options.experiment}: one at a time"
+        return
+    for name in ("scale", "figures"):
+        if vars(options)[name] is not None:
+            yield f"--{name} is for --experiment"
     if options.labels and style != "latex":
-        raise ConfigError("--labels is for --format latex")
-    return style
+        yield "--labels is for --format latex"
+    if options.runs:
+        if style not in RECORDS:
+            yield f"--runs --format {style}: a line a run is {', '.join(RECORDS)}"
+        of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method")
+        allowed = "beside --runs stand --filter, --format, --out and --verify"
+        for name in of_cells:
+            if vars(options)[name] not in (None, False):
+                yield f"--runs --{name}: it is for a table's cells; {allowed}"
 
 
 def _content(options: argparse.Namespace) -> str:
@@ -108,10 +126,6 @@ def _content(options: argparse.Namespace) -> str:
 
     style = _format(options)
     if options.runs:
-        of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method")
-        if asked := [f"--{name}" for name in of_cells if vars(options)[name] not in (None, False)]:
-            allowed = "beside --runs stand --filter, --format, --out and --verify"
-            raise ConfigError(f"--runs {asked[0]}: it is for a table's cells; {allowed}")
         selection = filtered(read_runs(_paths(options), options.verify), options.filter)
         if options.verify:
             verify(selection)
@@ -152,19 +166,6 @@ def _names(text: str | None) -> dict[str, str]:
     return {name: written for name, _, written in pairs}
 
 
-def _limits(text: str | None) -> tuple[float, float] | None:
-    """The ends of an axis: ``90,100``."""
-    if not text:
-        return None
-    try:
-        ends = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--ylim {text}: write LOW,HIGH") from None
-    if len(ends) != 2:
-        raise ConfigError(f"--ylim {text}: write LOW,HIGH, such as 90,100")
-    return ends[0], ends[1]
-
-
 def _write(content: str, style: str, out: Path | None) -> None:
     """Write to a file, whose name is printed, or to the terminal, where captions are wrapped."""
     if out is None:
@@ -195,13 +196,13 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument("--title", help="title (default: what all runs have in common; '': none)")
     parser.add_argument(
         "--width",
-        type=float,
+        type=in_range(float, INCHES),
         metavar="INCHES",
         help="3.25 fits one of two columns; fonts keep their size",
     )
     parser.add_argument(
         "--height",
-        type=float,
+        type=in_range(float, INCHES),
         metavar="INCHES",
         help="default: in proportion to --width, and what the axes need",
     )
@@ -209,7 +210,9 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--baseline", metavar="ROW", help="row to compare with in --kind overall, such as dense"
     )
-    parser.add_argument("--ylim", metavar="LOW,HIGH", help="limits of the y axis, such as 90,100")
+    ends = in_range(lambda text: tuple(map(float, text.split(","))), LIMITS)
+    text = "limits of the y axis, such as 90,100"
+    parser.add_argument("--ylim", type=ends, metavar="LOW,HIGH", help=text)
     parser.add_argument(
         "--x",
         help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
@@ -231,7 +234,7 @@ def plot(argv: Sequence[str]) -> int:
             width=options.width,
             height=options.height,
             labels=_names(options.labels),
-            ylim=_limits(options.ylim),
+            ylim=options.ylim,
             x=over,
         )
         figures = plots.plot(read_runs(paths), query, options.kind, layout)
@@ -324,15 +327,6 @@ def _experiments(options: argparse.Namespace) -> int:
     from nmrun.lab.words import experiment
 
     every, style = experiment.selection(options.experiment), _format(options)
-    if options.runs or options.overall or options.labels:
-        raise ConfigError("--experiment: --runs, --overall and --labels are for folders")
-    for word in options.paths:
-        if "=" not in word:
-            raise ConfigError(
-                f"{word}: beside --experiment stand overrides; runs in a folder are output_dir={word}"
-            )
-    if style in RECORDS and len(every) > 1:
-        raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
     sections = experiments.sections(
         every, options.scale or "small", options.paths, _query(options), options.verify
     )

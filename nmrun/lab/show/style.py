@@ -23,13 +23,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from nmrun import atomic
-from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
+from nmrun.lab.keys.ranges import INCHES, LIMITS
 from nmrun.lab.output import quantity
 from nmrun.lab.show import captions
 from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import check_values
 
 INK = "#1a1a1a"  # of paper.mplstyle
 GREY = "#777777"
@@ -63,14 +64,8 @@ class Layout:
     x: str = "step"
 
     def __post_init__(self) -> None:
-        if self.ylim is not None and not self.ylim[0] < self.ylim[1]:
-            raise ConfigError(
-                f"--ylim {self.ylim[0]:g},{self.ylim[1]:g}: write LOW,HIGH, such as 90,100"
-            )
-        for side in ("width", "height"):
-            inches = getattr(self, side)
-            if inches is not None and not 1 <= inches <= 40:
-                raise ConfigError(f"--{side} {inches:g}: inches, from 1 to 40")
+        asked = {key: value for key, value in vars(self).items() if value is not None}
+        check_values({"ylim": LIMITS, "width": INCHES, "height": INCHES}, asked)
 
     def size(self, width: float, height: float, down: int = 1) -> tuple[float, float]:
         """That of a picture which is so large by itself, with so many panels below each other."""

@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
+from nmrun.errors import ConfigError, RunError, first_line, leads, raise_all, refuse, tell
 from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
@@ -105,10 +105,7 @@ def checked(
     sweeps = [command_line.own_recipe(words, config_dir) for words in expanded]
     composed: Cache = {}
     looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
-    if problems := list(
-        dict.fromkeys(problem for findings in looks for problem in findings.problems)
-    ):
-        raise ConfigError(problems)
+    raise_all(dict.fromkeys(problem for findings in looks for problem in findings.problems))
     if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
         raise ConfigError(
             "the sweeps of an experiment differ in words for Hydra: they have one launcher"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import OwnDataset
 from nmrun.lab.keys.options import find_builder
 from nmrun.registry import find
@@ -40,10 +40,8 @@ def _own_task(target: str, config: Config, device: torch.device) -> Task:
     from nmrun.lab.tasks.base import own_task
 
     builder = find("dataset._target_", target, {})
-    try:
+    with refused("", ValueError):
         made = builder(config, device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if not hasattr(made, "micro_batches"):
         raise ConfigError(
             f"dataset._target_={target} returned a {type(made).__name__}, and no task as "

@@ -217,6 +217,14 @@ def own_task(task: Any) -> Any:
     return task
 
 
+def refuse_smoothing(smoothing: float, has: str) -> None:
+    """ConfigError for smoothed labels where a data set has none, but ``has`` something else."""
+    if smoothing:
+        raise ConfigError(
+            f"trainer.label_smoothing={smoothing} is for classes; this data set has {has}"
+        )
+
+
 def check_batch(method: str, batch: Any) -> None:
     """ConfigError where a batch of the user's own is not a tuple of tensors."""
     what = f"a {type(batch).__name__}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, needs
 
 # A network's vocabulary is made longer than its tokenizer's, by rows that no token has (1.8 % of
 # Phi-2's). More is another tokenizer.
@@ -21,12 +21,8 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     ``key`` of the config names the source, for errors. Raises ConfigError if transformers is not
     installed or nothing can be loaded.
     """
-    try:
+    with needs(f"{key}={source}", "transformers"):
         import transformers
-    except ImportError:
-        raise ConfigError(
-            f"{key}={source} needs Hugging Face's transformers: {extra('transformers')}"
-        ) from None
     place = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not place.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder")
@@ -43,14 +39,20 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
         ) from None
 
 
-def check_vocabulary(source: str, of_model: int, of_data: int) -> None:
+def check_vocabulary(source: str, of_model: int, of_data: int, unused: float = UNUSED) -> None:
     """Raises ConfigError where the data have more tokens than a network, or so few that they are
-    another tokenizer's.
+    another tokenizer's. ``unused``: the share of the network's that no token may have.
     """
-    if not (1 - UNUSED) * of_model <= of_data <= of_model:
+    if not (1 - unused) * of_model <= of_data <= of_model:
         raise ConfigError(
             f"model.pretrained={source}: it knows {of_model} tokens and the data have {of_data}: take its own tokenizer (dataset.tokenizer)"
         )
+
+
+def check_length(setting: str, length: int, source: str, most: int | None) -> None:
+    """Raises ConfigError where a text may have more tokens than a network or its tokenizer takes."""
+    if most is not None and most < length:
+        raise ConfigError(f"{setting}={length}: {source} takes at most {most} tokens")
 
 
 def fetch_whole(kind: str, source: str, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.fast import acceleration
 from nmrun.fast.acceleration import accelerate
 from nmrun.fast.cpu.activations import pack_activations
@@ -142,7 +142,7 @@ def build(
     for key, place in options.weights_named(config.plain).items():
         if key.startswith("recipe."):  # the others have been read
             weights.check(place, f"{key}={place}")
-    try:
+    with refused("", ValueError, TypeError):
         if total_steps is None:
             total_steps = _planned_steps(config, task, whole, device)
         began = time.perf_counter()
@@ -151,8 +151,6 @@ def build(
         activations = _activations(config, model, total_steps)
         if in_shards:
             fsdp.check(config, handle.recipe, task, precision)
-    except (ValueError, TypeError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse, taught, activations)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, weights_in
@@ -50,10 +50,8 @@ def check(place: str, setting: str) -> None:
     changed."""
     folder, file = weights_in(place)
     if file in WEIGHTS:
-        try:
+        with refused(f"{setting}: ", RunError):
             folder.checked(file)
-        except RunError as error:
-            raise ConfigError(f"{setting}: {error}") from None
 
 
 def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()) -> None:
@@ -65,13 +63,10 @@ def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()
     another network's, or weights that were changed since.
     """
     folder, file = weights_in(place)
-    if why := folder.without(file):
-        raise ConfigError(f"{setting}: {why}")
+    folder.demand(setting, file)
     check(place, setting)
-    try:
+    with refused(f"{setting}: {file} cannot be read: ", OSError, SafetensorError):
         state = load_file(folder.path / file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{setting}: {file} cannot be read ({error})") from None
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
     unlike = {*expected.items()} ^ {*saved.items()}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from nmrun.errors import ConfigError
 from nmrun.lab.output import quantity
-from nmrun.lab.verbs import Parser, files_of_the_command
+from nmrun.lab.verbs import Parser, files_of_the_command, in_range
+from nmrun.ranges import whole
 
 FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
 
@@ -32,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
         "words", nargs="+", metavar="SWEEP", help="a sweep, as after nmrun -m, with its seeds"
     )
     parser.add_argument(
-        "--trials", type=int, default=8, help="of each recipe at each ratio (default 8)"
+        "--trials",
+        type=in_range(int, whole(1)),
+        default=8,
+        help="of each recipe at each ratio (default 8)",
     )
     parser.add_argument(
         "--over",
@@ -44,8 +48,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
     options = parser.parse_intermixed_args(argv)
-    if options.trials < 1:
-        raise ConfigError(f"--trials {options.trials}: it takes a whole number, 1 or more")
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
     from nmrun.lab.sweeps import jobs

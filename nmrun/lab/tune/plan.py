@@ -16,7 +16,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
@@ -134,10 +134,8 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
         for key in space.keys() & searched.keys()
     }
     for key, values in own.items():
-        try:
+        with refused("--over ", ConfigError):
             distinct = runs(key, values)
-        except ConfigError as error:
-            raise ConfigError(f"--over {error}") from None
         # it may change a run only together with another value of a second searched key
         for other in ((k, v) for k in own if k != key for v in own[k]):
             if len(distinct) == len(values):
@@ -267,8 +265,7 @@ def read_space(words: Sequence[str]) -> Space:
                 f"--over {override.input_line}: it takes an interval or several values, as in "
                 "'optimizer.lr=tag(log,interval(1e-4,1e-2))' or recipe.switch=auto,0.2,0.5"
             )
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     return spaces
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, needs
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
@@ -208,10 +208,8 @@ def _checksum(params: Any, before: int) -> int:
 
 
 def import_optuna() -> Any:
-    try:
+    with needs("nmrun tune", "tune"):
         import optuna
-    except ImportError:
-        raise ConfigError(f"nmrun tune needs Optuna: {extra('tune')}") from None
     return optuna
 
 

@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import command_line, composition, precheck, schema
@@ -158,10 +158,8 @@ def load(name: str) -> Experiment:
         choose("experiment", name, names())
     file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
     content = options.read_yaml(file, f"experiment={name}")
-    try:
+    with refused(f"experiment={name}: ", ValueError):
         return _read(name, content)
-    except ValueError as error:
-        raise ConfigError(f"experiment={name}: {error}") from None
 
 
 def _read(word: str, content: Any) -> Experiment:
@@ -286,8 +284,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
             problems.append(
                 f"{zipped}: these keys must have as many values each, and have: {counts}"
             )
-    if problems:
-        raise ConfigError(problems)
+    raise_all(problems)
     sweeps = []
     for choice in itertools.product(*(range(len(values[names[0]])) for names in groups.values())):
         row = {

@@ -145,6 +145,12 @@ def _wrong_recipe(facts: Facts) -> Iterator[str]:
 
 def _wrong_training(facts: Facts) -> Iterator[str]:
     optimizer, trainer, dataset = facts.optimizer, facts.trainer, facts.dataset
+    model, sized = facts.model, facts.valid("model.width", "model.heads")
+    if sized and "_target_" not in model and model.get("width", 0) % model.get("heads", 1):
+        yield (
+            f"model.width={model['width']} cannot be split into model.heads={model['heads']} heads "
+            "of the same size"
+        )
     nesterov = facts.valid("optimizer.nesterov", "optimizer.momentum") and optimizer.get("nesterov")
     if nesterov and not optimizer.get("momentum"):
         yield "optimizer.nesterov=true needs optimizer.momentum above 0"

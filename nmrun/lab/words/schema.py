@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, first_line, raise_all
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
 from nmrun.lab.keys.fields import Field, defaults, fields
@@ -34,8 +34,7 @@ def check(composed: DictConfig) -> Config:
     both are the same run.
     """
     plain = resolve(composed)
-    if errors := problems(plain):
-        raise ConfigError(errors)
+    raise_all(problems(plain))
     _convert(_checks(options.keys("")), plain)
     for group in (*NAMED, *UNNAMED):
         _convert(ranges(group, plain[group]), plain[group])

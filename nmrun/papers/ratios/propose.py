@@ -11,18 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import refused
 from nmrun.lab import consent
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
-from nmrun.lab.verbs import Parser
+from nmrun.lab.verbs import Parser, in_range
 from nmrun.patterns import Pattern
+from nmrun.ranges import Check, number
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
     from nmrun.papers.ratios.search import Costs, LayerTimes, Proposal
 
 GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
+
+# since N is halved
+POWER = Check("a power of two, 2 or more", lambda m: m >= 2 and not m & (m - 1))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,12 +42,15 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=in_range(float, number(0, 1, open_low=True, open_high=True)),
         default=0.125,
         help="what the layers may cost, as a share of what they cost dense (default 0.125)",
     )
     parser.add_argument(
-        "--m", type=int, default=16, help="M of all ratios, a power of two (default 16)"
+        "--m",
+        type=in_range(int, POWER),
+        default=16,
+        help="M of all ratios, a power of two (default 16)",
     )
     parser.add_argument(
         "--cost",
@@ -54,20 +61,13 @@ def main(argv: Sequence[str]) -> int:
     )
     consent.consent_option(parser)
     options = parser.parse_args(argv)
-    if options.m < 2 or options.m & (options.m - 1):
-        raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
-    if not 0 < options.budget < 1:
-        raise ConfigError(f"--budget {options.budget:g}: a share of dense, above 0 and below 1")
     run = RunFolder(options.run)
-    if why := run.unfinished():
-        raise ConfigError(f"{options.run}: {why}")
+    run.demand(options.run)
     consent.demand_consent(
         options.run, run.result["config"], options.yes, ("recipe", *consent.BUILT)
     )
-    try:
+    with refused("", ValueError):
         lines = _proposal_lines(run, options.budget, options.m, options.cost)
-    except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     print("\n".join(lines))
     return 0
 
@@ -154,12 +154,8 @@ def _composed(words: Sequence[str], config_dir: str | None) -> Config:
     from nmrun.lab.words import command_line
     from nmrun.lab.words.composition import config_of
 
-    try:
+    with refused("its settings cannot be given in a command: ", HydraException):
         return config_of(command_line.own_recipe(list(words), config_dir), config_dir)
-    except HydraException as error:
-        raise ConfigError(
-            f"its settings cannot be given in a command: {first_line(error)}"
-        ) from None
 
 
 def _settings(config: Config, config_dir: str | None) -> list[str]:

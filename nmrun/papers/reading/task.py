@@ -19,7 +19,16 @@ from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.models.texts import Headed, embedded
-from nmrun.lab.tasks.base import Batch, InMemory, Tally, batches_of_rank, limited, sent, watched
+from nmrun.lab.tasks.base import (
+    Batch,
+    InMemory,
+    Tally,
+    batches_of_rank,
+    limited,
+    refuse_smoothing,
+    sent,
+    watched,
+)
 from nmrun.lab.tasks.text.classification import PretrainedTokenizer, Tokenizer, Words, tokenizer
 from nmrun.papers.reading.keys import Windowed
 
@@ -75,10 +84,7 @@ class Reading(InMemory):
         cls, config: Config, splits: Mapping[str, Sequence[Question]], device: torch.device
     ) -> Reading:
         most = config.trainer.limit_evaluation
-        if config.trainer.label_smoothing:
-            raise ConfigError(
-                f"trainer.label_smoothing={config.trainer.label_smoothing} is for classes; this data set has answers"
-            )
+        refuse_smoothing(config.trainer.label_smoothing, "answers")
         return cls(
             limited(splits, most, lambda questions, most: questions[:: -(-len(questions) // most)]),
             tokenizer(config.dataset.as_kind(Encoding)),

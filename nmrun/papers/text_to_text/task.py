@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import Encoding, Glue
-from nmrun.lab.tasks.base import Batch, limited, sent, thinned
+from nmrun.lab.tasks.base import Batch, limited, refuse_smoothing, sent, thinned
 from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.tasks.text.classification import Text, TextClassification, Tokenizer, tokenizer
@@ -79,10 +79,7 @@ class TextToText(TextClassification):
     ) -> TextToText:
         """The task of a run's config. Raises ConfigError for smoothed labels."""
         trainer = config.trainer
-        if trainer.label_smoothing:
-            raise ConfigError(
-                f"trainer.label_smoothing={trainer.label_smoothing} is for classes; this data set has texts"
-            )
+        refuse_smoothing(trainer.label_smoothing, "texts")
         return cls(
             limited(splits, trainer.limit_evaluation, thinned),
             tokenizer(config.dataset.as_kind(Encoding)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.errors import ConfigError, extra, first_line
+from nmrun.errors import ConfigError, needs, refused
 from nmrun.lab.tasks.storage import cache_folder
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.keys import CopyReverse, Fairseq, Multi30k
@@ -93,10 +93,8 @@ def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]]
     }
     if moses is None:
         return joined[subwords]
-    try:
+    with needs("dataset.moses=true", "translation"):
         from sacremoses import MosesDetokenizer
-    except ImportError:
-        raise ConfigError(f"dataset.moses=true needs sacremoses: {extra('translation')}") from None
     detokenizer = MosesDetokenizer(lang=moses)
     return lambda symbols: str(detokenizer.detokenize(joined[subwords](symbols).split()))
 
@@ -121,23 +119,19 @@ def _dictionary(folder: Path, language: str) -> Dictionary:
         raise ConfigError(
             f"{file}: there is no such file; a folder of fairseq-preprocess has a dict.<language>.txt for both languages"
         )
-    try:
+    with refused(f"{file}: not a dictionary of fairseq: ", RuntimeError, ValueError):
         dictionary: Dictionary = fairseq("data").Dictionary.load(str(file))
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{file}: not a dictionary of fairseq: {first_line(error)}") from None
     return dictionary
 
 
 def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
     data, prefix = fairseq("data.data_utils"), str(folder / name)
-    try:
+    with refused(
+        f"{prefix}: not a binarised text of fairseq: ", AssertionError, ValueError, OSError
+    ):
         if Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.bin").stat().st_size == 0:
             raise ValueError("the .bin is empty")
         dataset = data.load_indexed_dataset(prefix, dictionary)
-    except (AssertionError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{prefix}: not a binarised text of fairseq: {first_line(error)}"
-        ) from None
     if dataset is None:
         others = ", ".join(sorted(file.name for file in folder.glob("*.idx"))) or "no others"
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, needs
 from nmrun.lab.tasks.storage import data_folder
 from nmrun.lab.verbs import Parser
 from nmrun.papers.translation.fairseq import fairseq
@@ -66,10 +66,8 @@ def prepare(
     than ``longest`` subwords on a side, or with an empty side, are left out. Raises ConfigError for
     texts of unequal length, and a vocabulary that they are too small for.
     """
-    try:
+    with needs("BPE", "translation"):
         import sentencepiece
-    except ImportError:
-        raise ConfigError(f"BPE needs sentencepiece: {extra('translation')}") from None
     lines = {split: [read(file) for file in files] for split, files in texts.items()}
     for split, (left, right) in lines.items():
         if len(left) != len(right):

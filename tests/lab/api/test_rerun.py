@@ -120,7 +120,7 @@ def test_the_folder_that_is_changed_to_is_shown(folder, capsys, monkeypatch):
     [
         ("cd outputs && nmrun recipe=ste", "cannot be given here"),
         ("sh -c id", "cannot be given here"),
-        ("", "cannot be read"),
+        ("", "cannot be given here"),
         ("nmrun 'recipe=ste", "cannot be read"),
     ],
 )

@@ -161,7 +161,7 @@ def test_an_arm_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("infer --device cpu --tokens 8x0", "8x0: a whole number, or two such as"),
+        ("infer --device cpu --tokens 8x0", "8x0: it takes a whole number, or two such as"),
         ("infer --device cuda", "torch sees no CUDA device here"),
         ("infer trainer.batch_size=3", "takes no overrides"),
         ("train --arms sr_tse", "did you mean sr_ste?"),

@@ -402,8 +402,11 @@ def test_only_finished_runs_are_copied(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"nmrun: {garbled / 'result.json'}: it is damaged")
     (bare / "model.safetensors").unlink()
-    for run in (failed, bare, tmp_path / "nothing"):
+    assert verb("export", str(bare), "--out", str(tmp_path / "to")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nmrun: {bare / 'model.safetensors'}: it is missing")
+    for run in (failed, tmp_path / "nothing"):
         assert verb("export", str(run), "--out", str(tmp_path / "to")) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"nmrun: {run} holds no finished run")
+        assert line.startswith(f"nmrun: {run}: no finished run is there")
     assert not (tmp_path / "to").exists()

@@ -244,9 +244,7 @@ def test_another_model_and_no_compiler(tmp_path, request):
     path, _ = exported(tmp_path, images())
     with pytest.raises(ConfigError, match=r"the file is of another model: "):
         nmrun.load_packed(path, encoder())
-    with pytest.raises(
-        ConfigError, match=r"^OrderedDict is no module: give load_packed the run's "
-    ):
+    with pytest.raises(ConfigError, match=r"^OrderedDict is no module: give load_packed the model"):
         nmrun.load_packed(path, images().state_dict())
     request.getfixturevalue("no_compiler")
     with pytest.raises(ConfigError, match="packed layers need a C compiler"):

@@ -162,11 +162,6 @@ def test_compiles_without_a_break():
     torch.testing.assert_close(compiled(tokens), model(tokens))
 
 
-def test_heads_must_divide_the_width():
-    with pytest.raises(ConfigError, match=r"model\.width=8 cannot be split into model\.heads=3"):
-        GPTNetwork(19, 12, layers=1, heads=3, width=8)
-
-
 # --- pretrained, against Hugging Face's own network -----------------------------------------------
 
 

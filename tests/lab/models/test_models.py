@@ -196,9 +196,7 @@ def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers():
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("resnet20", {"depth": 18}, "model.depth=18: these networks have 6n"),
         ("vit_tiny", {"patch": 5}, "model.patch=5: images of 32x32"),
-        ("vit_tiny", {"heads": 5}, "model.width=192 cannot be split into model.heads=5"),
     ],
 )
 def test_sizes_that_do_not_divide(name, changed, message):

@@ -116,7 +116,10 @@ def test_digits_are_as_many_as_asked_for(write, table):
     lines = body(table("--format", "latex", "--digits", "1")[1])
     assert [line[1] for line in lines[1:]] == [r"$\mathbf{91.2}_{\pm 1.2}$", r"$70.0_{\pm 20.0}$"]
     assert "| **91.20 +- 1.20 (3)** |" in table("--digits", "2")[1]
-    assert table("--digits", "13")[::2] == (2, "nmrun: --digits 13: a whole number, 0 to 12\n")
+    assert table("--digits", "13")[::2] == (
+        2,
+        "nmrun: argument --digits: 13: it takes a whole number, 0 to 12\n",
+    )
 
 
 def test_own_names_are_escaped(write, table):

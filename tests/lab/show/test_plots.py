@@ -260,11 +260,11 @@ def test_a_picture_for_a_paper(write, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ylim", "9"), "--ylim 9: write LOW,HIGH"),
-        (("--ylim", "9,a"), "--ylim 9,a: write LOW,HIGH"),
-        (("--ylim", "9,3"), "--ylim 9,3: write LOW,HIGH"),
-        (("--width", "0.1"), "--width 0.1: inches, from 1 to 40"),
-        (("--height", "0.1"), "--height 0.1: inches, from 1 to 40"),
+        (("--ylim", "9"), "--ylim: 9: it takes LOW,HIGH"),
+        (("--ylim", "9,a"), "--ylim: 9,a: it takes LOW,HIGH"),
+        (("--ylim", "9,3"), "--ylim: 9,3: it takes LOW,HIGH"),
+        (("--width", "0.1"), "--width: 0.1: it takes a number at least 1 and at most 40"),
+        (("--height", "0.1"), "--height: 0.1: it takes a number at least 1 and at most 40"),
         (("--kind", "curves", "--x", "recipe"), "curves are over step, epoch, seconds"),
         (("--kind", "flops", "--x", "recipe"), "--x KEY is for --kind ratio"),
         (("--x", "recipe.decy"), "recipe.decy: no such key in these runs"),

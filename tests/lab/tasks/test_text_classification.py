@@ -236,8 +236,6 @@ def test_what_cannot_be_is_said():
         task(batch_size=10)
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
         task(classes=1, label_smoothing=0.1)
-    with pytest.raises(ConfigError, match=r"width=10 cannot be split into model\.heads=4"):
-        TextEncoderNetwork(64, 16, 2, 2, 4, 10, 0.1, "gelu")
 
 
 # --- the generated task and the small encoder -----------------------------------------------------

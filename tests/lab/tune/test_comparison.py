@@ -237,7 +237,7 @@ def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
 
 def test_without_optuna_nothing_is_begun(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match="needs Optuna"):
+    with pytest.raises(ConfigError, match="needs optuna"):
         tune()
     assert not capsys.readouterr().out
     assert not list(Path().iterdir())

@@ -27,11 +27,12 @@ from nmrun.lab.tasks.base import (
     batches_of_rank,
     epoch_order,
     limited,
+    refuse_smoothing,
     sent,
     thinned,
     watched,
 )
-from nmrun.lab.tasks.hugging_face import fetch
+from nmrun.lab.tasks.hugging_face import check_length, fetch
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -89,10 +90,8 @@ class TextClassification(InMemory, Categorical):
         device: torch.device | str = "cpu",
     ) -> None:
         self.cut(len(splits["train"][0]), "training texts", batch_size, limit_batches)
-        if label_smoothing and classes == 1:
-            raise ConfigError(
-                f"trainer.label_smoothing={label_smoothing} is for classes; this data set has scores"
-            )
+        if classes == 1:
+            refuse_smoothing(label_smoothing, "scores")
         kind = torch.float32 if classes == 1 else torch.int64
         self.splits = {
             name: Encoded(*tokenizer.encode(inputs), torch.tensor(labels, dtype=kind))
@@ -330,10 +329,7 @@ class PretrainedTokenizer:
             raise ConfigError(
                 f"dataset.tokenizer={source}: it has no token for padding, nor one that ends a text"
             )
-        if self.tokenizer.model_max_length < max_length:
-            raise ConfigError(
-                f"dataset.max_length={max_length}: {source} takes at most {self.tokenizer.model_max_length} tokens"
-            )
+        check_length("dataset.max_length", max_length, source, self.tokenizer.model_max_length)
         self.vocabulary, self.padding, self.max_length = (
             len(self.tokenizer),
             self.tokenizer.pad_token_id,

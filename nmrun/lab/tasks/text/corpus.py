@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError, extra, first_line
+from nmrun.errors import ConfigError, needs, refused
 
 LEVELS = ("byte", "character", "word")
 END, UNKNOWN = "<eos>", "<unk>"
@@ -96,22 +96,15 @@ def _lines(text: str) -> Iterator[list[str]]:
 
 
 def _tokenizer(name: str) -> Any:
-    try:
+    with needs(f"dataset.tokenizer={name}: other than {', '.join(LEVELS)}", "transformers"):
         from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(
-            f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: {extra('transformers')}"
-        ) from None
     place = Path(name).expanduser()
     file = place / "tokenizer.json" if place.is_dir() else place
-    try:
+    none = f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer has that name: "
+    with refused(none, Exception):  # the library raises bare Exceptions
         tokenizer = (
             Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
         )
-    except Exception as error:  # the library raises bare Exceptions
-        raise ConfigError(
-            f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer can be had under that name ({first_line(error)})"
-        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, needs
 from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.hugging_face import quiet_hub
@@ -160,12 +160,8 @@ def hub(config: Config, device: torch.device) -> LanguageModelling:
 
 def _rows(options: HubText, split: str) -> Any:
     """A split as ``datasets`` has it."""
-    try:
+    with needs(f"dataset=hub_text (dataset.path={options.path})", "texts"):
         import datasets
-    except ImportError:
-        raise ConfigError(
-            f"dataset=hub_text needs Hugging Face's datasets: {extra('texts')} (dataset.path={options.path})"
-        ) from None
     datasets.disable_progress_bars()
     try:
         with quiet_hub():

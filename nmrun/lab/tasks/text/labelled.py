@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import GeneratedText, Glue
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.hugging_face import quiet_hub
@@ -119,10 +119,8 @@ def read_tsv(path: Path, spec: Spec) -> Rows:
     Raises ConfigError for a missing column, a row of another length than the header, an unknown
     label, and a file without rows.
     """
-    try:
+    with refused(f"{path}: ", OSError, UnicodeDecodeError):
         lines = path.read_bytes().decode("utf-8-sig").rstrip("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
     rows = [line.rstrip("\r").split("\t") for line in lines]
     header = list(spec.header) or rows.pop(0)
     for column in (*spec.texts, spec.label):

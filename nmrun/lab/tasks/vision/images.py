@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, first_line, refused
 from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images
 from nmrun.lab.runs import documents
 from nmrun.lab.tasks import storage
@@ -373,14 +373,14 @@ def _sizes(dataset: str, paths: Sequence[str]) -> NDArray[np.int64]:
     """Height and width of each file, by its head alone: (N, 2)."""
     from PIL import Image
 
+    kinds = OSError, SyntaxError, Image.DecompressionBombError
+
     def size(path: str) -> tuple[int, int]:
-        try:
-            with Image.open(path) as file:
-                return file.height, file.width
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ConfigError(
-                f"dataset={dataset}: {path} is damaged, or not an image ({error})"
-            ) from None
+        with (
+            refused(f"dataset={dataset}: {path} is damaged, or not an image: ", *kinds),
+            Image.open(path) as file,
+        ):
+            return file.height, file.width
 
     with ThreadPoolExecutor() as threads:
         return np.array(list(threads.map(size, paths)), dtype=np.int64)
@@ -400,11 +400,8 @@ def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
     def fill(row: int) -> None:
         pixels[row] = np.moveaxis(decode(paths[row], size), 2, 0)
 
-    with ThreadPoolExecutor() as threads:
-        try:
-            list(threads.map(fill, range(len(paths))))
-        except OSError as error:
-            raise ConfigError(f"dataset={dataset}: {error}") from None
+    with ThreadPoolExecutor() as threads, refused(f"dataset={dataset}: ", OSError):
+        list(threads.map(fill, range(len(paths))))
     return pixels
 
 
